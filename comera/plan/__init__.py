@@ -1,0 +1,1 @@
+"""What a layer costs, before it runs. Nothing here imports torch."""

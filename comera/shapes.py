@@ -1,0 +1,414 @@
+"""Mode and rank arithmetic of tensor trains. Pure Python: nothing here imports torch.
+
+A *mode* is a factor of a width, a *bond* (or rank) joins two neighbouring cores. Two formats:
+``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes and whose
+last cores carry the output modes, and ``TTMShape`` for an embedding table, each of whose cores
+carries one factor of the row count and one of the width.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+
+DEFAULT_RANK = 32
+"""The largest bond of a layer whose user names no rank."""
+
+_GOOD_BALANCE = 1.25
+"""An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
+
+
+class _Chain:
+    """What both formats share: a row of cores, each with ``slice_sizes[k]`` numbers per bond pair."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def num_params(self) -> int:
+        """The exact number of entries in the cores; gates and biases are not counted."""
+        return self.size_at(self.ranks)
+
+    @property
+    def max_ranks(self) -> tuple[int, ...]:
+        """The largest useful bonds: no bond can exceed the modes on either side of it."""
+        sizes = self.slice_sizes
+        return tuple(
+            min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))
+        )
+
+    def size_at(self, ranks: Sequence[int]) -> int:
+        """Entries of the cores at other ranks. A layer with a bond at zero is gone altogether."""
+        if 0 in ranks:
+            return 0
+        bonds = (1, *ranks, 1)
+        return sum(n * bonds[k] * bonds[k + 1] for k, n in enumerate(self.slice_sizes))
+
+    def with_rank(self, rank: int | Sequence[int]) -> Self:
+        """The same modes at other bonds, cut to what the modes allow.
+
+        Args:
+            rank: One bound for every bond, or one number for each inner bond.
+
+        Raises:
+            ValueError: If a rank is below one, or a list has the wrong length.
+        """
+        most = self.max_ranks
+        if isinstance(rank, int):
+            wanted = (rank,) * len(most)
+        else:
+            wanted = tuple(int(r) for r in rank)
+        if len(wanted) != len(most):
+            raise ValueError(
+                f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} cores "
+                f"({self.describe_modes()}) join at {len(most)}; give one int or {len(most)} of them"
+            )
+        if any(r < 1 for r in wanted):
+            raise ValueError(f"rank={rank} must be at least 1 everywhere")
+        return replace(self, ranks=self._clip(wanted))  # type: ignore[type-var]
+
+    def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut each bond to what its neighbours and the modes between them can fill."""
+        sizes, bonds = self.slice_sizes, [1, *wanted, 1]
+        for k in range(1, len(sizes)):
+            bonds[k] = min(bonds[k], bonds[k - 1] * sizes[k - 1])
+        for k in range(len(sizes) - 1, 0, -1):
+            bonds[k] = min(bonds[k], bonds[k + 1] * sizes[k])
+        return tuple(bonds[1:-1])
+
+    def with_compression(self, compression: float) -> Self:
+        """The largest uniform rank whose cores are at least ``compression`` times smaller than dense.
+
+        Raises:
+            ValueError: If even rank one is too large, or ``compression`` is not above 1.
+        """
+        if not compression > 1:
+            raise ValueError(
+                f"compression={compression} must be above 1: 10 means ten times fewer parameters"
+            )
+        budget = self.num_dense / compression
+        smallest = self.with_rank(1)
+        if smallest.num_params > budget:
+            raise ValueError(
+                f"compression={compression} leaves {int(budget)} parameters of {self.num_dense}, but "
+                f"rank 1 over the modes {self.describe_modes()} already needs {smallest.num_params}; "
+                f"use more modes (order=) or a compression up to "
+                f"{self.num_dense / smallest.num_params:.4g}"
+            )
+        low, high = 1, max(self.max_ranks, default=1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.with_rank(middle).num_params <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return self.with_rank(low)
+
+    @property
+    def num_dense(self) -> int:
+        """Entries of the (padded) dense matrix."""
+        return math.prod(self.slice_sizes)
+
+    def describe_modes(self) -> str:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        want = len(self.slice_sizes) - 1
+        if len(self.ranks) != want:
+            raise ValueError(
+                f"{len(self.slice_sizes)} cores ({self.describe_modes()}) join at {want} bonds, "
+                f"but {len(self.ranks)} ranks were given: {self.ranks}"
+            )
+        if min(self.slice_sizes) < 1:
+            raise ValueError(f"every mode must be at least 1, got {self.describe_modes()}")
+        if min(self.ranks, default=1) < 1 and any(self.ranks):
+            raise ValueError(
+                f"every rank must be at least 1, got {self.ranks} "
+                "(all zeros stand for a layer whose weight has vanished)"
+            )
+
+
+@dataclass(frozen=True)
+class TTShape(_Chain):
+    """The tensor train of an ``(out, in)`` matrix.
+
+    Args:
+        in_modes: Factors of the input width, e.g. ``(12, 8, 8)`` for 768.
+        out_modes: Factors of the output width; their number may differ from that of ``in_modes``.
+        ranks: The inner bonds, one fewer than there are cores. All zeros: the weight is zero.
+
+    Raises:
+        ValueError: If the number of ranks is wrong, or a mode or rank is below one.
+    """
+
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.in_modes or not self.out_modes:
+            raise ValueError(f"each side needs at least one mode, got {self}")
+        self._check()
+
+    @classmethod
+    def fit(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: "TTShape | Sequence[Sequence[int]] | None" = None,
+        order: int = 3,
+        compression: float | None = None,
+    ) -> "TTShape":
+        """Choose the modes and ranks of a layer from what its user says.
+
+        Args:
+            in_features: True input width; modes that multiply to more mean zero padding.
+            out_features: True output width.
+            rank: Bound on every bond, or a list of all inner bonds.
+            shape: ``(in_modes, out_modes)``, or a whole ``TTShape``; balanced modes otherwise.
+            order: How many modes a side is split into when ``shape`` does not say. A narrow side
+                gets fewer, so that no mode falls much below 4.
+            compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
+
+        Raises:
+            ValueError: If the modes do not fit the widths, or rank and compression are both given.
+        """
+        _only_one(rank=rank, compression=compression)
+        if isinstance(shape, TTShape):
+            given = shape
+        elif shape is not None:
+            in_modes, out_modes = _two_sides(shape, "in_modes", "out_modes")
+            given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
+        else:
+            in_modes = tuple(reversed(balanced_modes(in_features, _order_for(in_features, order))))
+            out_modes = balanced_modes(out_features, _order_for(out_features, order))
+            given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
+        _check_cover("in_features", in_features, given.in_modes)
+        _check_cover("out_features", out_features, given.out_modes)
+        return _sized(given, rank, compression, keep=isinstance(shape, TTShape))
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        return self.in_modes + self.out_modes
+
+    @property
+    def in_width(self) -> int:
+        return math.prod(self.in_modes)
+
+    @property
+    def out_width(self) -> int:
+        return math.prod(self.out_modes)
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """``(left bond, mode, right bond)`` of each core."""
+        bonds = (1, *self.ranks, 1)
+        return tuple((bonds[k], n, bonds[k + 1]) for k, n in enumerate(self.slice_sizes))
+
+    @property
+    def split(self) -> int:
+        """How many cores carry the input."""
+        return len(self.in_modes)
+
+    def describe_modes(self) -> str:
+        return f"{'x'.join(map(str, self.in_modes))} | {'x'.join(map(str, self.out_modes))}"
+
+
+@dataclass(frozen=True)
+class TTMShape(_Chain):
+    """The tensor-train matrix of a ``(rows, columns)`` embedding table.
+
+    Args:
+        row_modes: Factors of the number of rows, most significant first.
+        col_modes: Factors of the width, as many as there are row modes.
+        ranks: The inner bonds, one fewer than there are cores. All zeros: the table is zero.
+
+    Raises:
+        ValueError: If the two sides differ in length, or ranks or modes are out of range.
+    """
+
+    row_modes: tuple[int, ...]
+    col_modes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.row_modes) != len(self.col_modes) or len(self.row_modes) < 2:
+            raise ValueError(
+                "an embedding needs as many row modes as column modes, and at least two of each; "
+                f"got {self.row_modes} and {self.col_modes}"
+            )
+        self._check()
+
+    @classmethod
+    def fit(
+        cls,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: "TTMShape | Sequence[Sequence[int]] | None" = None,
+        order: int = 4,
+        compression: float | None = None,
+    ) -> "TTMShape":
+        """Choose the modes and ranks of a table; arguments as in :meth:`TTShape.fit`.
+
+        A row count that does not factor well is rounded up: 30522 rows may become
+        ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read.
+        """
+        _only_one(rank=rank, compression=compression)
+        if isinstance(shape, TTMShape):
+            given = shape
+        elif shape is not None:
+            rows, cols = _two_sides(shape, "row_modes", "col_modes")
+            given = cls(rows, cols, (1,) * (len(rows) - 1))
+        else:
+            order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
+            rows = _large_outside(balanced_modes(num_embeddings, order))
+            cols = _large_outside(balanced_modes(embedding_dim, order))
+            given = cls(rows, cols, (1,) * (order - 1))
+        _check_cover("num_embeddings", num_embeddings, given.row_modes)
+        _check_cover("embedding_dim", embedding_dim, given.col_modes)
+        return _sized(given, rank, compression, keep=isinstance(shape, TTMShape))
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        return tuple(p * q for p, q in zip(self.row_modes, self.col_modes, strict=True))
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.row_modes)
+
+    @property
+    def num_cols(self) -> int:
+        return math.prod(self.col_modes)
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """``(left bond, row mode, column mode, right bond)`` of each core."""
+        bonds = (1, *self.ranks, 1)
+        return tuple(
+            (bonds[k], p, q, bonds[k + 1])
+            for k, (p, q) in enumerate(zip(self.row_modes, self.col_modes, strict=True))
+        )
+
+    @property
+    def split(self) -> int:
+        """How many cores form the left half of a look-up."""
+        return len(self.row_modes) // 2
+
+    def describe_modes(self) -> str:
+        return "  ".join(
+            f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True)
+        )
+
+
+def balanced_modes(width: int, order: int) -> tuple[int, ...]:
+    """Split ``width`` into ``order`` factors as equal as possible, smallest first.
+
+    A width without a good factorisation is rounded up to the next one that has it: the result
+    then multiplies to a little more than ``width``.
+
+    >>> balanced_modes(768, 3)
+    (8, 8, 12)
+    >>> balanced_modes(30522, 4)
+    (13, 13, 13, 14)
+
+    Raises:
+        ValueError: If ``width`` or ``order`` is below one.
+    """
+    if width < 1 or order < 1:
+        raise ValueError(f"cannot split a width of {width} into {order} modes")
+    ideal_sum = order * width ** (1 / order)
+    exact = min(_factorisations(width, order), key=sum)
+    if sum(exact) <= _GOOD_BALANCE * ideal_sum:
+        return exact
+
+    def cost(modes: tuple[int, ...]) -> float:
+        return sum(modes) / ideal_sum * (math.prod(modes) / width) ** 2
+
+    return min((exact, *_roundings(width, order)), key=cost)
+
+
+def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``width`` as ``order`` non-decreasing factors."""
+    if order == 1:
+        yield (width,)
+        return
+    most = round(width ** (1 / order)) + 1
+    for factor in range(smallest, most + 1):
+        if width % factor == 0 and factor**order <= width:
+            for rest in _factorisations(width // factor, order - 1, factor):
+                yield (factor, *rest)
+
+
+def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
+    """Modes near the ``order``-th root whose product is at least ``width``."""
+    root = width ** (1 / order)
+    near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
+    for head in itertools.combinations_with_replacement(near, order - 1):
+        yield tuple(sorted((*head, -(-width // math.prod(head)))))
+
+
+def _large_outside(modes: tuple[int, ...]) -> tuple[int, ...]:
+    """Put the large modes at the ends of the chain, where the bonds are narrow."""
+    rising = sorted(modes)
+    return (*rising[1::2][::-1], *rising[0::2])
+
+
+def _order_for(width: int, order: int) -> int:
+    """Fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    if order < 1:
+        raise ValueError(f"order={order} must be at least 1")
+    return min(order, max(1, int(math.log2(max(2, width)) / 2)))
+
+
+def _two_sides(
+    shape: Sequence[Sequence[int]], first: str, second: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        one, two = (tuple(int(n) for n in side) for side in shape)
+    except (TypeError, ValueError):
+        raise ValueError(f"shape={shape!r} is not a pair ({first}, {second}) of lists") from None
+    return one, two
+
+
+def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
+    """Modes may round a width up, but not so far that one of them could be smaller."""
+    if width < 1:
+        raise ValueError(f"{name}={width} must be at least 1")
+    product = math.prod(modes)
+    shown = " x ".join(map(str, modes))
+    better = " x ".join(map(str, balanced_modes(width, len(modes))))
+    if product < width:
+        raise ValueError(
+            f"the modes {shown} multiply to {product}, less than {name}={width}; "
+            f"{better} would do"
+        )
+    if any(n > 1 and product // n * (n - 1) >= width for n in modes):
+        raise ValueError(
+            f"the modes {shown} multiply to {product}, more than {name}={width} needs; "
+            f"{better} would do"
+        )
+
+
+def _only_one(**given: object) -> None:
+    named = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} say the same thing twice; give one of them")
+
+
+_Shape = TypeVar("_Shape", TTShape, TTMShape)
+
+
+def _sized(
+    given: _Shape, rank: int | Sequence[int] | None, compression: float | None, keep: bool
+) -> _Shape:
+    if compression is not None:
+        return given.with_compression(compression)
+    if rank is not None:
+        return given.with_rank(rank)
+    return given if keep else given.with_rank(DEFAULT_RANK)
