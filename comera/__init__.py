@@ -1,0 +1,42 @@
+"""Train models in compressed form: tensor-train layers that learn their own ranks.
+
+The public names, in the order one meets them::
+
+    comera.tensorize_(model, comera.TTConfig(rank=30, target_modules=r"encoder\\..*"))
+    print(comera.compression_report(model))
+    optimizer = torch.optim.AdamW(comera.param_groups(model, lr=5e-4, gate_lr=1e-3))
+    ranks = comera.TwoStage(model, target=0.2, early_steps=2000, late_steps=1000)
+    step = comera.TrainStep(model, loss_fn, optimizer, ranks)
+    for batch in loader:
+        loss = step(batch)
+    ranks.finish_(optimizer)
+"""
+
+from comera.nn.convert import TTConfig, densify_, tensorize_
+from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.linear import TTLinear
+from comera.rank.groups import param_groups
+from comera.rank.schedule import TwoStage
+from comera.rank.truncate import truncate_
+from comera.report.compression import compression_report
+from comera.shapes import TTMShape, TTShape
+from comera.train.step import TrainStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TTConfig",
+    "TTEmbedding",
+    "TTEmbeddingBag",
+    "TTLinear",
+    "TTMShape",
+    "TTShape",
+    "TrainStep",
+    "TwoStage",
+    "compression_report",
+    "densify_",
+    "param_groups",
+    "tensorize_",
+    "truncate_",
+]

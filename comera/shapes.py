@@ -20,7 +20,7 @@ _GOOD_BALANCE = 1.25
 
 
 class _Chain:
-    """What both formats share: a row of cores, each with ``slice_sizes[k]`` numbers per bond pair."""
+    """What both formats share: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
 
     ranks: tuple[int, ...]
 
@@ -37,9 +37,7 @@ class _Chain:
     def max_ranks(self) -> tuple[int, ...]:
         """The largest useful bonds: no bond can exceed the modes on either side of it."""
         sizes = self.slice_sizes
-        return tuple(
-            min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))
-        )
+        return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
     def size_at(self, ranks: Sequence[int]) -> int:
         """Entries of the cores at other ranks. A layer with a bond at zero is gone altogether."""
@@ -58,14 +56,12 @@ class _Chain:
             ValueError: If a rank is below one, or a list has the wrong length.
         """
         most = self.max_ranks
-        if isinstance(rank, int):
-            wanted = (rank,) * len(most)
-        else:
-            wanted = tuple(int(r) for r in rank)
+        wanted = (rank,) * len(most) if isinstance(rank, int) else tuple(int(r) for r in rank)
         if len(wanted) != len(most):
             raise ValueError(
-                f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} cores "
-                f"({self.describe_modes()}) join at {len(most)}; give one int or {len(most)} of them"
+                f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} "
+                f"cores ({self.describe_modes()}) join at {len(most)}; "
+                f"give one int or {len(most)} of them"
             )
         if any(r < 1 for r in wanted):
             raise ValueError(f"rank={rank} must be at least 1 everywhere")
@@ -81,7 +77,7 @@ class _Chain:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """The largest uniform rank whose cores are at least ``compression`` times smaller than dense.
+        """The largest uniform rank that is at least ``compression`` times smaller than dense.
 
         Raises:
             ValueError: If even rank one is too large, or ``compression`` is not above 1.
@@ -94,9 +90,9 @@ class _Chain:
         smallest = self.with_rank(1)
         if smallest.num_params > budget:
             raise ValueError(
-                f"compression={compression} leaves {int(budget)} parameters of {self.num_dense}, but "
-                f"rank 1 over the modes {self.describe_modes()} already needs {smallest.num_params}; "
-                f"use more modes (order=) or a compression up to "
+                f"compression={compression} leaves {int(budget)} parameters of {self.num_dense}, "
+                f"but rank 1 over the modes {self.describe_modes()} already needs "
+                f"{smallest.num_params}; use more modes (order=) or a compression up to "
                 f"{self.num_dense / smallest.num_params:.4g}"
             )
         low, high = 1, max(self.max_ranks, default=1)
@@ -177,7 +173,7 @@ class TTShape(_Chain):
         Raises:
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
-        _only_one(rank=rank, compression=compression)
+        only_one(rank=rank, compression=compression)
         if isinstance(shape, TTShape):
             given = shape
         elif shape is not None:
@@ -259,7 +255,7 @@ class TTMShape(_Chain):
         A row count that does not factor well is rounded up: 30522 rows may become
         ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read.
         """
-        _only_one(rank=rank, compression=compression)
+        only_one(rank=rank, compression=compression)
         if isinstance(shape, TTMShape):
             given = shape
         elif shape is not None:
@@ -301,9 +297,7 @@ class TTMShape(_Chain):
         return len(self.row_modes) // 2
 
     def describe_modes(self) -> str:
-        return "  ".join(
-            f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True)
-        )
+        return "  ".join(f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True))
 
 
 def balanced_modes(width: int, order: int) -> tuple[int, ...]:
@@ -385,8 +379,7 @@ def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
     better = " x ".join(map(str, balanced_modes(width, len(modes))))
     if product < width:
         raise ValueError(
-            f"the modes {shown} multiply to {product}, less than {name}={width}; "
-            f"{better} would do"
+            f"the modes {shown} multiply to {product}, less than {name}={width}; {better} would do"
         )
     if any(n > 1 and product // n * (n - 1) >= width for n in modes):
         raise ValueError(
@@ -395,7 +388,8 @@ def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
         )
 
 
-def _only_one(**given: object) -> None:
+def only_one(**given: object) -> None:
+    """Raise ``ValueError`` when more than one of the named settings is given."""
     named = [f"{key}={value}" for key, value in given.items() if value is not None]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} say the same thing twice; give one of them")

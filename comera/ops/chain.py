@@ -85,13 +85,15 @@ def _apply_gates(
 def _partial_products(cores: Sequence[Tensor]) -> list[Tensor]:
     """Running products, started from the narrower end: ``out[k]`` covers that end up to core k."""
     if _from_left(cores):
-        out = [cores[0].reshape(-1, cores[0].shape[-1])]
+        out = [cores[0].flatten(0, -2)]
         for core in cores[1:]:
-            out.append((out[-1] @ core.flatten(1)).reshape(-1, core.shape[-1]))
+            rows = out[-1].shape[0] * _modes([core])
+            out.append((out[-1] @ core.flatten(1)).reshape(rows, core.shape[-1]))
         return out
-    out = [cores[-1].reshape(cores[-1].shape[0], -1)]
+    out = [cores[-1].flatten(1)]
     for core in reversed(cores[:-1]):
-        out.append((core.flatten(0, -2) @ out[-1]).reshape(core.shape[0], -1))
+        columns = out[-1].shape[1] * _modes([core])
+        out.append((core.flatten(0, -2) @ out[-1]).reshape(core.shape[0], columns))
     return out[::-1]
 
 
@@ -101,13 +103,13 @@ def _gradients(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
     if _from_left(cores):
         rest = grad.reshape(partial[-1].shape)
         for core, before in zip(reversed(cores[1:]), reversed(partial[:-1]), strict=True):
-            rest = rest.reshape(before.shape[0], -1)
+            rest = rest.reshape(before.shape[0], _modes([core]) * core.shape[-1])
             grads.append((before.T @ rest).reshape(core.shape))
             rest = rest @ core.flatten(1).T
         return [rest.reshape(cores[0].shape), *reversed(grads)]
     rest = grad.reshape(partial[0].shape)
     for core, after in zip(cores[:-1], partial[1:], strict=True):
-        rest = rest.reshape(-1, after.shape[1])
+        rest = rest.reshape(core.shape[0] * _modes([core]), after.shape[1])
         grads.append((rest @ after.T).reshape(core.shape))
         rest = core.flatten(0, -2).T @ rest
     return [*grads, rest.reshape(cores[-1].shape)]

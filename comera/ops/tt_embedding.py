@@ -83,7 +83,7 @@ def ttm_to_dense(
 
 
 def _rows_before_columns(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo the interleaving of row and column modes: ``(L, p1 q1 p2 q2, R) -> (L, rows, cols, R)``."""
+    """Undo the interleaving of modes: ``(L, p1 q1 p2 q2, R)`` to ``(L, rows, columns, R)``."""
     modes = [n for core in cores for n in core.shape[1:3]]
     count = len(modes)
     apart = merged.reshape(merged.shape[0], *modes, merged.shape[-1])

@@ -1,0 +1,287 @@
+"""Natural-language-inference pairs, read as SNLI, MNLI and RTE are distributed.
+
+A row needs a premise, a hypothesis and a label. Accepted: JSON lines or tab-separated values with
+a header line, optionally gzipped, or the name of a Hugging Face ``datasets`` set.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comera.data.vocabulary import (
+    CLS,
+    PAD,
+    SEP,
+    cached_arrays,
+    fingerprint,
+    frequency_order,
+    load_word_pieces,
+    save_arrays,
+    train_word_pieces,
+)
+from comera.files import cache_folder
+
+LABELS = ("entailment", "neutral", "contradiction")
+_FIELDS = {
+    "premise": ("premise", "sentence1"),
+    "hypothesis": ("hypothesis", "sentence2"),
+    "label": ("label", "gold_label"),
+}
+_EXPECTED = (
+    "expected JSON lines or tab-separated values (.jsonl, .tsv, .txt, each also .gz) with the "
+    "fields premise/sentence1, hypothesis/sentence2 and label/gold_label, as SNLI and MNLI are "
+    "distributed, or 'datasets:NAME' for a Hugging Face data set"
+)
+
+
+@dataclass
+class NliData:
+    """Where sentence pairs come from.
+
+    Args:
+        train: Training files, or ``datasets:NAME`` or ``datasets:NAME/CONFIG``.
+        dev: The same for evaluation.
+        vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
+        vocab_size: Tokens to train where ``vocab`` is not given.
+        length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
+            the longer sentence first.
+        limit: Use only the first so many training rows.
+    """
+
+    train: list[str] = field(default_factory=list)
+    dev: list[str] = field(default_factory=list)
+    vocab: str | None = None
+    vocab_size: int = 30522
+    length: int = 128
+    limit: int | None = None
+
+
+class NliPairs:
+    """Encoded pairs, and batches that depend only on a seed and a step number.
+
+    Batches hold pairs of similar length, padded to the longest.
+    """
+
+    num_classes = len(LABELS)
+
+    def __init__(self, settings: NliData, arrays: Mapping[str, np.ndarray]) -> None:
+        self.settings = settings
+        self.vocab_size = int(arrays["vocab_size"])
+        self.train = _Split(arrays, "train")
+        self.dev = _Split(arrays, "dev")
+        self._order: tuple[tuple[int, int, int], np.ndarray] | None = None
+
+    @classmethod
+    def prepare(cls, settings: NliData) -> "NliPairs":
+        """Read and encode, or take that from the cache.
+
+        Raises:
+            FileNotFoundError: If a file is missing; the message says what is expected.
+            ValueError: If a row has no label or sentence, or no file is named.
+        """
+        for name in ("train", "dev"):
+            if not getattr(settings, name):
+                raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
+        files = [Path(f).expanduser() for f in [*settings.train, *settings.dev]
+                 if not f.startswith("datasets:")]  # fmt: skip
+        if settings.vocab:
+            files.append(Path(settings.vocab).expanduser())
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"no data file at {file}; {_EXPECTED}")
+        key = fingerprint({**vars(settings), "corpus": "nli-1"}, files)
+        cache = cache_folder() / f"nli-{key}.npz"
+        arrays = cached_arrays(cache)
+        if arrays is None:
+            arrays = _encode(settings)
+            save_arrays(cache, arrays)
+        return cls(settings, arrays)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        return len(self.train.labels) // batch_size
+
+    def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+        """Training batch number ``step``; always the same for the same arguments."""
+        per_epoch = self.steps_per_epoch(batch_size)
+        if not per_epoch:
+            raise ValueError(
+                f"batch_size={batch_size} exceeds the {len(self.train.labels)} training rows"
+            )
+        epoch, position = divmod(step, per_epoch)
+        key = (epoch, batch_size, seed)
+        if self._order is None or self._order[0] != key:
+            self._order = key, self._epoch_order(*key)
+        rows = self._order[1][position * batch_size : (position + 1) * batch_size]
+        return self.train.collate(rows)
+
+    def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
+        """Shuffle, sort by length within runs of 32 batches, shuffle the batches."""
+        rng = np.random.default_rng([seed % 2**32, epoch])
+        order = rng.permutation(len(self.train.labels))
+        order = order[: len(order) // batch_size * batch_size]
+        chunk = 32 * batch_size
+        for start in range(0, len(order), chunk):
+            part = order[start : start + chunk]
+            order[start : start + chunk] = part[np.argsort(self.train.lengths[part], kind="stable")]
+        batches = order.reshape(-1, batch_size)
+        return batches[rng.permutation(len(batches))].reshape(-1)
+
+    def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
+        """All evaluation rows (or the first ``limit``), sorted by length."""
+        rows = np.arange(len(self.dev.labels))[:limit]
+        rows = rows[np.argsort(self.dev.lengths[rows], kind="stable")]
+        return [self.dev.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
+
+
+class _Split:
+    """Rows of one split, their tokens one after the other."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
+        self.tokens = arrays[f"{name}_tokens"]
+        self.first_lengths = arrays[f"{name}_first"]
+        self.lengths = arrays[f"{name}_lengths"]
+        self.labels = arrays[f"{name}_labels"]
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+
+    def collate(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """``tokens`` and ``segments`` ``(B, T)``, ``labels`` ``(B,)``."""
+        longest = int(self.lengths[rows].max())
+        tokens = np.full((len(rows), longest), PAD, np.int64)
+        segments = np.zeros((len(rows), longest), np.int64)
+        for k, row in enumerate(rows):
+            start, length = self.starts[row], self.lengths[row]
+            tokens[k, :length] = self.tokens[start : start + length]
+            segments[k, self.first_lengths[row] : length] = 1
+        labels = torch.from_numpy(self.labels[rows].astype(np.int64))
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "segments": torch.from_numpy(segments),
+            "labels": labels,
+        }
+
+
+def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
+    """Premise, hypothesis and label number of every labelled row of a file or data set.
+
+    Rows whose annotators did not agree (label ``-`` or -1) are left out.
+    """
+    number = 0
+    for number, row in enumerate(_rows(source), start=1):
+        found = {
+            name: next((row[key] for key in keys if row.get(key) is not None), None)
+            for name, keys in _FIELDS.items()
+        }
+        lacking = [name for name, value in found.items() if value is None]
+        if lacking:
+            raise ValueError(
+                f"row {number} of {source} has no {' or '.join(lacking)} "
+                f"(its fields: {', '.join(map(str, row))}); {_EXPECTED}"
+            )
+        label = _label(str(found["label"]), number, source)
+        if label is not None:
+            yield str(found["premise"]), str(found["hypothesis"]), label
+    if not number:
+        raise ValueError(f"{source} holds no rows; {_EXPECTED}")
+
+
+def _label(text: str, number: int, source: str) -> int | None:
+    if text in ("-", "-1"):
+        return None
+    if text in LABELS:
+        return LABELS.index(text)
+    if text == "not_entailment":
+        return 1
+    if text.isdigit() and int(text) < len(LABELS):
+        return int(text)
+    raise ValueError(
+        f"row {number} of {source} has the label {text!r}; "
+        f"expected {', '.join(LABELS)} or 0 to {len(LABELS) - 1}"
+    )
+
+
+def _rows(source: str) -> Iterator[Mapping[str, Any]]:
+    if source.startswith("datasets:"):
+        yield from _hub_rows(source)
+        return
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with open_text(path, "rt", encoding="utf-8") as file:
+        first = file.readline()
+        if first.lstrip().startswith("{"):
+            for number, line in enumerate([first, *file], start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError as problem:
+                        raise ValueError(f"line {number} of {source}: {problem}") from None
+            return
+        names = first.rstrip("\r\n").split("\t")
+        yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
+    """``datasets:NAME[/CONFIG]@SPLIT``; the split is ``train`` if none is named."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{source} needs the datasets package: pip install 'comera[hf]'; or {_EXPECTED}"
+        ) from None
+    name, _, split = source.removeprefix("datasets:").partition("@")
+    yield from datasets.load_dataset(name, split=split or "train")
+
+
+def _encode(settings: NliData) -> dict[str, np.ndarray]:
+    splits = {
+        name: [pair for source in sources for pair in read_pairs(source)]
+        for name, sources in (("train", settings.train), ("dev", settings.dev))
+    }
+    if settings.limit is not None:
+        splits["train"] = splits["train"][: settings.limit]
+    if settings.vocab:
+        tokenizer = load_word_pieces(settings.vocab)
+    else:
+        sentences = (text for pair in splits["train"] for text in pair[:2])
+        tokenizer = train_word_pieces(sentences, settings.vocab_size)
+    encoded = {
+        name: [
+            [np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch([p[side] for p in pairs])]
+            for side in (0, 1)
+        ]
+        for name, pairs in splits.items()
+    }
+    size = tokenizer.get_vocab_size()
+    seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
+    number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
+    arrays: dict[str, np.ndarray] = {"vocab_size": np.asarray(size)}
+    for name, (premises, hypotheses) in encoded.items():
+        rows, first = [], []
+        for premise, hypothesis in zip(premises, hypotheses, strict=True):
+            left, right = _fit(len(premise), len(hypothesis), settings.length - 3)
+            row = [[CLS], number[premise[:left]], [SEP], number[hypothesis[:right]], [SEP]]
+            rows.append(np.concatenate(row))
+            first.append(left + 2)
+        arrays[f"{name}_tokens"] = np.concatenate(rows).astype(np.int32)
+        arrays[f"{name}_lengths"] = np.asarray([len(row) for row in rows], np.int32)
+        arrays[f"{name}_first"] = np.asarray(first, np.int32)
+        arrays[f"{name}_labels"] = np.asarray([pair[2] for pair in splits[name]], np.int8)
+    return arrays
+
+
+def _fit(left: int, right: int, room: int) -> tuple[int, int]:
+    """Cut the longer of two sentences until both fit."""
+    excess = max(0, left + right - room)
+    cut_left = min(excess, max(0, left - right))
+    cut_right = min(excess - cut_left, max(0, right - left))
+    rest = excess - cut_left - cut_right
+    return left - cut_left - (rest + 1) // 2, right - cut_right - rest // 2

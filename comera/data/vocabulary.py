@@ -1,0 +1,116 @@
+"""Tokenizers and the order of their tokens.
+
+Token numbers are sorted by frequency, special tokens first, so that the first rows of an
+embedding are the ones read most often (see ``hot_rows`` of ``TTEmbedding``).
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from comera.files import replacing
+
+log = logging.getLogger("comera")
+
+PAD, UNKNOWN, CLS, SEP, MASK = range(5)
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+"""The first tokens of every vocabulary, in this order."""
+
+
+def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer; its first tokens are ``SPECIAL``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A lower-casing WordPiece tokenizer in BERT's manner."""
+    tokenizer = _word_piece(models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_word_pieces(path: str | Path) -> Tokenizer:
+    """The WordPiece tokenizer of a ``vocab.txt``, one token a line.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file lacks BERT's special tokens.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
+        )
+    tokens = path.read_text(encoding="utf-8").splitlines()
+    missing = [token for token in SPECIAL if token not in tokens]
+    if missing:
+        raise ValueError(f"{path} is not a BERT vocabulary: it lacks {', '.join(missing)}")
+    vocab = {token: number for number, token in enumerate(tokens)}
+    return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
+
+
+def _word_piece(model: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
+    """For each token of the tokenizer, its number when sorted by falling frequency.
+
+    Args:
+        tokenizer: Its special tokens keep the first places.
+        counts: ``(vocab,)`` occurrences of each of its tokens.
+    """
+    size = tokenizer.get_vocab_size()
+    special = [tokenizer.token_to_id(token) for token in SPECIAL]
+    by_count = np.argsort(-counts[:size], kind="stable")
+    rest = by_count[~np.isin(by_count, special)]
+    new_number = np.empty(size, dtype=np.int64)
+    new_number[np.concatenate([special, rest])] = np.arange(size)
+    return new_number
+
+
+def fingerprint(settings: dict[str, Any], files: Sequence[Path] = ()) -> str:
+    """A short name for prepared data: it changes with the settings and with the files."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    text = json.dumps([settings, stats], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """Arrays saved earlier, or None; an unreadable file counts as none."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as file:
+            return {key: file[key] for key in file.files}
+    except (OSError, ValueError, EOFError) as problem:
+        log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
+        return None
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Small models in plain torch, made of layers that ``tensorize_`` can replace."""

@@ -1,0 +1,170 @@
+"""A transformer encoder with its projections as separate ``nn.Linear`` layers, and two heads.
+
+Existing encoders fuse q, k and v into one parameter or need a large dependency; this one is the
+model of the recipes. Shape suffixes: B = batch, T = time, D = width, H = heads, E = head width,
+V = vocabulary, M = masked positions a sequence, C = classes.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PAD = 0
+"""Token that is attended to by nobody."""
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; padding is masked by ``attend_BT``."""
+
+    def __init__(self, d_model: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        if d_model % num_heads:
+            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}")
+        self.num_heads, self.dropout = num_heads, dropout
+        self.query = nn.Linear(d_model, d_model)
+        self.key = nn.Linear(d_model, d_model)
+        self.value = nn.Linear(d_model, d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x_BTD: Tensor, attend_B11T: Tensor) -> Tensor:
+        def heads(y_BTD: Tensor) -> Tensor:
+            return y_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+        mixed_BHTE = F.scaled_dot_product_attention(
+            heads(self.query(x_BTD)),
+            heads(self.key(x_BTD)),
+            heads(self.value(x_BTD)),
+            attn_mask=attend_B11T,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(mixed_BHTE.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
+
+    def __init__(
+        self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str
+    ) -> None:
+        super().__init__()
+        self.pre_norm = norm == "pre"
+        self.attention = Attention(d_model, num_heads, dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.fc1, self.fc2 = nn.Linear(d_model, ffn_dim), nn.Linear(ffn_dim, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor, attend_B11T: Tensor) -> Tensor:
+        if self.pre_norm:
+            x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD), attend_B11T))
+            return x_BTD + self.dropout(self._feed_forward(self.norm2(x_BTD)))
+        x_BTD = self.norm1(x_BTD + self.dropout(self.attention(x_BTD, attend_B11T)))
+        return self.norm2(x_BTD + self.dropout(self._feed_forward(x_BTD)))
+
+    def _feed_forward(self, x_BTD: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x_BTD)))
+
+
+class Encoder(nn.Module):
+    """Token, position and optional segment embeddings, then a stack of blocks.
+
+    Args:
+        vocab_size: Number of tokens; token 0 is padding.
+        d_model: Width.
+        num_layers: Number of blocks.
+        num_heads: Attention heads a block; divides ``d_model``.
+        ffn_dim: Width of the feed-forward layer.
+        max_length: Longest sequence.
+        dropout: Probability, in attention and on both residual branches and the embeddings.
+        num_segments: Size of the segment vocabulary; 0 for none.
+        norm: ``"pre"`` or ``"post"`` layer norm.
+
+    Shapes:
+        tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 256,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        ffn_dim: int = 1024,
+        max_length: int = 128,
+        dropout: float = 0.1,
+        num_segments: int = 0,
+        norm: Literal["pre", "post"] = "pre",
+    ) -> None:
+        super().__init__()
+        self.d_model, self.max_length = d_model, max_length
+        self.tokens = nn.Embedding(vocab_size, d_model, padding_idx=PAD)
+        self.positions = nn.Parameter(torch.empty(max_length, d_model))
+        self.segments = nn.Parameter(torch.empty(num_segments, d_model)) if num_segments else None
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(d_model, num_heads, ffn_dim, dropout, norm) for _ in range(num_layers)
+        )
+        self.final_norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Embeddings as BERT draws them; a layer norm follows, so their scale is only relative."""
+        for table in (self.tokens.weight, self.positions, self.segments):
+            if table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        length = tokens_BT.shape[1]
+        if length > self.max_length:
+            raise ValueError(f"a sequence of {length} tokens exceeds max_length={self.max_length}")
+        x_BTD = self.tokens(tokens_BT) + self.positions[:length]
+        if self.segments is not None and segments_BT is not None:
+            x_BTD = x_BTD + self.segments[segments_BT]
+        x_BTD = self.dropout(self.norm(x_BTD))
+        attend_B11T = (tokens_BT != PAD)[:, None, None, :]
+        for block in self.blocks:
+            x_BTD = block(x_BTD, attend_B11T)
+        return self.final_norm(x_BTD)
+
+
+class MaskedLanguageModel(nn.Module):
+    """Predict tokens at given positions.
+
+    Shapes:
+        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
+    """
+
+    def __init__(self, encoder: Encoder, vocab_size: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.transform = nn.Linear(encoder.d_model, encoder.d_model)
+        self.norm = nn.LayerNorm(encoder.d_model)
+        self.output = nn.Linear(encoder.d_model, vocab_size)
+
+    def forward(self, tokens_BT: Tensor, positions_BM: Tensor) -> Tensor:
+        hidden_BTD = self.encoder(tokens_BT)
+        picked_BMD = hidden_BTD.gather(
+            1, positions_BM.unsqueeze(-1).expand(-1, -1, hidden_BTD.shape[-1])
+        )
+        return self.output(self.norm(F.gelu(self.transform(picked_BMD))))
+
+
+class SequenceClassifier(nn.Module):
+    """Classify a sequence by its first token: dense, tanh, dense.
+
+    Shapes:
+        tokens and segments ``(B, T)``; output logits ``(B, C)``.
+    """
+
+    def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.pooler = nn.Linear(encoder.d_model, encoder.d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(encoder.d_model, num_classes)
+
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        first_BD = self.encoder(tokens_BT, segments_BT)[:, 0]
+        return self.output(self.dropout(torch.tanh(self.pooler(first_BD))))

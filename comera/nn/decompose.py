@@ -1,0 +1,130 @@
+"""TT-SVD: the tensor train nearest to a dense weight.
+
+Written here rather than taken from tensorly because it needs an error bound instead of ranks, a
+randomised factorisation for wide layers, and no process-wide choice of backend. tensorly's
+``tensor_train`` is what the tests hold it to. Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from comera.shapes import TTMShape, TTShape
+
+_OVERSAMPLE = 10
+_POWER_ITERATIONS = 3
+_RANDOMISED_BELOW = 0.2
+"""A rank under this share of the smaller side is found by a randomised range finder."""
+
+
+def decompose_matrix(
+    weight: Tensor, shape: TTShape, tolerance: float | None = None
+) -> list[Tensor]:
+    """Cores of an ``(out, in)`` weight; narrower than the modes' product means zero padding."""
+    _check_tolerance(tolerance)
+    padded = _pad(weight.T, shape.in_width, shape.out_width)
+    ranks = None if tolerance is not None else shape.ranks
+    return balance(tt_svd(padded.reshape(shape.slice_sizes), ranks, tolerance))
+
+
+def decompose_table(
+    weight: Tensor, shape: TTMShape, tolerance: float | None = None
+) -> list[Tensor]:
+    """Cores of a ``(rows, columns)`` table, each row mode paired with its column mode."""
+    _check_tolerance(tolerance)
+    count = len(shape.row_modes)
+    padded = _pad(weight, shape.num_rows, shape.num_cols)
+    apart = padded.reshape(*shape.row_modes, *shape.col_modes)
+    order = [axis for k in range(count) for axis in (k, count + k)]
+    paired = apart.permute(order).reshape(shape.slice_sizes)
+    ranks = None if tolerance is not None else shape.ranks
+    cores = balance(tt_svd(paired, ranks, tolerance))
+    modes = zip(shape.row_modes, shape.col_modes, strict=True)
+    return [
+        core.reshape(core.shape[0], p, q, core.shape[-1])
+        for core, (p, q) in zip(cores, modes, strict=True)
+    ]
+
+
+def tt_svd(
+    tensor: Tensor, ranks: tuple[int, ...] | None = None, tolerance: float | None = None
+) -> list[Tensor]:
+    """Split a tensor into a train of 3-d cores, one a dimension, in float32 or better.
+
+    Args:
+        tensor: Any number of dimensions.
+        ranks: The inner bonds; cut where a factor has fewer columns.
+        tolerance: Instead of ranks: the relative Frobenius error of the whole train.
+
+    Raises:
+        ValueError: If the tensor holds a value that is not finite.
+    """
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError("a weight with NaN or infinite entries cannot be decomposed")
+    sizes = tensor.shape
+    allowed = 0.0
+    if tolerance is not None:
+        allowed = tolerance * float(tensor.norm()) / math.sqrt(max(1, len(sizes) - 1))
+    cores, left, rest = [], 1, tensor.reshape(1, -1)
+    for k, size in enumerate(sizes[:-1]):
+        rest = rest.reshape(left * size, -1)
+        u, s, vt = _svd(rest, None if ranks is None else ranks[k])
+        rank = _cut(s, allowed) if ranks is None else min(ranks[k], len(s))
+        cores.append(u[:, :rank].reshape(left, size, rank))
+        left, rest = rank, s[:rank, None] * vt[:rank]
+    return [*cores, rest.reshape(left, sizes[-1], 1)]
+
+
+def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
+    """Scale every rank so that it weighs as much in the core before its bond as in the one after.
+
+    TT-SVD leaves all of the norm in the last core; training wants it spread. The product of the
+    cores is unchanged.
+    """
+    cores = list(cores)
+    for _ in range(sweeps):
+        for k in range(len(cores) - 1):
+            before = cores[k].flatten(0, -2).norm(dim=0)
+            after = cores[k + 1].flatten(1).norm(dim=1)
+            usable = (before > 0) & (after > 0)
+            scale = torch.where(usable, (after / before).sqrt(), 1.0)
+            cores[k] = cores[k] * scale
+            cores[k + 1] = (cores[k + 1].flatten(1) / scale[:, None]).reshape(cores[k + 1].shape)
+    return cores
+
+
+def _svd(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact, or a randomised one when only a few of many directions are wanted.
+
+    Halko, Martinsson, Tropp, SIAM Review 53 (2011), algorithms 4.4 and 5.1. The draw has its own
+    generator: a conversion neither depends on the user's random state nor moves it.
+    """
+    smaller = min(matrix.shape)
+    if rank is None or rank + _OVERSAMPLE > _RANDOMISED_BELOW * smaller:
+        return torch.linalg.svd(matrix, full_matrices=False)
+    generator = torch.Generator(matrix.device).manual_seed(0)
+    columns = (matrix.shape[1], rank + _OVERSAMPLE)
+    probe = torch.randn(columns, generator=generator, device=matrix.device, dtype=matrix.dtype)
+    basis = torch.linalg.qr(matrix @ probe).Q
+    for _ in range(_POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+    u, s, vt = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    return basis @ u, s, vt
+
+
+def _cut(singular_values: Tensor, allowed: float) -> int:
+    """The smallest rank, at least one, whose discarded tail has norm at most ``allowed``."""
+    tail = singular_values.double().square().flip(0).cumsum(0).sqrt().flip(0)
+    return max(1, int((tail > allowed).sum()))
+
+
+def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
+    missing = (0, cols - matrix.shape[1], 0, rows - matrix.shape[0])
+    return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
+
+
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance={tolerance} must be in [0, 1): a relative Frobenius error")

@@ -1,0 +1,181 @@
+"""A linear layer whose weight is a tensor train with trainable ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from comera.nn.decompose import decompose_matrix
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule
+from comera.ops.tt_linear import tt_linear, tt_to_dense
+from comera.shapes import TTShape, only_one
+
+
+class TTLinear(TensorTrainModule):
+    """Drop-in for :class:`torch.nn.Linear` that stores its weight as rank-gated tensor-train cores.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Whether to add a bias.
+        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
+        shape: ``(in_modes, out_modes)``, e.g. ``((12, 8, 8), (8, 8, 12))`` for 768 to 768, or a
+            :class:`~comera.TTShape`. Balanced modes if not given. Modes may multiply to more than
+            the width; the rest is zero padding that is never stored or computed with.
+        order: How many modes a side is split into when ``shape`` does not say.
+        compression: Instead of ``rank``: how many times fewer parameters than the dense weight.
+        prune_below: A gate at or below this is a pruned rank.
+        device: Device of the parameters; ``"meta"`` allocates nothing.
+        dtype: Type of the cores and the bias; gates are float32 or wider.
+
+    Shapes:
+        input ``(*, in_features)``, output ``(*, out_features)``.
+
+    Raises:
+        ValueError: If modes or ranks do not fit the widths.
+
+    Example::
+
+        layer = TTLinear(768, 3072, rank=30)
+        y = layer(torch.randn(32, 768))
+
+    Source: CoMERA, arXiv 2405.14377, section 3.
+    """
+
+    __constants__ = ("in_features", "out_features")
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: TTShape | Sequence[Sequence[int]] | None = None,
+        order: int = 3,
+        compression: float | None = None,
+        prune_below: float = PRUNE_BELOW,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        fitted = TTShape.fit(
+            in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
+        )
+        self._build(fitted, prune_below, device, dtype)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
+
+        Args:
+            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
+        """
+        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return tt_linear(
+            input,
+            list(self.cores),
+            self._modes.split,
+            self.bias,
+            gates=list(self.gates),
+            threshold=self.prune_below,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+
+    @property
+    def shape(self) -> TTShape:
+        """Modes and present ranks."""
+        return replace(self._modes, ranks=self.ranks)  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(out_features, in_features)`` weight, computed anew; differentiable.
+
+        Read-only: train the cores instead.
+        """
+        dense = tt_to_dense(self.gated_cores(), self._modes.split)
+        return dense[: self.out_features, : self.in_features]
+
+    @property
+    def num_dense(self) -> int:
+        return self.in_features * self.out_features
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: TTShape | Sequence[Sequence[int]] | None = None,
+        order: int = 3,
+        compression: float | None = None,
+        tolerance: float | None = None,
+        prune_below: float = PRUNE_BELOW,
+    ) -> "TTLinear":
+        """Approximate the weight of a dense layer by TT-SVD; the bias is copied.
+
+        Args:
+            linear: Any module with ``weight (out, in)`` and ``bias``.
+            rank: As in the constructor.
+            shape: As in the constructor.
+            order: As in the constructor.
+            compression: As in the constructor.
+            tolerance: Instead of a rank: the relative Frobenius error allowed.
+            prune_below: As in the constructor.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given.
+        """
+        only_one(rank=rank, compression=compression, tolerance=tolerance)
+        out_features, in_features = linear.weight.shape
+        fitted = TTShape.fit(
+            in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
+        )
+        cores = decompose_matrix(linear.weight, fitted, tolerance)
+        layer = cls(
+            in_features,
+            out_features,
+            linear.bias is not None,
+            linear.weight.device,
+            linear.weight.dtype,
+            shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
+            prune_below=prune_below,
+        )
+        layer.set_cores_(cores)
+        if layer.bias is not None:
+            layer.bias.copy_(linear.bias)
+        return layer.train(linear.training)
+
+    @torch.no_grad()
+    def to_dense(self) -> nn.Linear:
+        """The :class:`torch.nn.Linear` this layer stands for."""
+        like = self.cores[0]
+        dense = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, like.device, like.dtype
+        )
+        dense.weight.copy_(self.weight)
+        if self.bias is not None:
+            dense.bias.copy_(self.bias)
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self._describe_ranks()}"
+        )

@@ -1,0 +1,152 @@
+"""What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from comera.ops.rank_gate import rank_gate
+from comera.shapes import TTMShape, TTShape
+
+PRUNE_BELOW = 1e-2
+"""A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
+
+
+class Gates(nn.ParameterList):
+    """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gates":
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device) if narrowed else moved
+
+        super()._apply(keep_wide, recurse)
+        return self
+
+
+class TensorTrainModule(nn.Module):
+    """Base of the tensor-train layers: a weight held as cores, with a gate vector on every bond.
+
+    Attributes:
+        cores: The tensor train, ``cores[k]`` of shape ``shape.core_shapes[k]``.
+        gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
+            the start; a gate at or below ``prune_below`` is a pruned rank.
+        start_ranks: The bonds the module was built with, before any truncation.
+    """
+
+    cores: nn.ParameterList
+    gates: Gates
+    prune_below: float
+    start_ranks: tuple[int, ...]
+    _modes: TTShape | TTMShape
+
+    def _build(
+        self,
+        shape: TTShape | TTMShape,
+        prune_below: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        dtype = dtype or torch.get_default_dtype()
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype} is not a floating-point type")
+        wide = torch.promote_types(dtype, torch.float32)
+        self._modes = shape
+        self.prune_below = prune_below
+        self.start_ranks = shape.ranks
+        self.cores = nn.ParameterList(
+            nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+            for size in shape.core_shapes
+        )
+        self.gates = Gates(
+            nn.Parameter(torch.empty(rank, device=device, dtype=wide)) for rank in shape.ranks
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The inner bonds as they are stored, pruned ranks included."""
+        return tuple(gate.shape[0] for gate in self.gates)
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """The inner bonds without their pruned ranks; all zeros when the weight has vanished."""
+        live = tuple(int((gate > self.prune_below).sum()) for gate in self.gates)
+        return (0,) * len(live) if 0 in live else live
+
+    @property
+    def num_dense(self) -> int:
+        """Entries of the dense weight this module stands for."""
+        raise NotImplementedError
+
+    def gated_cores(self) -> list[Tensor]:
+        """The cores with their gates multiplied in; differentiable."""
+        gated = [
+            rank_gate(core, gate, self.prune_below)
+            for core, gate in zip(self.cores, self.gates, strict=False)
+        ]
+        return [*gated, *list(self.cores)[len(gated) :]]
+
+    @torch.no_grad()
+    def set_cores_(self, cores: Sequence[Tensor]) -> None:
+        """Take over cores of any ranks; gates become ones. Parameters keep their identity."""
+        for mine, new in zip(self.cores, cores, strict=True):
+            resize_(mine, new.shape)
+            mine.copy_(new)
+        for gate, core in zip(self.gates, cores, strict=False):
+            resize_(gate, core.shape[-1:])
+            gate.fill_(1)
+
+    def _init_cores_(self, std: float) -> None:
+        """Independent normal cores whose product has standard deviation ``std`` in each entry.
+
+        An entry of the product is a sum over ``prod(ranks)`` paths of products of one entry a
+        core, so its variance is ``prod(ranks) * var ** num_cores``.
+        """
+        paths = max(1, math.prod(self.ranks))
+        each = (std**2 / paths) ** (0.5 / len(self.cores))
+        for core in self.cores:
+            nn.init.normal_(core, std=each)
+        for gate in self.gates:
+            nn.init.ones_(gate)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        """Take the ranks of the file, so that a truncated model loads into a full-rank one."""
+        saved = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
+        if all(isinstance(core, Tensor) for core in saved):
+            ranks = tuple(core.shape[-1] for core in saved[:-1])
+            fits = all(
+                core.shape[1:-1] == mine.shape[1:-1]
+                for core, mine in zip(saved, self.cores, strict=True)
+            )
+            if fits and ranks != self.ranks:
+                for mine, size in zip(
+                    self.cores, replace(self._modes, ranks=ranks).core_shapes, strict=True
+                ):
+                    resize_(mine, size)
+                for gate, rank in zip(self.gates, ranks, strict=True):
+                    resize_(gate, (rank,))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._get_name()}({self.extra_repr()})"
+
+    def _describe_ranks(self) -> str:
+        cores = sum(core.numel() for core in self.cores)
+        smaller = f"{self.num_dense / cores:.1f}x smaller" if cores else "weight vanished"
+        return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {smaller}"
+
+
+def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
+    """The distinct tensor-train layers of a model by name, in the order of ``named_modules``."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, TensorTrainModule)}
+
+
+@torch.no_grad()
+def resize_(param: Tensor, size: Sequence[int]) -> None:
+    """Give a parameter another shape, contents undefined; it stays the same object."""
+    if param.shape != torch.Size(size):
+        param.grad = None
+        param.data = torch.empty(size, device=param.device, dtype=param.dtype)

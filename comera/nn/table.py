@@ -1,0 +1,181 @@
+"""An embedding table held as a tensor-train matrix: what look-ups and bags have in common."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from comera.nn.decompose import decompose_table
+from comera.nn.module import TensorTrainModule
+from comera.ops.tt_embedding import tt_embedding, ttm_to_dense
+from comera.shapes import TTMShape, only_one
+
+
+class TTTable(TensorTrainModule):
+    """Base of :class:`TTEmbedding` and :class:`TTEmbeddingBag`.
+
+    Attributes:
+        hot: The first ``hot_rows`` rows as a dense parameter, or None.
+    """
+
+    hot: nn.Parameter | None
+
+    def _build_table(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        hot_rows: int,
+        prune_below: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        **fit: Any,
+    ) -> None:
+        _refuse(type(self).__name__, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.hot_rows = hot_rows
+        shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
+        self._build(shape, prune_below, device, dtype)
+        if hot_rows:
+            self.hot = nn.Parameter(
+                torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
+            )
+        else:
+            self.register_parameter("hot", None)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 1.0) -> None:
+        """Draw new rows of standard deviation ``std``; 1 is that of :class:`torch.nn.Embedding`."""
+        self._init_cores_(std)
+        if self.hot is not None:
+            nn.init.normal_(self.hot, std=std)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        return tt_embedding(
+            indices,
+            list(self.cores),
+            self.num_embeddings,
+            self.embedding_dim,
+            gates=list(self.gates),
+            threshold=self.prune_below,
+            hot_HD=self.hot,
+        )
+
+    @property
+    def shape(self) -> TTMShape:
+        """Modes and present ranks of the train, which stands for the rows after ``hot_rows``."""
+        return replace(self._modes, ranks=self.ranks)  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(num_embeddings, embedding_dim)`` table, computed anew; differentiable.
+
+        Read-only. The padding row is zero.
+        """
+        table = ttm_to_dense(self.gated_cores())
+        table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
+        if self.hot is not None:
+            table = torch.cat([self.hot, table])
+        if self.padding_idx is None:
+            return table
+        keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
+        return table * keep[:, None]
+
+    @property
+    def num_dense(self) -> int:
+        return (self.num_embeddings - self.hot_rows) * self.embedding_dim
+
+    @classmethod
+    @torch.no_grad()
+    def _from_dense(
+        cls,
+        dense: nn.Embedding | nn.EmbeddingBag,
+        *,
+        rank: int | Sequence[int] | None,
+        compression: float | None,
+        tolerance: float | None,
+        hot_rows: int,
+        fit: dict[str, Any],
+        **settings: Any,
+    ) -> Self:
+        only_one(rank=rank, compression=compression, tolerance=tolerance)
+        num_rows, width = dense.weight.shape
+        cold = _cold_rows(num_rows, hot_rows)
+        shape = TTMShape.fit(cold, width, rank=rank, compression=compression, **fit)
+        cores = decompose_table(dense.weight[hot_rows:], shape, tolerance)
+        layer = cls(
+            num_rows,
+            width,
+            max_norm=dense.max_norm,
+            scale_grad_by_freq=dense.scale_grad_by_freq,
+            sparse=dense.sparse,
+            device=dense.weight.device,
+            dtype=dense.weight.dtype,
+            padding_idx=dense.padding_idx,
+            shape=replace(shape, ranks=tuple(core.shape[-1] for core in cores[:-1])),
+            hot_rows=hot_rows,
+            **settings,
+        )
+        layer.set_cores_(cores)
+        if layer.hot is not None:
+            layer.hot.copy_(dense.weight[:hot_rows])
+        return layer.train(dense.training)
+
+    def _to(self, dense_class: type, **settings: Any) -> Any:
+        like = self.cores[0]
+        dense = dense_class(
+            self.num_embeddings,
+            self.embedding_dim,
+            padding_idx=self.padding_idx,
+            sparse=self.sparse,
+            device=like.device,
+            dtype=like.dtype,
+            **settings,
+        )
+        with torch.no_grad():
+            dense.weight.copy_(self.weight)
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.num_embeddings}, {self.embedding_dim}"]
+        if self.padding_idx is not None:
+            parts.append(f"padding_idx={self.padding_idx}")
+        if self.hot_rows:
+            parts.append(f"hot_rows={self.hot_rows}")
+        return ", ".join([*parts, self._describe_ranks()])
+
+
+def _cold_rows(num_embeddings: int, hot_rows: int) -> int:
+    if not 0 <= hot_rows < num_embeddings:
+        raise ValueError(
+            f"hot_rows={hot_rows} must leave rows for the tensor train: "
+            f"0 to {num_embeddings - 1} of {num_embeddings}"
+        )
+    return num_embeddings - hot_rows
+
+
+def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"padding_idx={padding_idx} is outside a table of {num_embeddings} rows")
+    return padding_idx % num_embeddings
+
+
+def _refuse(who: str, **settings: Any) -> None:
+    for name, value in settings.items():
+        if value not in (None, False):
+            raise NotImplementedError(
+                f"{who} does not support {name}={value}: rows share their cores, "
+                "so one row cannot be scaled by itself"
+            )

@@ -1,0 +1,1 @@
+"""Optimizer companions. Nothing here knows that tensor trains exist."""

@@ -1,0 +1,75 @@
+"""Keep an optimizer going when a parameter loses some of its rows, in any dimension.
+
+The parameter stays the same object, so that parameter groups, averages and wrappers still hold
+it; its gradient and its state are cut the same way and go on where they were.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
+_GOES_WITH_SQUARE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+
+
+@torch.no_grad()
+def carry_(
+    param: Tensor,
+    keep: Mapping[int, Tensor],
+    scale: Tensor | None = None,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Keep only the named rows of a parameter, and of everything that is shaped like it.
+
+    Args:
+        param: Changed in place to ``param[keep] * scale``; its identity stays.
+        keep: Dimension to the indices that stay.
+        scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
+            per unit of the parameter, is divided by it, and a second moment by its square. Where
+            it is zero they become zero.
+        optimizer: Its state for ``param`` is cut too. None: there is none.
+
+    Raises:
+        ValueError: If the optimizer holds a state tensor that cannot be matched to the parameter.
+    """
+    old_shape = param.shape
+    inverse = None
+    if scale is not None:
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    cut_state = {
+        key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.numel() > 1
+    }
+    for key, value in cut_state.items():
+        if inverse is not None and value.shape[-1] != 1 and key in _GOES_WITH_GRADIENT:
+            value = value * inverse
+        elif inverse is not None and value.shape[-1] != 1 and key in _GOES_WITH_SQUARE:
+            value = value * inverse**2
+        state[key] = value.to(state[key].dtype)
+    grad = param.grad
+    new = _cut("the parameter", param.data, old_shape, keep)
+    param.grad = None
+    param.data = new if scale is None else (new * scale).to(new.dtype)
+    if grad is not None:
+        grad = _cut("the gradient", grad, old_shape, keep)
+        param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)
+
+
+def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
+    """Select along every kept dimension in which the tensor has the parameter's size."""
+    like = tensor.dim() == len(old_shape) and all(
+        mine in (1, theirs) for mine, theirs in zip(tensor.shape, old_shape, strict=True)
+    )
+    if not like:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, which does not follow the parameter's "
+            f"shape {tuple(old_shape)}: it cannot be cut along with it"
+        )
+    for dim, indices in keep.items():
+        if tensor.shape[dim] == old_shape[dim]:
+            tensor = tensor.index_select(dim, indices)
+    return tensor.contiguous()

@@ -1,0 +1,218 @@
+"""The two stages of rank learning: converge first, then shrink to a target.
+
+Early stage (CoMERA, arXiv 2405.14377, equation 7): ``loss + gamma * size + beta * |cores|^2``,
+the size relative to that at the start. Late stage (equation 9, achievement scalarisation)::
+
+    max(w1 * (loss - loss_goal), w2 * (size - size_goal)) + rho * (loss + size) + beta * |cores|^2
+
+with ``w1 = 1 / loss`` and ``w2 = 1 / size`` anew in every step: whichever of the two is further
+from its goal, in proportion, gets the step. The comparison uses the exact size, the gradient the
+relaxed one, and the choice is made on the device. The whole is multiplied by the present loss, so
+that the loss has the same scale as in the early stage and the optimizer's moments stay valid.
+"""
+
+import logging
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.rank.size import SizeOfRanks
+from comera.rank.truncate import check_min_rank, prune_to_, truncate_
+
+log = logging.getLogger("comera")
+
+Stage = Literal["early", "late", "done"]
+
+
+class TwoStage:
+    """Rank learning for one training run.
+
+    Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
+    optimizer step, and :meth:`finish_` once at the end; ``TrainStep`` makes the first two calls.
+
+    Args:
+        model: Holds tensor-train layers; those it holds now are the ones that are learned.
+        target: Size of all cores at the end, as a share of their size now, in (0, 1].
+        early_steps: Steps before the late stage begins.
+        late_steps: Steps of the late stage; afterwards the objective is the loss alone.
+        gamma: Weight of the size in the early stage.
+        beta: Weight of the cores' squared norm in both. It stops the gates from shrinking while
+            the cores grow to make up for it.
+        rho_loss: Weight of the loss when the size has the step.
+        rho_size: Weight of the size when the loss has the step.
+        loss_goal: What the late stage measures the loss against; by default the running mean of
+            the loss at the end of the early stage.
+        min_rank: 1, or 0 to let whole layers vanish and leave their bias.
+
+    Attributes:
+        start_size: Entries of the cores when this object was made.
+        target_size: Entries allowed at the end.
+        forced: Gates that :meth:`finish_` had to close, None before it ran.
+
+    Raises:
+        ValueError: If the model has no tensor-train layer or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: float,
+        early_steps: int,
+        late_steps: int,
+        *,
+        gamma: float = 0.01,
+        beta: float = 0.0,
+        rho_loss: float = 0.1,
+        rho_size: float = 0.01,
+        loss_goal: float | None = None,
+        min_rank: int = 1,
+    ) -> None:
+        check_min_rank(min_rank)
+        if not 0 < target <= 1:
+            raise ValueError(
+                f"target={target} must be in (0, 1]: the share of the present size to end at"
+            )
+        for name, steps in (("early_steps", early_steps), ("late_steps", late_steps)):
+            if steps < 0:
+                raise ValueError(f"{name}={steps} must not be negative")
+        self.model = model
+        self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
+        self.gamma, self.beta = gamma, beta
+        self.rho_loss, self.rho_size = rho_loss, rho_size
+        self.loss_goal, self.min_rank = loss_goal, min_rank
+        self.size = SizeOfRanks(model, min_rank)
+        self.start_size = sum(
+            layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
+        )
+        self.target_size = math.floor(target * self.start_size)
+        self.steps_done = 0
+        self.forced: int | None = None
+        self._cores = [core for layer in self.size.layers.values() for core in layer.cores]
+        self._running_loss: Tensor | None = None
+        self._late_goal: Tensor | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """``"early"``, ``"late"`` or ``"done"``, for the next step."""
+        if self.forced is not None or self.steps_done >= self.early_steps + self.late_steps:
+            return "done"
+        return "early" if self.steps_done < self.early_steps else "late"
+
+    def objective(self, loss: Tensor) -> Tensor:
+        """What to differentiate instead of ``loss``: a scalar on the same device."""
+        stage = self.stage
+        if stage == "done":
+            return loss
+        if stage == "early":
+            total = loss
+            if self.gamma:
+                total = total + self.gamma / self.start_size * self.size.relaxed().to(loss.device)
+        else:
+            total = self._late_objective(loss)
+        if self.beta:
+            total = total + self.beta * torch.stack(torch._foreach_norm(self._cores)).square().sum()
+        return total
+
+    def _late_objective(self, loss: Tensor) -> Tensor:
+        relaxed = self.size.relaxed().to(loss.device)
+        exact = self.size.exact().clamp_min(1).to(loss)
+        value = loss.detach()
+        loss_is_worse = self._goal(value) / value < self.target_size / exact
+        for_loss = torch.where(loss_is_worse, 1.0, 0.0) + self.rho_loss
+        for_size = torch.where(loss_is_worse, 0.0, 1.0) + self.rho_size
+        return for_loss * loss + for_size * value * (relaxed / exact)
+
+    def _goal(self, value: Tensor) -> Tensor:
+        if self.loss_goal is not None:
+            return torch.full_like(value, self.loss_goal)
+        if self._late_goal is None:
+            seen = value if self._running_loss is None else self._running_loss
+            self._late_goal = seen.clone()
+        return self._late_goal
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> None:
+        """Count one optimizer step whose mean loss was ``loss`` (detached)."""
+        if self.stage != "done":
+            self.size.keep_alive_()
+        self.steps_done += 1
+        if self._running_loss is None:
+            self._running_loss = loss.detach().clone()
+        else:
+            self._running_loss.lerp_(loss.detach(), 0.05)
+
+    def finish_(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
+
+        Ranks the objective did not bring below their threshold are closed greedily, those that
+        carry the least of their layer first; a warning says how many.
+
+        Args:
+            optimizer: Its state is cut along with the parameters.
+
+        Returns:
+            ``{"size", "target_size", "start_size", "forced", "forced_entries"}``.
+        """
+        reached = int(self.size.exact())
+        self.forced = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
+        truncate_(self.model, optimizer, min_rank=self.min_rank)
+        size = sum(core.numel() for core in self._cores)
+        if self.forced:
+            log.warning(
+                "the rank objective reached %d entries, above the target of %d; "
+                "%d further ranks were closed greedily",
+                reached, self.target_size, self.forced,
+            )  # fmt: skip
+        return {
+            "size": size,
+            "target_size": self.target_size,
+            "start_size": self.start_size,
+            "forced": self.forced,
+            "forced_entries": max(0, reached - size),
+        }
+
+    def check_schedule(self, optimizer: Optimizer) -> None:
+        """Warn when the gates cannot reach their threshold in the steps there are.
+
+        Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
+        ``1 / lr`` steps.
+        """
+        gates = {id(gate) for gate in self.size.gates}
+        rates = [
+            float(group["lr"])
+            for group in optimizer.param_groups
+            if any(id(param) in gates for param in group["params"])
+        ]
+        if not rates:
+            log.warning("the optimizer does not train the rank gates: no rank will be learned")
+            return
+        steps = self.late_steps + (self.early_steps if self.gamma else 0)
+        if self.target < 1 and steps * max(rates) < 1:
+            log.warning(
+                "the gates' learning rate %g lets a gate fall by at most %.2g in %d steps, and "
+                "none can be pruned: raise it above %.2g or train longer",
+                max(rates), steps * max(rates), steps, 1 / steps if steps else math.inf,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs; tensors and plain numbers only."""
+        return {
+            "steps_done": self.steps_done,
+            "start_size": self.start_size,
+            "target_size": self.target_size,
+            "forced": self.forced,
+            "running_loss": self._running_loss,
+            "late_goal": self._late_goal,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps_done = state["steps_done"]
+        self.start_size, self.target_size = state["start_size"], state["target_size"]
+        self.forced = state["forced"]
+        device = self.size.gates[0].device
+        for name in ("running_loss", "late_goal"):
+            value = state[name]
+            setattr(self, f"_{name}", None if value is None else value.to(device))

@@ -1,0 +1,187 @@
+"""Remove pruned ranks from a model for good, and choose ranks to prune to meet a budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.optim.carry import carry_
+
+
+@torch.no_grad()
+def truncate_(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    min_rank: int = 1,
+    absorb: bool = True,
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut pruned ranks out of the cores, in place; the function of the model does not change.
+
+    Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
+    so training goes on as if nothing had happened.
+
+    Args:
+        model: Its tensor-train layers are truncated.
+        optimizer: The one that holds their state, if any.
+        min_rank: 1 leaves a bond whose ranks are all pruned its largest one, at zero; 0 lets such
+            a layer vanish and leave its bias.
+        absorb: Multiply the gates into the cores and set them to one. False keeps their values.
+
+    Returns:
+        Layer name to ranks before and after.
+
+    Raises:
+        ValueError: If ``min_rank`` is neither 0 nor 1.
+    """
+    check_min_rank(min_rank)
+    changed = {}
+    for name, layer in tensor_trains(model).items():
+        before = layer.ranks
+        _truncate_layer(layer, optimizer, min_rank, absorb)
+        changed[name] = (before, layer.ranks)
+    return changed
+
+
+def check_min_rank(min_rank: int) -> None:
+    if min_rank not in (0, 1):
+        raise ValueError(f"min_rank={min_rank} must be 0 (layers may vanish) or 1")
+
+
+def _truncate_layer(
+    layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
+) -> None:
+    keeps = [torch.nonzero(gate > layer.prune_below).flatten() for gate in layer.gates]
+    if any(not len(keep) for keep in keeps):
+        if min_rank == 0:
+            keeps = [keep[:0] for keep in keeps]
+        else:
+            pairs = zip(keeps, layer.gates, strict=True)
+            keeps = [keep if len(keep) else gate.argmax()[None] for keep, gate in pairs]
+    gates = list(layer.gates)
+    open_gates = [torch.where(gate > layer.prune_below, gate, 0) for gate in gates]
+    bonds = [None, *keeps, None]
+    for k, core in enumerate(layer.cores):
+        left, right = bonds[k], bonds[k + 1]
+        keep = {}
+        if left is not None:
+            keep[0] = left
+        if right is not None:
+            keep[core.dim() - 1] = right
+        scale = open_gates[k][right].to(core.dtype) if absorb and right is not None else None
+        carry_(core, keep, scale, optimizer)
+    for gate, value, kept in zip(gates, open_gates, keeps, strict=True):
+        inverse = torch.where(value == 0, 1, 1 / value)[kept] if absorb else None
+        carry_(gate, {0: kept}, inverse, optimizer)
+        if absorb:
+            gate.fill_(1)
+
+
+@dataclass
+class _Bond:
+    """One bond while ranks are being chosen: what its ranks are worth, worst first."""
+
+    layer: int
+    position: int
+    worth: list[float]
+    order: list[int]
+
+
+@torch.no_grad()
+def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
+    """Close the gates that matter least until the cores fit a budget.
+
+    A rank matters by the share of its layer's squared norm that it carries, per entry it costs;
+    the cheapest loss goes first, over all layers together. Gates are set to zero, nothing is cut.
+
+    Args:
+        model: Its tensor-train layers are pruned.
+        budget: Entries the cores may have afterwards.
+        min_rank: Ranks a bond must keep; at 0 a whole layer may go.
+
+    Returns:
+        How many gates were closed.
+
+    Raises:
+        ValueError: If the smallest ranks allowed are still above the budget.
+    """
+    check_min_rank(min_rank)
+    layers = list(tensor_trains(model).values())
+    ranks = [list(layer.live_ranks) for layer in layers]
+    bonds = [
+        bond
+        for number, layer in enumerate(layers)
+        if all(ranks[number])
+        for bond in _rank_bonds(number, layer)
+    ]
+    sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
+    closed: list[tuple[_Bond, int]] = []
+    price = np.array([_price(bond, layers, ranks, sizes, min_rank) for bond in bonds])
+    while sum(sizes) > budget:
+        if not len(price) or not np.isfinite(price.min()):
+            raise ValueError(
+                f"the cores cannot fit {int(budget)} entries: at min_rank={min_rank} they "
+                f"still need {sum(sizes)}"
+            )
+        bond = bonds[int(price.argmin())]
+        live = ranks[bond.layer]
+        closed.append((bond, bond.order.pop(0)))
+        bond.worth.pop(0)
+        live[bond.position] -= 1
+        if not live[bond.position]:
+            ranks[bond.layer] = [0] * len(live)
+        sizes[bond.layer] = layers[bond.layer].shape.size_at(ranks[bond.layer])
+        for k, other in enumerate(bonds):
+            if other.layer == bond.layer:
+                price[k] = _price(other, layers, ranks, sizes, min_rank)
+    for bond, index in closed:
+        layers[bond.layer].gates[bond.position][index] = 0
+    return len(closed)
+
+
+def _price(
+    bond: _Bond,
+    layers: Sequence[TensorTrainModule],
+    ranks: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    min_rank: int,
+) -> float:
+    """Share of the layer lost per entry saved by closing the bond's least rank."""
+    live = ranks[bond.layer]
+    if live[bond.position] <= min_rank or not bond.worth:
+        return np.inf
+    if live[bond.position] == 1:
+        return 1.0 / sizes[bond.layer]
+    fewer = [r - (k == bond.position) for k, r in enumerate(live)]
+    saved = sizes[bond.layer] - layers[bond.layer].shape.size_at(fewer)
+    return bond.worth[0] / saved
+
+
+def _rank_bonds(number: int, layer: TensorTrainModule) -> list[_Bond]:
+    """For each bond, its live ranks by the share of the squared norm of the weight they carry."""
+    cores = [core.double() for core in layer.gated_cores()]
+    cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
+    left = _grams(cores)
+    right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
+    total = float((left[0] * right[0]).sum()) if left else 0.0
+    out = []
+    for k, gate in enumerate(layer.gates):
+        norm = left[k].diagonal() * right[k].diagonal()
+        alive = torch.nonzero(gate > layer.prune_below).flatten()
+        worth = (norm[alive] / max(total, 1e-300)).tolist()
+        order = sorted(range(len(worth)), key=worth.__getitem__)
+        out.append(_Bond(number, k, [worth[i] for i in order], [int(alive[i]) for i in order]))
+    return out
+
+
+def _grams(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Inner products between the ranks of each inner bond, over everything before it."""
+    gram, out = cores[0].new_ones(1, 1), []
+    for core in cores[:-1]:
+        gram = torch.einsum("lm,lnr,mns->rs", gram, core, core)
+        out.append(gram)
+    return out

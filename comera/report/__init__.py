@@ -1,0 +1,1 @@
+"""Tables and plots: what a model weighs, how a run went."""

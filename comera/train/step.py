@@ -1,0 +1,127 @@
+"""One training step behind one call: forward, rank objective, backward, clipping, optimizer."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_flatten, tree_map
+
+from comera.rank.schedule import TwoStage
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became NaN or infinite; parameters are as they were before the step."""
+
+
+class TrainStep:
+    """A training step as a callable: ``loss = step(batch)``.
+
+    Args:
+        model: Put into training mode by whoever evaluates in between.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
+        optimizer: Steps once a call.
+        ranks: The rank objective, if ranks are learned.
+        accumulate: Split each batch along its first dimension into so many parts, whose gradients
+            are added up before the one optimizer step.
+        clip_norm: Largest norm of all gradients together.
+        autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
+        scheduler: A learning-rate scheduler, stepped once a call.
+        compile: Run forward and loss through ``torch.compile``.
+
+    Raises:
+        NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        optimizer: Optimizer,
+        ranks: TwoStage | None = None,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        scheduler: LRScheduler | None = None,
+        compile: bool = False,
+    ) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate={accumulate} must be at least 1")
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+        self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
+        self.scheduler = scheduler
+        self.steps_done = 0
+        self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
+        self._device = next(model.parameters()).device
+        if ranks is not None:
+            ranks.check_schedule(optimizer)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Train on one batch.
+
+        Args:
+            batch: A tensor, or tensors in nested lists, tuples and dicts; handed to ``loss_fn``
+                as it is, or in parts of equal structure when accumulating.
+
+        Returns:
+            The mean loss before the update, detached; without the rank objective.
+        """
+        total = torch.zeros((), device=self._device)
+        for part, share in self._parts(batch):
+            with torch.autocast(
+                self._device.type, self.autocast, enabled=self.autocast is not None
+            ):
+                loss = self._loss_fn(self.model, part)
+            self._check_finite(loss)
+            objective = loss if self.ranks is None else self.ranks.objective(loss)
+            (objective * share).backward()
+            total += loss.detach() * share
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.ranks is not None:
+            self.ranks.step(total)
+        self.steps_done += 1
+        return total
+
+    def _parts(self, batch: Any) -> list[tuple[Any, float]]:
+        """The batch in ``accumulate`` parts, each with its share of the rows."""
+        if self.accumulate == 1:
+            return [(batch, 1.0)]
+        leaves, _ = tree_flatten(batch)
+        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if len(rows) != 1:
+            raise ValueError(
+                f"accumulate={self.accumulate} splits a batch along its first dimension, but its "
+                f"tensors have {sorted(rows)} rows"
+            )
+        (count,) = rows
+        if count < self.accumulate:
+            raise ValueError(
+                f"a batch of {count} rows cannot be split into accumulate={self.accumulate} parts"
+            )
+        bounds = [count * k // self.accumulate for k in range(self.accumulate + 1)]
+
+        def rows_of(start: int, end: int) -> Any:
+            return tree_map(
+                lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
+                batch,
+            )
+
+        return [
+            (rows_of(start, end), (end - start) / count)
+            for start, end in itertools.pairwise(bounds)
+        ]
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
+        if loss.device.type == "cpu" and not bool(torch.isfinite(loss.detach())):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteLossError(f"the loss is {float(loss)} at step {self.steps_done + 1}")
