@@ -24,6 +24,9 @@ from comera.rank.truncate import check_min_rank, prune_to_, truncate_
 
 log = logging.getLogger("comera")
 
+_SMALLEST_LOSS = 1e-3
+"""A loss below this counts as this: the size keeps its weight when a model has memorised."""
+
 Stage = Literal["early", "late", "done"]
 
 
@@ -119,7 +122,7 @@ class TwoStage:
     def _late_objective(self, loss: Tensor) -> Tensor:
         relaxed = self.size.relaxed().to(loss.device)
         exact = self.size.exact().clamp_min(1).to(loss)
-        value = loss.detach()
+        value = loss.detach().clamp_min(_SMALLEST_LOSS)
         loss_is_worse = self._goal(value) / value < self.target_size / exact
         for_loss = torch.where(loss_is_worse, 1.0, 0.0) + self.rho_loss
         for_size = torch.where(loss_is_worse, 0.0, 1.0) + self.rho_size

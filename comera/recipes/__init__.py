@@ -1,0 +1,1 @@
+"""Runs described by one typed YAML file, and the command line."""

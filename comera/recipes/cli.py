@@ -1,0 +1,80 @@
+"""``comera train CONFIG``, ``comera plan CONFIG``, ``comera report RUN``."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ActionConfigFile, ArgumentParser
+from rich.console import Console
+
+from comera.recipes.config import RunConfig
+from comera.recipes.run import plan, run
+from comera.report.run import write_report
+from comera.train.step import NonFiniteLossError
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    parser = make_parser()
+    chosen = parser.parse_args(_config_first(sys.argv[1:] if arguments is None else arguments))
+    console = Console()
+    try:
+        if chosen.command == "report":
+            console.print(f"wrote {write_report(Path(chosen.report.run))}")
+            return 0
+        config = parser.instantiate(chosen)[chosen.command]
+        settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
+        if chosen.command == "plan":
+            _show_plan(settings, console)
+            return 0
+        return 0 if run(settings, console) else _INTERRUPTED
+    except (ValueError, FileNotFoundError, NonFiniteLossError) as problem:
+        console.print(f"[bold red]error:[/] {problem}", highlight=False, soft_wrap=True)
+        return 1
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of the ``comera`` command."""
+    parser = ArgumentParser(prog="comera", description="Train models in compressed form.")
+    commands = parser.add_subcommands(dest="command")
+    for name, text in (
+        ("train", "train a run, or resume it"),
+        ("plan", "show what a run would train, and what it would be compressed to"),
+    ):
+        command = ArgumentParser(description=text)
+        command.add_argument("--config", action=ActionConfigFile, help="YAML file of the run")
+        command.add_class_arguments(RunConfig, None)
+        commands.add_subcommand(name, command, help=text)
+    report = ArgumentParser(description="write one HTML file about a run")
+    report.add_argument("run", type=str, help="folder of the run")
+    commands.add_subcommand("report", report, help="write one HTML file about a run")
+    return parser
+
+
+def _config_first(arguments: Sequence[str]) -> list[str]:
+    """Let the file be named without its option: ``train CONFIG`` for ``train --config CONFIG``."""
+    words = list(arguments)
+    if len(words) > 1 and words[0] in ("train", "plan") and not words[1].startswith("-"):
+        words.insert(1, "--config")
+    return words
+
+
+def _show_plan(config: RunConfig, console: Console) -> None:
+    report, target = plan(config)
+    console.print(str(report), soft_wrap=True, highlight=False)
+    if target is not None:
+        cores = sum(layer.live_params for layer in report.layers)
+        rest = report.params - cores
+        console.print(
+            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
+            f"the whole model then has at most {rest + target:,} parameters, "
+            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

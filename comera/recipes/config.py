@@ -1,0 +1,162 @@
+"""The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from comera.data.masked_text import MaskedTextData
+from comera.data.nli import NliData
+from comera.nn.convert import TTConfig
+
+
+@dataclass
+class ModelConfig:
+    """A transformer encoder, see ``comera.models.transformer.Encoder``.
+
+    Args:
+        d_model: Width.
+        num_layers: Number of blocks.
+        num_heads: Attention heads a block.
+        ffn_dim: Width of the feed-forward layers.
+        dropout: Dropout probability.
+        norm: Layer norm before (pre) or after (post) each part of a block.
+    """
+
+    d_model: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    ffn_dim: int = 1024
+    dropout: float = 0.1
+    norm: Literal["pre", "post"] = "pre"
+
+
+@dataclass
+class RankConfig:
+    """Rank learning, see ``comera.TwoStage``.
+
+    Args:
+        target: Size of the cores at the end, as a share of their size at the start.
+        early_share: Share of all steps before the late stage begins.
+        late_share: Share of all steps in the late stage; the rest trains the truncated model.
+        gamma: Weight of the size in the early stage.
+        beta: Weight of the cores' squared norm.
+        rho_loss: Weight of the loss when the size has the step.
+        rho_size: Weight of the size when the loss has the step.
+        min_rank: 1, or 0 to let whole layers vanish.
+    """
+
+    target: float = 0.5
+    early_share: float = 0.4
+    late_share: float = 0.4
+    gamma: float = 0.01
+    beta: float = 0.0
+    rho_loss: float = 1.0
+    rho_size: float = 0.01
+    min_rank: int = 1
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    Args:
+        lr: Peak learning rate.
+        dense_lr: Peak rate of the dense twin; ``lr`` if not given.
+        gate_lr: Constant rate of the rank gates.
+        weight_decay: Of dense matrices only.
+        betas: Decay rates of AdamW's moments.
+        warmup_share: Share of all steps with a rising rate.
+        schedule: How the rate falls afterwards, to zero.
+    """
+
+    lr: float = 5e-4
+    dense_lr: float | None = None
+    gate_lr: float = 2e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_share: float = 0.05
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Args:
+        steps: Optimizer steps; or give ``epochs``.
+        epochs: Passes over the data, where it has an end.
+        batch_size: Rows a step.
+        accumulate: Parts each batch is split into before one optimizer step.
+        clip_norm: Largest gradient norm; null for none.
+        precision: ``fp32``, or ``bf16`` for mixed precision.
+        compile: Run the model through ``torch.compile``.
+        log_every: Steps a line of the log.
+        eval_every: Steps between evaluations; 0 for only one at the end.
+        eval_batches: Batches an evaluation; null for all there are.
+        save_every: Steps between checkpoints; 0 for only one at the end.
+        threads: CPU threads; null for torch's choice.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    batch_size: int = 32
+    accumulate: int = 1
+    clip_norm: float | None = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    log_every: int = 10
+    eval_every: int = 0
+    eval_batches: int | None = None
+    save_every: int = 200
+    threads: int | None = None
+
+
+@dataclass
+class RunConfig:
+    """One run.
+
+    Args:
+        out: Folder of the run. A run found there under the same settings is resumed.
+        seed: Of parameters, batches and dropout.
+        device: ``auto`` takes a GPU where there is one.
+        masked_text: Data of masked-language-model pre-training; give this or ``nli``.
+        nli: Data of natural-language inference.
+        model: The transformer.
+        tensorize: Which layers become tensor trains; null trains a dense model.
+        ranks: Rank learning; null keeps all ranks.
+        optimizer: AdamW and its schedule.
+        train: The loop.
+        twin: Train the dense model too, for the same steps, and compare.
+        overwrite: Start again where ``out`` holds a run already.
+    """
+
+    out: str = "runs/run"
+    seed: int = 0
+    device: str = "auto"
+    masked_text: MaskedTextData | None = None
+    nli: NliData | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tensorize: TTConfig | None = None
+    ranks: RankConfig | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    twin: bool = False
+    overwrite: bool = False
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for settings that contradict each other."""
+        if (self.masked_text is None) == (self.nli is None):
+            raise ValueError("give exactly one of the sections masked_text and nli")
+        if (self.train.steps is None) == (self.train.epochs is None):
+            raise ValueError("give exactly one of train.steps and train.epochs")
+        if self.train.epochs is not None and self.nli is None:
+            raise ValueError("train.epochs needs data with an end: give train.steps instead")
+        if self.ranks is not None:
+            if self.tensorize is None:
+                raise ValueError("the section ranks needs a section tensorize")
+            shares = self.ranks.early_share + self.ranks.late_share
+            if not 0 < shares <= 1 or min(self.ranks.early_share, self.ranks.late_share) < 0:
+                raise ValueError(
+                    f"ranks.early_share={self.ranks.early_share} and "
+                    f"ranks.late_share={self.ranks.late_share} must be shares of all steps that "
+                    "add up to at most 1"
+                )

@@ -1,0 +1,312 @@
+"""Carry out a run: the compressed model, its dense twin if asked for, and what came of them."""
+
+import dataclasses
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from comera.files import replacing
+from comera.nn.convert import tensorize_
+from comera.rank.groups import param_groups
+from comera.rank.schedule import TwoStage
+from comera.recipes.config import OptimizerConfig, RunConfig
+from comera.recipes.tasks import Task, make_model, planned_vocab_size, prepare_task
+from comera.report.compression import CompressionReport, compression_report
+from comera.train.loop import LoopResult, train
+from comera.train.step import TrainStep
+
+
+@dataclass
+class Outcome:
+    """One trained model in figures.
+
+    Attributes:
+        name: ``compressed`` or ``dense``.
+        metrics: The last evaluation.
+        params: Parameters of the whole model.
+        layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
+        layer_dense_params: Entries of the dense weights those layers stand for.
+        bytes: Size of ``model.safetensors``.
+        seconds: Time in training steps.
+        steps: Optimizer steps.
+        ranks: What rank learning reported, if it ran.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    params: int
+    layer_params: int
+    layer_dense_params: int
+    bytes: int
+    seconds: float
+    steps: int
+    ranks: dict[str, Any] | None = None
+
+
+def run(config: RunConfig, console: Console | None = None, quiet: bool = False) -> list[Outcome]:
+    """Train what a configuration describes, resuming what is unfinished in its folder.
+
+    Args:
+        config: The whole run.
+        console: Where the tables go.
+        quiet: No progress bars.
+
+    Returns:
+        The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
+        Empty if the run was interrupted; the same call goes on from there.
+
+    Raises:
+        ValueError: If the folder holds a run with other settings, or settings contradict.
+    """
+    config.check()
+    console = console or Console()
+    folder = Path(config.out)
+    _claim(folder, config)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    device = _device(config.device)
+    console.print(f"run folder {folder}, device {device}: preparing data")
+    task = prepare_task(config, device)
+    outcomes = []
+    jobs = [("compressed" if config.tensorize else "dense", folder, config)]
+    if config.twin and config.tensorize:
+        dense_lr = config.optimizer.dense_lr or config.optimizer.lr
+        twin = dataclasses.replace(
+            config,
+            tensorize=None,
+            ranks=None,
+            optimizer=dataclasses.replace(config.optimizer, lr=dense_lr),
+        )
+        jobs.append(("dense", folder / "dense", twin))
+    for name, place, settings in jobs:
+        outcome = _train_one(name, place, settings, task, device, console, quiet, outcomes)
+        if outcome is None:
+            console.print(f"interrupted; the same command resumes the run in {folder}")
+            return []
+        outcomes.append(outcome)
+    console.print(outcome_table(outcomes))
+    return outcomes
+
+
+def plan(config: RunConfig) -> tuple[CompressionReport, int | None]:
+    """What a run will train: the report of its model before training, and the size to end at.
+
+    Nothing is allocated and no data is read.
+    """
+    config.check()
+    with torch.device("meta"):
+        model = make_model(config, planned_vocab_size(config))
+    if config.tensorize is not None:
+        tensorize_(model, config.tensorize)
+    length = (config.masked_text or config.nli).length  # type: ignore[union-attr]
+    report = compression_report(model, config.train.batch_size * length)
+    cores = sum(layer.live_params for layer in report.layers)
+    return report, None if config.ranks is None else math.floor(config.ranks.target * cores)
+
+
+def outcome_table(outcomes: list[Outcome]) -> Table:
+    """Figures of the models side by side."""
+    table = Table(title="after training")
+    table.add_column("")
+    for outcome in outcomes:
+        table.add_column(outcome.name, justify="right")
+    if len(outcomes) == 2:
+        table.add_column("dense / compressed", justify="right")
+
+    def row(label: str, values: list[float], form: str, ratio: bool = True) -> None:
+        cells = [form.format(value) for value in values]
+        if len(values) == 2:
+            cells.append(f"{values[1] / values[0]:.2f}" if ratio and values[0] else "")
+        table.add_row(label, *cells)
+
+    for key in outcomes[0].metrics:
+        row(f"evaluation {key}", [o.metrics[key] for o in outcomes], "{:.4f}")
+    row("parameters", [o.params for o in outcomes], "{:,}")
+    row("parameters of the tensorised layers", [o.layer_params for o in outcomes], "{:,}")
+    row("bytes of model.safetensors", [o.bytes for o in outcomes], "{:,}")
+    row("seconds in training steps", [o.seconds for o in outcomes], "{:.1f}")
+    row("steps", [o.steps for o in outcomes], "{:,}", ratio=False)
+    return table
+
+
+def _train_one(
+    name: str,
+    folder: Path,
+    config: RunConfig,
+    task: Task,
+    device: torch.device,
+    console: Console,
+    quiet: bool,
+    before: list[Outcome],
+) -> Outcome | None:
+    torch.manual_seed(config.seed)
+    with device:
+        model = task.make_model()
+    if config.tensorize is not None:
+        tensorize_(model, config.tensorize)
+    layer_dense = compression_report(model).tt_dense_params
+    if before:
+        layer_dense = before[0].layer_dense_params
+    step = _build_step(model, config, task)
+    if config.ranks is not None and step.ranks is not None:
+        console.print(
+            f"{name}: cores of {step.ranks.start_size:,} entries to end at "
+            f"{step.ranks.target_size:,} or less"
+        )
+    # Parameters are drawn the same way whatever the model, so the twins see the same dropout too.
+    torch.manual_seed(config.seed + 1)
+    result = train(
+        step,
+        task.get_batch,
+        steps=task.steps,
+        folder=folder,
+        evaluate=task.evaluate,
+        eval_every=config.train.eval_every,
+        save_every=config.train.save_every,
+        log_every=config.train.log_every,
+        resume=True,
+        title=name,
+        quiet=quiet,
+    )
+    if result.interrupted:
+        return None
+    return _save(name, folder, model, result, layer_dense)
+
+
+def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
+    settings = config.optimizer
+    groups = param_groups(
+        model, settings.lr, gate_lr=settings.gate_lr, weight_decay=settings.weight_decay
+    )
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+    falling = _rate(settings, task.steps)
+    scheduler = LambdaLR(
+        optimizer, [_constant if g["name"] == "gates" else falling for g in groups]
+    )
+    ranks = None
+    if config.ranks is not None:
+        ranks = TwoStage(
+            model,
+            config.ranks.target,
+            round(config.ranks.early_share * task.steps),
+            round(config.ranks.late_share * task.steps),
+            gamma=config.ranks.gamma,
+            beta=config.ranks.beta,
+            rho_loss=config.ranks.rho_loss,
+            rho_size=config.ranks.rho_size,
+            min_rank=config.ranks.min_rank,
+        )
+    return TrainStep(
+        model,
+        task.loss_fn,
+        optimizer,
+        ranks,
+        accumulate=config.train.accumulate,
+        clip_norm=config.train.clip_norm,
+        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+        scheduler=scheduler,
+        compile=config.train.compile,
+    )
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _rate(settings: OptimizerConfig, steps: int):
+    """Share of the peak rate at each step: rising, then falling to zero."""
+    warmup = max(1, round(settings.warmup_share * steps))
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        left = max(0.0, (steps - step) / max(1, steps - warmup))
+        if settings.schedule == "linear":
+            return left
+        return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
+
+    return rate
+
+
+def _save(
+    name: str,
+    folder: Path,
+    model: nn.Module,
+    result: LoopResult,
+    layer_dense: int,
+) -> Outcome:
+    weights = folder / "model.safetensors"
+    with replacing(weights) as temporary:
+        save_file({k: v.contiguous().cpu() for k, v in model.state_dict().items()}, temporary)
+    report = compression_report(model)
+    outcome = Outcome(
+        name=name,
+        metrics=result.metrics,
+        params=report.params,
+        layer_params=report.tt_params if report.layers else layer_dense,
+        layer_dense_params=layer_dense,
+        bytes=weights.stat().st_size,
+        seconds=result.seconds,
+        steps=result.steps,
+        ranks=result.ranks,
+    )
+    facts = {**dataclasses.asdict(outcome), "layers": report.to_pandas().to_dict("records")}
+    with replacing(folder / "result.json") as temporary:
+        temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    return outcome
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Make the folder this run's own, or make sure that it is."""
+    settings = dataclasses.asdict(config)
+    settings.pop("overwrite")
+    # tuples become lists, as they are after a round trip through the file
+    settings = json.loads(json.dumps(settings))
+    file = folder / "config.yaml"
+    if file.is_file() and not config.overwrite:
+        there = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if there != settings:
+            raise ValueError(
+                f"{folder} holds a run with other settings ({_difference(there, settings)}); "
+                "choose another --out, or start again with --overwrite=true"
+            )
+        return
+    if folder.exists() and config.overwrite and file.is_file():
+        shutil.rmtree(folder)
+    with replacing(file) as temporary:
+        temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def _difference(there: Any, here: Any) -> str:
+    """The first few settings that differ, as ``key: old -> new``."""
+    found: list[str] = []
+
+    def walk(old: Any, new: Any, path: str) -> None:
+        if isinstance(old, dict) and isinstance(new, dict):
+            for key in [*old, *(k for k in new if k not in old)]:
+                walk(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+        elif old != new:
+            found.append(f"{path}: {old} -> {new}")
+
+    walk(there, here, "")
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as problem:
+        raise ValueError(f"device={name!r} is not a device: {problem}") from None

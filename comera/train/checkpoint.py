@@ -1,0 +1,126 @@
+"""Training checkpoints that resume a run exactly, in one file that is whole or absent."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from comera.files import replacing
+from comera.nn.module import tensor_trains
+from comera.train.step import TrainStep
+
+FORMAT = 1
+
+
+def save_checkpoint(path: Path, step: TrainStep, extra: dict[str, Any] | None = None) -> None:
+    """Write model, optimizer, schedules, rank learning and random states.
+
+    Args:
+        path: Replaced in one move once everything is on disk.
+        step: The training step whose state is saved.
+        extra: Tensors and plain values of the caller.
+    """
+    state = {
+        "format": FORMAT,
+        "layout": _layout(step.model),
+        "steps_done": step.steps_done,
+        "model": step.model.state_dict(),
+        "optimizer": step.optimizer.state_dict(),
+        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
+        "ranks": None if step.ranks is None else step.ranks.state_dict(),
+        "random": _random_state(),
+        "extra": extra or {},
+    }
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
+
+
+def load_checkpoint(path: Path, step: TrainStep) -> dict[str, Any]:
+    """Put everything back as :func:`save_checkpoint` found it; truncated ranks included.
+
+    Args:
+        path: A file written by :func:`save_checkpoint`. No code in it is run.
+        step: A training step over the same model, optimizer and rank settings.
+
+    Returns:
+        The ``extra`` of the checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it is not a checkpoint, or one of another model.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:
+        raise ValueError(f"{path} is not a readable checkpoint: {problem}") from problem
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint of this program (format {FORMAT})")
+    _check_layout(path, state["layout"], _layout(step.model))
+    step.model.load_state_dict(state["model"])
+    step.optimizer.load_state_dict(state["optimizer"])
+    for name in ("scheduler", "ranks"):
+        mine, saved = getattr(step, name), state[name]
+        if (mine is None) != (saved is None):
+            has, lacks = ("the checkpoint", "this run") if mine is None else ("this run", path)
+            raise ValueError(f"{has} has a {name} state and {lacks} has none")
+        if mine is not None:
+            mine.load_state_dict(saved)
+    step.steps_done = state["steps_done"]
+    _restore_random_state(state["random"])
+    return state["extra"]
+
+
+def _layout(model: nn.Module) -> dict[str, list[int]]:
+    """Every tensor's shape, with the bonds of tensor trains left open: those may be truncated."""
+    bonds = {
+        f"{layer}.{part}.{k}".lstrip(".")
+        for layer, module in tensor_trains(model).items()
+        for part in ("cores", "gates")
+        for k in range(len(getattr(module, part)))
+    }
+    return {
+        name: list(tensor.shape[1:-1]) if name in bonds else list(tensor.shape)
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def _check_layout(path: Path, saved: dict[str, list[int]], mine: dict[str, list[int]]) -> None:
+    if saved == mine:
+        return
+    differences = [
+        *(f"it has {name}" for name in saved.keys() - mine.keys()),
+        *(f"it lacks {name}" for name in mine.keys() - saved.keys()),
+        *(
+            f"{name} is {saved[name]} there and {mine[name]} here"
+            for name in saved.keys() & mine.keys()
+            if saved[name] != mine[name]
+        ),
+    ]
+    shown = "; ".join(sorted(differences)[:4])
+    more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+    raise ValueError(f"{path} belongs to another model: {shown}{more}")
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, inner, gauss = state["python"]
+    random.setstate((version, tuple(inner), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002

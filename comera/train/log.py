@@ -1,0 +1,92 @@
+"""What a run writes down: JSON lines, TensorBoard curves, a progress bar."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from comera.files import replacing
+
+
+class RunLog:
+    """``metrics.jsonl`` and TensorBoard files of one run.
+
+    Args:
+        folder: Made if it does not exist.
+        resume_step: Lines after this step, left by an interrupted run, are dropped.
+        tensorboard: Whether to write TensorBoard files too.
+    """
+
+    def __init__(self, folder: Path, resume_step: int = 0, tensorboard: bool = True) -> None:
+        self.path = folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_after(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Append one line; numbers also go to TensorBoard."""
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``; a last line cut short is left out.
+
+    Raises:
+        FileNotFoundError: If the folder holds no run.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a run: it has no metrics.jsonl")
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.is_file():
+        return
+    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    with replacing(path) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def progress_bar(disable: bool = False) -> Progress:
+    """A bar with the step count, the latest figures and the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        disable=disable,
+    )

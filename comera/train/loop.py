@@ -1,0 +1,201 @@
+"""The training loop: evaluate, log, save, resume, stop cleanly."""
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.train.checkpoint import load_checkpoint, save_checkpoint
+from comera.train.log import RunLog, progress_bar
+from comera.train.step import NonFiniteLossError, TrainStep
+
+log = logging.getLogger("comera")
+
+
+@dataclass
+class LoopResult:
+    """How a run ended.
+
+    Attributes:
+        steps: Optimizer steps in all, earlier sessions included.
+        seconds: Time spent in training steps, evaluation and saving left out.
+        interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
+        metrics: What the last evaluation returned.
+        ranks: What ``TwoStage.finish_`` returned, if it ran.
+    """
+
+    steps: int
+    seconds: float
+    interrupted: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    ranks: dict[str, Any] | None = None
+
+
+def train(
+    step: TrainStep,
+    get_batch: Callable[[int], Any],
+    *,
+    steps: int,
+    folder: Path,
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    eval_every: int = 0,
+    save_every: int = 0,
+    log_every: int = 10,
+    resume: bool = False,
+    title: str = "train",
+    quiet: bool = False,
+    tensorboard: bool = True,
+) -> LoopResult:
+    """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
+
+    When the rank schedule ends, ranks are truncated, the optimizer is cut along, and the rest of
+    the steps train the small model. Interrupted by Ctrl-C or SIGTERM it finishes the step, saves
+    and returns; a second Ctrl-C stops at once.
+
+    Args:
+        step: The training step.
+        get_batch: From the number of the step, counted from 0, to a batch. It must depend on
+            nothing else, so that a resumed run sees the same batches.
+        steps: Optimizer steps in all.
+        folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoint.pt``.
+        evaluate: Called with the model in evaluation mode; returns named figures.
+        eval_every: Steps between evaluations; 0 for only one at the end.
+        save_every: Steps between checkpoints; 0 for only one at the end.
+        log_every: Steps whose mean loss makes one line of the log.
+        resume: Go on from ``checkpoint.pt`` in ``folder`` if it is there.
+        title: Shown beside the progress bar.
+        quiet: No progress bar.
+        tensorboard: Whether to write TensorBoard files.
+
+    Raises:
+        NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
+    """
+    checkpoint = folder / "checkpoint.pt"
+    seconds = 0.0
+    result = LoopResult(0, 0.0)
+    total, count = torch.zeros(()), 0
+    if resume and checkpoint.is_file():
+        extra = load_checkpoint(checkpoint, step)
+        seconds, result.ranks = extra["seconds"], extra["ranks"]
+        result.metrics = extra["metrics"]
+        total, count = extra["unlogged"]
+    run_log = RunLog(folder, step.steps_done, tensorboard)
+
+    def save() -> None:
+        extra = {
+            "seconds": seconds,
+            "ranks": result.ranks,
+            "metrics": result.metrics,
+            "unlogged": (total, count),
+        }
+        save_checkpoint(checkpoint, step, extra)
+
+    def note_loss() -> float:
+        nonlocal total, count
+        mean = float(total) / max(1, count)
+        total, count = torch.zeros(()), 0
+        if not math.isfinite(mean):
+            raise NonFiniteLossError(f"the loss is {mean} at or before step {step.steps_done}")
+        run_log.write(step.steps_done, loss=mean, seconds=round(seconds, 3), **_figures(step))
+        return mean
+
+    try:
+        with _stop_signals() as stopped, progress_bar(quiet) as bar:
+            task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
+            step.model.train()
+            while step.steps_done < steps and not stopped.is_set():
+                batch = get_batch(step.steps_done)
+                began = time.perf_counter()
+                try:
+                    loss = step(batch)
+                except NonFiniteLossError:
+                    save()
+                    raise
+                seconds += time.perf_counter() - began
+                total, count = total.to(loss.device) + loss, count + 1
+                done = step.steps_done
+                if done % log_every == 0 or done == steps:
+                    mean = note_loss()
+                    bar.update(task, figures=f"loss {mean:.4f}")
+                bar.update(task, completed=done)
+                if _schedule_ended(step, last=done == steps):
+                    result.ranks = step.ranks.finish_(step.optimizer)  # type: ignore[union-attr]
+                    run_log.write(done, stage="done", **result.ranks)
+                if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
+                    result.metrics = _evaluate(step.model, evaluate)
+                    run_log.write(done, **{f"eval/{k}": v for k, v in result.metrics.items()})
+                if save_every and done % save_every == 0 and done < steps:
+                    save()
+            result.interrupted = step.steps_done < steps
+        save()
+    finally:
+        run_log.close()
+    result.steps, result.seconds = step.steps_done, seconds
+    return result
+
+
+def _schedule_ended(step: TrainStep, last: bool) -> bool:
+    ranks = step.ranks
+    return ranks is not None and ranks.forced is None and (ranks.stage == "done" or last)
+
+
+def _figures(step: TrainStep) -> dict[str, Any]:
+    figures: dict[str, Any] = {"lr": float(step.optimizer.param_groups[0]["lr"])}
+    if step.ranks is not None:
+        size = step.ranks.size
+        figures |= {
+            "stage": step.ranks.stage,
+            "size": int(size.exact()),
+            "relaxed_size": round(float(size.relaxed().detach()), 1),
+            "live_ranks": {name: list(layer.live_ranks) for name, layer in size.layers.items()},
+        }
+    return figures
+
+
+def _evaluate(
+    model: nn.Module, evaluate: Callable[[nn.Module], dict[str, float]]
+) -> dict[str, float]:
+    model.eval()
+    try:
+        with torch.no_grad():
+            return evaluate(model)
+    finally:
+        model.train()
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Set an event on the first Ctrl-C or SIGTERM; a second one acts as usual."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        log.warning("stopping after this step; once more stops at once, without saving")
+        stopped.set()
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+    before = {which: signal.signal(which, stop) for which in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+def mean_loss(
+    loss_fn: Callable[[nn.Module, Any], Tensor], batches: list[Any], model: nn.Module
+) -> float:
+    """Mean of a loss over batches of equal weight."""
+    return float(torch.stack([loss_fn(model, batch) for batch in batches]).mean())
