@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.ops.rank_gate import rank_gate
+from comera.params import set_data_
 from comera.shapes import TTMShape, TTShape
 
 PRUNE_BELOW = 1e-2
@@ -148,5 +149,4 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
 def resize_(param: Tensor, size: Sequence[int]) -> None:
     """Give a parameter another shape, contents undefined; it stays the same object."""
     if param.shape != torch.Size(size):
-        param.grad = None
-        param.data = torch.empty(size, device=param.device, dtype=param.dtype)
+        set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))

@@ -22,7 +22,7 @@ def merge_chain_reference(
     out = gated[0]
     for core in gated[1:]:
         out = torch.tensordot(out, core, 1)
-    return out.reshape(out.shape[0], -1, out.shape[-1])
+    return out.flatten(1, -2)
 
 
 @torch.library.custom_op("comera::merge_chain", mutates_args=())

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.params import set_data_
+
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
 _GOES_WITH_SQUARE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
 
@@ -52,8 +54,7 @@ def carry_(
         state[key] = value.to(state[key].dtype)
     grad = param.grad
     new = _cut("the parameter", param.data, old_shape, keep)
-    param.grad = None
-    param.data = new if scale is None else (new * scale).to(new.dtype)
+    set_data_(param, new if scale is None else (new * scale).to(new.dtype))
     if grad is not None:
         grad = _cut("the gradient", grad, old_shape, keep)
         param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)

@@ -114,8 +114,8 @@ class SizeOfRanks:
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)
 
-        counts = on_device(list(widths))
-        self._bond_of_gate = torch.arange(1, bond + 1, device=self._device).repeat_interleave(
+        numbered = enumerate(widths, start=1)
+        self._bond_of_gate = on_device([k for k, width in numbered for _ in range(width)])
             counts
         )
         self._before, self._after = on_device(before), on_device(after)

@@ -95,8 +95,9 @@ class _Bond:
 def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
     """Close the gates that matter least until the cores fit a budget.
 
-    A rank matters by the share of its layer's squared norm that it carries, per entry it costs;
-    the cheapest loss goes first, over all layers together. Gates are set to zero, nothing is cut.
+    A rank matters by the share it has in the squared norm that its bond still carries, per entry
+    it costs; the cheapest loss goes first, over all layers together. Gates are set to zero,
+    nothing is cut.
 
     Args:
         model: Its tensor-train layers are pruned.
@@ -119,6 +120,9 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
         for bond in _rank_bonds(number, layer)
     ]
     sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
+    of_layer: dict[int, list[int]] = {}
+    for k, bond in enumerate(bonds):
+        of_layer.setdefault(bond.layer, []).append(k)
     closed: list[tuple[_Bond, int]] = []
     price = np.array([_price(bond, layers, ranks, sizes, min_rank) for bond in bonds])
     while sum(sizes) > budget:
@@ -135,9 +139,8 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
         if not live[bond.position]:
             ranks[bond.layer] = [0] * len(live)
         sizes[bond.layer] = layers[bond.layer].shape.size_at(ranks[bond.layer])
-        for k, other in enumerate(bonds):
-            if other.layer == bond.layer:
-                price[k] = _price(other, layers, ranks, sizes, min_rank)
+        for k in of_layer[bond.layer]:
+            price[k] = _price(bonds[k], layers, ranks, sizes, min_rank)
     for bond, index in closed:
         layers[bond.layer].gates[bond.position][index] = 0
     return len(closed)
@@ -150,7 +153,11 @@ def _price(
     sizes: Sequence[int],
     min_rank: int,
 ) -> float:
-    """Share of the layer lost per entry saved by closing the bond's least rank."""
+    """Share of what the bond still carries that closing its least rank loses, per entry saved.
+
+    Measured against what is left, not against the start: many equal ranks are cheap to thin out
+    and ever dearer to do without.
+    """
     live = ranks[bond.layer]
     if live[bond.position] <= min_rank or not bond.worth:
         return np.inf
@@ -158,7 +165,7 @@ def _price(
         return 1.0 / sizes[bond.layer]
     fewer = [r - (k == bond.position) for k, r in enumerate(live)]
     saved = sizes[bond.layer] - layers[bond.layer].shape.size_at(fewer)
-    return bond.worth[0] / saved
+    return bond.worth[0] / max(sum(bond.worth), 1e-300) / saved
 
 
 def _rank_bonds(number: int, layer: TensorTrainModule) -> list[_Bond]:

@@ -1,0 +1,112 @@
+"""What a run folder says about each trained model, as plain series to draw and tabulate."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from comera.train.log import read_metrics
+
+Series = tuple[list[int], list[float]]
+"""Optimizer steps, and the value logged after each of them."""
+
+
+@dataclass(frozen=True)
+class History:
+    """One model's way through training.
+
+    Attributes:
+        name: ``compressed``, ``dense``, or ``model`` where the folder does not say.
+        lines: The lines of its ``metrics.jsonl``.
+        result: Its ``result.json``; None while it is unfinished.
+        target_share: What rank learning was asked for, as a share of the size at the start.
+    """
+
+    name: str
+    lines: list[dict[str, Any]]
+    result: dict[str, Any] | None = None
+    target_share: float | None = None
+
+    def series(self, key: str) -> Series:
+        """What was logged under ``key``, and when; empty if nothing was."""
+        found = [line for line in self.lines if isinstance(line.get(key), int | float)]
+        return [line["step"] for line in found], [line[key] for line in found]
+
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def evaluations(self) -> list[str]:
+        """Names of the figures of its evaluations, without the leading ``eval/``."""
+        keys = dict.fromkeys(key for line in self.lines for key in line)
+        return [key.removeprefix("eval/") for key in keys if key.startswith("eval/")]
+
+    @property
+    def stages(self) -> list[tuple[str, int, int]]:
+        """Stages of rank learning with their first and last step, as far as the log tells."""
+        starts: list[tuple[str, int]] = []
+        for line in self.lines:
+            if "stage" in line and (not starts or starts[-1][0] != line["stage"]):
+                starts.append((line["stage"], line["step"] if starts else 0))
+        ends = [step for _, step in starts[1:]] + [self.last_step]
+        return [(name, step, end) for (name, step), end in zip(starts, ends, strict=True)]
+
+    @property
+    def live_ranks(self) -> dict[int, dict[str, list[int]]]:
+        """Step to layer name to the live rank of each of its bonds."""
+        return {line["step"]: line["live_ranks"] for line in self.lines if "live_ranks" in line}
+
+    @property
+    def start_ranks(self) -> dict[str, list[int]]:
+        """Ranks by layer before training; those first logged while the result is not there."""
+        if self.result is not None:
+            return {layer["name"]: layer["start_ranks"] for layer in self.result["layers"]}
+        return next(iter(self.live_ranks.values()), {})
+
+    @property
+    def target_size(self) -> int | None:
+        """Entries the cores may have at the end; an estimate until the ranks are truncated."""
+        _, reached = self.series("target_size")
+        if reached:
+            return int(reached[-1])
+        _, sizes = self.series("size")
+        if self.target_share is None or not sizes:
+            return None
+        return math.floor(self.target_share * sizes[0])
+
+
+def read_histories(folder: Path) -> list[History]:
+    """The model of a run and, where there is one, its dense twin.
+
+    Raises:
+        FileNotFoundError: If the folder holds no run.
+    """
+    lines = read_metrics(folder)
+    config = yaml.safe_load(config_text(folder) or "") or {}
+    result = _result(folder)
+    name = "model"
+    if result is not None:
+        name = result["name"]
+    elif config:
+        name = "compressed" if config.get("tensorize") else "dense"
+    share = (config.get("ranks") or {}).get("target")
+    found = [History(name, lines, result, share)]
+    twin = folder / "dense"
+    if (twin / "metrics.jsonl").is_file():
+        found.append(History("dense", read_metrics(twin), _result(twin)))
+    return found
+
+
+def config_text(folder: Path) -> str | None:
+    """The settings of a run as they were written down, None if they were not."""
+    file = folder / "config.yaml"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    file = folder / "result.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

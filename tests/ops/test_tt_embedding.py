@@ -1,0 +1,190 @@
+import pytest
+import tensorly
+import torch
+
+from comera.ops.rank_gate import rank_gate_reference
+from comera.ops.tt_embedding import (
+    _ttm_lookup,
+    _ttm_lookup_backward,
+    merge_table_halves,
+    tt_embedding,
+    tt_embedding_reference,
+    ttm_to_dense,
+)
+from comera.shapes import TTMShape
+
+SHAPES = {
+    "2 cores": TTMShape((4, 3), (2, 3), (5,)),
+    "3 cores": TTMShape((3, 2, 4), (2, 1, 3), (4, 3)),
+    "4 cores": TTMShape((2, 3, 2, 2), (2, 2, 1, 2), (4, 5, 3)),
+    "rank one": TTMShape((4, 3), (2, 3), (1,)),
+}
+PADDED = {"3 cores": (23, 5), "4 cores": (24, 7)}
+"""True rows and widths of the tables whose modes multiply to more."""
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Problem:
+    """A random table, and the results of every way to read it."""
+
+    def __init__(self, name, gated=False, hot=0, dtype=torch.float64):
+        self.shape = SHAPES[name]
+        cold, self.width = PADDED.get(name, (self.shape.num_rows, self.shape.num_cols))
+        self.rows = cold + hot
+        wide = torch.promote_types(dtype, torch.float32)
+        self.cores = [torch.randn(s, dtype=dtype) for s in self.shape.core_shapes]
+        self.gates = [0.5 + torch.rand(r, dtype=wide) for r in self.shape.ranks] if gated else []
+        for gate in self.gates:
+            gate[1:2] = 0.001  # pruned, wherever there is a second rank
+        self.hot = torch.randn(hot, self.width, dtype=dtype) if hot else None
+        self.params = [t for t in (*self.cores, *self.gates, self.hot) if t is not None]
+        for param in self.params:
+            param.requires_grad_()
+
+    def ours(self, indices):
+        return tt_embedding(
+            indices, self.cores, self.rows, self.width,
+            gates=self.gates, threshold=0.01, hot_HD=self.hot,
+        )  # fmt: skip
+
+    def gated_cores(self):
+        pairs = zip(self.cores, self.gates, strict=False)
+        gated = [rank_gate_reference(core, gate, 0.01) for core, gate in pairs]
+        return gated + self.cores[len(gated) :]
+
+    def reference(self, indices):
+        return tt_embedding_reference(indices, self.gated_cores(), self.width, self.hot)
+
+    def tensorly(self, indices):
+        with tensorly.backend_context("pytorch"):
+            table = tensorly.tt_matrix_to_matrix(self.gated_cores())[:, : self.width]
+        table = table if self.hot is None else torch.cat([self.hot, table])
+        return torch.nn.functional.embedding(indices, table)
+
+    def grads(self, y):
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+        return torch.autograd.grad((y * weights).sum(), self.params)
+
+
+def assert_all_agree(problem, indices):
+    got = problem.ours(indices)
+    assert got.shape == (*indices.shape, problem.width)
+    for want in (problem.reference(indices), problem.tensorly(indices)):
+        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(
+            problem.grads(problem.ours(indices)), problem.grads(want), **CLOSE
+        )
+
+
+@pytest.mark.parametrize("hot", [0, 3], ids=["cold", "hot"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_row_and_its_gradients(name, gated, hot):
+    problem = Problem(name, gated, hot)
+    assert_all_agree(problem, torch.arange(problem.rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 9), (0,), (2, 0, 3)], ids=str)
+def test_shapes_and_types_of_the_indices(shape, dtype):
+    problem = Problem("4 cores", gated=True, hot=2)
+    assert_all_agree(problem, torch.randint(problem.rows, shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("indices", [[5] * 9, [1, 1, 0, 1], [22, 3, 22, 3, 0]], ids=str)
+def test_repeated_indices_add_their_gradients(indices):
+    assert_all_agree(Problem("3 cores", gated=True, hot=2), torch.tensor(indices))
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2], [3, 9, 14]], ids=["only hot", "only cold"])
+def test_hot_rows_stand_before_the_train(indices):
+    problem = Problem("2 cores", hot=3)
+    assert_all_agree(problem, torch.tensor(indices))
+
+
+def test_indices_that_are_not_contiguous():
+    problem = Problem("3 cores")
+    assert_all_agree(problem, torch.randint(problem.rows, (4, 6)).T[::2])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_finite_differences(gated):
+    problem = Problem("3 cores", gated, hot=2)
+    indices = torch.tensor([0, 1, 4, 4, 17, 24])
+
+    def run(*params):
+        gates = params[len(problem.cores) : -1]
+        return tt_embedding(
+            indices, params[: len(problem.cores)], problem.rows, problem.width,
+            gates=gates, threshold=0.01, hot_HD=params[-1],
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(run, problem.params, fast_mode=True)
+
+
+@pytest.mark.parametrize("hot", [0, 3], ids=["cold", "hot"])
+@pytest.mark.parametrize(
+    ("indices", "wrong"), [([0, -1], -1), ([[99], [1]], 99), ([0, 10**12], 10**12), ([-7, 99], -7)]
+)
+def test_an_index_out_of_range_is_named(indices, wrong, hot):
+    problem = Problem("3 cores", hot=hot)
+    with pytest.raises(IndexError, match=rf"index {wrong} is out of range .* {problem.rows} rows"):
+        problem.ours(torch.tensor(indices))
+
+
+def test_rows_that_exist_only_as_padding_are_out_of_range():
+    problem = Problem("3 cores")
+    assert problem.shape.num_rows == problem.rows + 1
+    with pytest.raises(IndexError, match="index 23"):
+        problem.ours(torch.tensor([problem.rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_table_as_it_is(dtype):
+    problem = Problem("4 cores", gated=True, dtype=torch.float32)
+    indices = torch.arange(problem.rows)
+    with torch.autocast("cpu", dtype):
+        got = problem.ours(indices)
+    assert torch.equal(got, problem.ours(indices))
+    assert all(grad.dtype == torch.float32 for grad in problem.grads(got))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_cores_keep_wide_gates(dtype):
+    problem = Problem("4 cores", gated=True, hot=2, dtype=dtype)
+    y = problem.ours(torch.arange(problem.rows))
+    y.sum().backward()
+    assert y.dtype == dtype
+    assert all(param.grad.dtype == param.dtype for param in problem.params)
+    assert all(gate.grad.dtype == torch.float32 for gate in problem.gates)
+
+
+def test_a_vanished_table_is_zero():
+    shape = TTMShape((2, 3), (2, 2), (0,))
+    cores = [torch.randn(size, requires_grad=True) for size in shape.core_shapes]
+    y = tt_embedding(torch.tensor([0, 5, 5]), cores, 6, 4)
+    assert torch.equal(y, torch.zeros(3, 4))
+    y.sum().backward()
+    assert all(core.grad.shape == core.shape for core in cores)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_dense_table_equals_that_of_tensorly(name):
+    problem = Problem(name)
+    want = tensorly.tt_matrix_to_matrix([core.detach().numpy() for core in problem.cores])
+    got = ttm_to_dense(problem.cores).detach()
+    torch.testing.assert_close(got, torch.from_numpy(want.copy()), **CLOSE)
+
+
+@pytest.mark.parametrize("hot", [0, 2], ids=["cold", "hot"])
+def test_registered_soundly(hot):
+    problem = Problem("3 cores", hot=hot, dtype=torch.float32)
+    halves = [half.detach().requires_grad_() for half in merge_table_halves(problem.cores)]
+    indices = torch.tensor([0, 1, 7, 7, 22])
+    torch.library.opcheck(
+        _ttm_lookup, (indices, *halves, problem.hot, problem.rows, problem.width)
+    )
+    frozen = [None if t is None else t.detach() for t in (*halves, problem.hot)]
+    grad = torch.randn(5, problem.width)
+    torch.library.opcheck(_ttm_lookup_backward, (grad, indices, *frozen))

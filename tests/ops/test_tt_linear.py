@@ -1,0 +1,213 @@
+import math
+
+import pytest
+import tensorly
+import torch
+
+from comera.ops.rank_gate import rank_gate_reference
+from comera.ops.tt_linear import _thin_linear, tt_linear, tt_linear_reference, tt_to_dense
+from comera.shapes import TTShape
+
+SHAPES = {
+    "1+1": TTShape((4,), (3,), (2,)),
+    "1+2": TTShape((6,), (3, 2), (4, 2)),
+    "2+1": TTShape((3, 2), (5,), (2, 4)),
+    "3+3": TTShape((2, 3, 4), (4, 3, 2), (2, 5, 6, 5, 2)),
+    "2+4": TTShape((4, 3), (2, 2, 2, 3), (3, 5, 4, 4, 3)),
+    "4+4": TTShape((2, 2, 2, 3), (3, 2, 2, 2), (2, 3, 4, 5, 4, 3, 2)),
+    "rank one": TTShape((2, 3), (3, 2), (1, 1, 1)),
+}
+WIDTHS = {"1+2": (6, 5), "3+3": (23, 22), "4+4": (24, 23)}
+"""True widths of the shapes whose modes multiply to more."""
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Problem:
+    """Random inputs of one layer, and the results of every way to compute it."""
+
+    def __init__(self, name, bias=True, gated=False, batch=(5,), dtype=torch.float64):
+        self.shape = SHAPES[name]
+        whole = (self.shape.in_width, self.shape.out_width)
+        self.in_features, self.out_features = WIDTHS.get(name, whole)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.x = torch.randn(*batch, self.in_features, dtype=dtype, requires_grad=True)
+        self.cores = [torch.randn(s, dtype=dtype) for s in self.shape.core_shapes]
+        self.gates = [0.5 + torch.rand(r, dtype=wide) for r in self.shape.ranks] if gated else []
+        for gate in self.gates:
+            gate[1:2] = 0.001  # pruned, wherever there is a second rank
+        self.bias = torch.randn(self.out_features, dtype=dtype) if bias else None
+        self.params = [t for t in (*self.cores, *self.gates, self.bias) if t is not None]
+        for param in self.params:
+            param.requires_grad_()
+
+    @property
+    def widths(self):
+        return {"in_features": self.in_features, "out_features": self.out_features}
+
+    def ours(self, x=None):
+        x = self.x if x is None else x
+        gating = {"gates": self.gates, "threshold": 0.01}
+        return tt_linear(x, self.cores, self.shape.split, self.bias, **gating, **self.widths)
+
+    def gated_cores(self):
+        pairs = zip(self.cores, self.gates, strict=False)
+        gated = [rank_gate_reference(core, gate, 0.01) for core, gate in pairs]
+        return gated + self.cores[len(gated) :]
+
+    def reference(self):
+        cores = self.gated_cores()
+        return tt_linear_reference(self.x, cores, self.shape.split, self.bias, **self.widths)
+
+    def tensorly(self):
+        with tensorly.backend_context("pytorch"):
+            dense = tensorly.tt_to_tensor(self.gated_cores())
+        dense = dense.reshape(self.shape.in_width, self.shape.out_width).T
+        weight = dense[: self.out_features, : self.in_features]
+        return torch.nn.functional.linear(self.x, weight, self.bias)
+
+    def grads(self, y):
+        inputs = [self.x, *self.params]
+        return torch.autograd.grad((y * torch.linspace(-1, 1, y.shape[-1])).sum(), inputs)
+
+
+def assert_all_agree(problem):
+    got = problem.ours()
+    for other in (problem.reference, problem.tensorly):
+        want = other()
+        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(
+            problem.grads(problem.ours()), problem.grads(want), check_dtype=True, **CLOSE
+        )
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_and_gradients(name, bias, gated):
+    assert_all_agree(Problem(name, bias, gated))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,), (2, 0, 3)], ids=str)
+def test_leading_dimensions(batch, bias):
+    problem = Problem("3+3", bias, gated=True, batch=batch)
+    assert problem.ours().shape == (*batch, problem.out_features)
+    assert_all_agree(problem)
+
+
+def test_an_input_that_is_not_contiguous():
+    problem = Problem("2+4", batch=(3, 5))
+    problem.x = torch.randn(5, problem.in_features, 3, dtype=torch.float64).movedim(-1, 0)
+    problem.x.requires_grad_()
+    assert not problem.x.is_contiguous()
+    assert_all_agree(problem)
+
+
+def test_a_gradient_that_is_not_contiguous():
+    problem = Problem("2+4", batch=(3, 5))
+    weights = torch.randn(problem.out_features, 5, 3, dtype=torch.float64).permute(2, 1, 0)
+    got = torch.autograd.grad(problem.ours(), problem.params, weights)
+    want = torch.autograd.grad(problem.reference(), problem.params, weights)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("frozen", ["x", "cores", "gates", "bias", "all but x"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    problem = Problem("3+3", gated=True)
+    still = {
+        "x": [problem.x], "cores": problem.cores, "gates": problem.gates,
+        "bias": [problem.bias], "all but x": problem.params,
+    }[frozen]  # fmt: skip
+    want = dict(zip([problem.x, *problem.params], problem.grads(problem.reference()), strict=True))
+    for tensor in still:
+        tensor.requires_grad_(False)
+    (problem.ours() * torch.linspace(-1, 1, problem.out_features)).sum().backward()
+    for tensor, grad in want.items():
+        if tensor.requires_grad:
+            torch.testing.assert_close(tensor.grad, grad, **CLOSE)
+        else:
+            assert tensor.grad is None
+
+
+@pytest.mark.parametrize("name", ["1+1", "1+2", "3+3"])
+def test_gradients_can_be_differentiated_again(name):
+    problem = Problem(name, gated=True, batch=(2,))
+
+    def run(x, *params):
+        cores, rest = params[: len(problem.cores)], params[len(problem.cores) :]
+        return tt_linear(
+            x, cores, problem.shape.split, rest[-1],
+            gates=rest[:-1], threshold=0.01, **problem.widths,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(run, (problem.x, *problem.params), fast_mode=name == "3+3")
+    assert torch.autograd.gradgradcheck(run, (problem.x, *problem.params), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    problem = Problem("3+3", gated=True, batch=(2, 3), dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        got = problem.ours()
+        want = problem.reference()
+    assert got.dtype == want.dtype == dtype
+    # Both round at every product, to 3 (2 and a half) decimal digits, in sums of up to 24 terms.
+    scale = float(want.abs().max())
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got / scale, want / scale, rtol=0, atol=tolerance)
+    exact = problem.grads(problem.reference())
+    for got_grad, exact_grad in zip(problem.grads(got), exact, strict=True):
+        assert got_grad.dtype == torch.float32
+        scale = float(exact_grad.abs().max())
+        torch.testing.assert_close(got_grad / scale, exact_grad / scale, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_narrow_cores_keep_wide_gates(dtype, bias):
+    problem = Problem("2+4", bias, gated=True, dtype=dtype)
+    y = problem.ours()
+    y.sum().backward()
+    assert y.dtype == dtype
+    assert all(param.grad.dtype == param.dtype for param in problem.params)
+    assert all(gate.grad.dtype == torch.float32 for gate in problem.gates)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_a_vanished_layer_is_its_bias(bias):
+    shape = TTShape((2, 3), (3, 2), (0, 0, 0))
+    cores = [torch.randn(size, requires_grad=True) for size in shape.core_shapes]
+    gates = [torch.ones(0, requires_grad=True) for _ in shape.ranks]
+    bias_O = torch.randn(6, requires_grad=True) if bias else None
+    x = torch.randn(4, 6, requires_grad=True)
+    y = tt_linear(x, cores, 2, bias_O, gates=gates, threshold=0.01)
+    assert torch.equal(y, torch.zeros(4, 6) if bias_O is None else bias_O.expand(4, 6))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert all(param.grad.shape == param.shape for param in (*cores, *gates))
+    assert bias_O is None or torch.equal(bias_O.grad, torch.full((6,), 4.0))
+
+
+def test_the_dense_matrix_equals_that_of_tensorly():
+    problem = Problem("4+4")
+    arrays = [core.detach().numpy() for core in problem.cores]
+    want = tensorly.tt_to_tensor(arrays).reshape(problem.shape.in_width, problem.shape.out_width).T
+    got = tt_to_dense(problem.cores, problem.shape.split)
+    torch.testing.assert_close(got.detach(), torch.from_numpy(want.copy()), **CLOSE)
+
+
+def test_a_wrong_width_is_named():
+    problem = Problem("3+3")
+    with pytest.raises(ValueError, match=r"width 24 \(shape \(2, 24\)\), but this layer takes 23"):
+        problem.ours(torch.zeros(2, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_registered_soundly(batch, bias):
+    x, left, right = torch.randn(*batch, 6), torch.randn(6, 2), torch.randn(2, 5)
+    inputs = [t.requires_grad_() for t in (x, left, right)]
+    inputs.append(torch.randn(5, requires_grad=True) if bias else None)
+    torch.library.opcheck(_thin_linear, tuple(inputs))
+    assert _thin_linear(*inputs)[1].shape == (math.prod(batch), 3 if bias else 2)

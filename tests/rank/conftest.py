@@ -1,0 +1,32 @@
+import pytest
+import torch
+from torch import nn
+
+import comera
+
+
+def make_model(dtype=torch.float64) -> nn.Module:
+    """Two linear layers and an embedding in tensor-train form, one dense layer at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(120, 24, dtype=dtype),
+        nn.Linear(24, 36, dtype=dtype),
+        nn.Tanh(),
+        nn.Linear(36, 24, dtype=dtype),
+        nn.Linear(24, 5, dtype=dtype),
+    )
+    return comera.tensorize_(model, comera.TTConfig(rank=6, order=2, exclude_modules=["4"]))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    return torch.randint(0, 120, (16, 3), generator=torch.Generator().manual_seed(1))
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch).mean(1), batch.sum(1) % 5)

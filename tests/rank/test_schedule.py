@@ -1,0 +1,127 @@
+import copy
+import logging
+
+import pytest
+import torch
+
+import comera
+from comera.nn.module import tensor_trains
+
+from .conftest import loss_fn, make_model
+
+
+def learn(model, batch, ranks, optimizer, steps):
+    step = comera.TrainStep(model, loss_fn, optimizer, ranks)
+    return [step(batch) for _ in range(steps)]
+
+
+def optimizer_for(model, gate_lr=0.05):
+    return torch.optim.AdamW(comera.param_groups(model, 1e-3, gate_lr=gate_lr))
+
+
+def test_stages_follow_the_steps(model, batch):
+    ranks = comera.TwoStage(model, 0.5, early_steps=2, late_steps=3)
+    seen = []
+    for _ in range(7):
+        seen.append(ranks.stage)
+        ranks.step(torch.ones(()))
+    assert seen == ["early"] * 2 + ["late"] * 3 + ["done"] * 2
+
+
+def test_early_objective_is_loss_plus_weighted_size_and_norm(model, batch):
+    ranks = comera.TwoStage(model, 0.5, 5, 5, gamma=0.3, beta=0.2)
+    loss = loss_fn(model, batch)
+    cores = [c for layer in tensor_trains(model).values() for c in layer.cores]
+    want = loss + 0.3 + 0.2 * sum(core.square().sum() for core in cores)
+    torch.testing.assert_close(ranks.objective(loss), want)
+
+
+@pytest.mark.parametrize(
+    ("goal", "loss_weight", "size_weight"), [(1e-6, 1.2, 0.1), (1e6, 0.2, 1.1)]
+)
+def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weight, size_weight):
+    ranks = comera.TwoStage(model, 0.5, 0, 5, rho_loss=0.2, rho_size=0.1, loss_goal=goal)
+    loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
+    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
+    torch.testing.assert_close(got[0], torch.tensor(loss_weight, dtype=torch.float64))
+    torch.testing.assert_close(got[1], size_weight * 2.0 * size / ranks.start_size)
+
+
+def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
+    optimizer = optimizer_for(model)
+    ranks = comera.TwoStage(model, 0.4, 10, 60)
+    learn(model, batch, ranks, optimizer, 70)
+    assert ranks.size.exact() < ranks.start_size
+    outcome = ranks.finish_(optimizer)
+    cores = sum(c.numel() for layer in tensor_trains(model).values() for c in layer.cores)
+    assert cores == outcome["size"] <= outcome["target_size"] == ranks.target_size
+    assert ranks.stage == "done"
+    learn(model, batch, ranks, optimizer, 2)
+
+
+def test_what_was_forced_is_said(model, caplog):
+    ranks = comera.TwoStage(model, 0.3, 1, 1)
+    with caplog.at_level(logging.WARNING, "comera"):
+        outcome = ranks.finish_()
+    assert outcome["forced"] > 0
+    assert f"{outcome['forced']} further ranks were closed greedily" in caplog.text
+
+
+def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
+    ranks = comera.TwoStage(model, 0.3, 50, 50)
+    with caplog.at_level(logging.WARNING, "comera"):
+        ranks.check_schedule(optimizer_for(model, gate_lr=0.011))
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "comera"):
+        ranks.check_schedule(optimizer_for(model, gate_lr=0.001))
+    assert "raise it above 0.01 or train longer" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "comera"):
+        ranks.check_schedule(torch.optim.SGD([model[4].weight], lr=1.0))
+    assert "does not train the rank gates" in caplog.text
+
+
+def test_state_goes_on_where_it_was(batch):
+    first = make_model()
+    ranks = comera.TwoStage(first, 0.4, 3, 20)
+    optimizer = optimizer_for(first)
+    learn(first, batch, ranks, optimizer, 5)
+    second = make_model()
+    second.load_state_dict(first.state_dict())
+    other_optimizer = optimizer_for(second)
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other = comera.TwoStage(second, 0.4, 3, 20)
+    other.load_state_dict(copy.deepcopy(ranks.state_dict()))
+    want = learn(first, batch, ranks, optimizer, 10)
+    got = learn(second, batch, other, other_optimizer, 10)
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": 0.0}, "target=0.0"),
+        ({"target": 1.5}, "target=1.5"),
+        ({"early_steps": -1}, "early_steps=-1"),
+        ({"min_rank": 3}, "min_rank=3"),
+    ],
+)
+def test_wrong_settings_are_named(model, settings, message):
+    given = {"target": 0.5, "early_steps": 1, "late_steps": 1} | settings
+    with pytest.raises(ValueError, match=message):
+        comera.TwoStage(model, **given)
+
+
+def test_groups_hold_every_parameter_once(model):
+    groups = comera.param_groups(model, 1e-3, gate_lr=1e-2, core_lr=5e-4, weight_decay=0.1)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    by_name = {g["name"]: g for g in groups}
+    assert {n: (g["lr"], g["weight_decay"]) for n, g in by_name.items()} == {
+        "cores": (5e-4, 0.0),
+        "gates": (1e-2, 0.0),
+        "dense": (1e-3, 0.1),
+        "vectors": (1e-3, 0.0),
+    }

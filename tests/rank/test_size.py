@@ -1,0 +1,131 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import comera
+from comera.nn.module import tensor_trains
+from comera.rank.size import SizeOfRanks
+
+
+def by_hand(model, relaxed: bool) -> torch.Tensor:
+    """The sum of the definition, one core at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    for layer in tensor_trains(model).values():
+        bonds = [torch.ones(())]
+        for gate in layer.gates:
+            open_gates = gate[gate > layer.prune_below]
+            bonds.append(open_gates.sum() if relaxed else torch.tensor(float(len(open_gates))))
+        bonds.append(torch.ones(()))
+        if not relaxed and any(bond == 0 for bond in bonds):
+            continue
+        for k, size in enumerate(layer.shape.slice_sizes):
+            total = total + size * bonds[k] * bonds[k + 1]
+    return total
+
+
+@pytest.fixture
+def pruned(model):
+    with torch.no_grad():
+        for layer in tensor_trains(model).values():
+            for gate in layer.gates:
+                gate.uniform_(0.0, 1.0)
+                gate[::3] = 0.005
+    return model
+
+
+def test_both_sizes_equal_the_parameters_at_the_start(model):
+    size = SizeOfRanks(model)
+    cores = sum(c.numel() for layer in tensor_trains(model).values() for c in layer.cores)
+    assert size.exact() == cores
+    torch.testing.assert_close(size.relaxed(), torch.tensor(float(cores), dtype=torch.float64))
+
+
+def test_sizes_follow_the_definition(pruned):
+    size = SizeOfRanks(pruned)
+    torch.testing.assert_close(size.exact(), by_hand(pruned, relaxed=False), check_dtype=False)
+    torch.testing.assert_close(size.relaxed(), by_hand(pruned, relaxed=True), check_dtype=False)
+
+
+def test_gradients_follow_the_definition(pruned):
+    gates = [g for layer in tensor_trains(pruned).values() for g in layer.gates]
+    got = torch.autograd.grad(SizeOfRanks(pruned).relaxed(), gates)
+    want = torch.autograd.grad(by_hand(pruned, relaxed=True), gates)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_layer_with_an_empty_bond_has_no_size(model):
+    layers = list(tensor_trains(model).values())
+    with torch.no_grad():
+        layers[1].gates[0].zero_()
+    assert SizeOfRanks(model).exact() == by_hand(model, relaxed=False)
+    assert SizeOfRanks(model).exact() == sum(
+        layer.shape.num_params for k, layer in enumerate(layers) if k != 1
+    )
+
+
+@pytest.mark.parametrize("min_rank", [0, 1])
+def test_the_last_rank_is_pressed_only_where_layers_may_vanish(model, min_rank):
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    with torch.no_grad():
+        gate[1:] = 0
+    (grad,) = torch.autograd.grad(SizeOfRanks(model, min_rank).relaxed(), gate)
+    assert (grad[0] > 0) == (min_rank == 0)
+
+
+def test_a_dying_bond_keeps_its_largest_gate(model):
+    layer = next(iter(tensor_trains(model).values()))
+    with torch.no_grad():
+        layer.gates[1].copy_(torch.linspace(0.001, 0.009, len(layer.gates[1])))
+    others = [g.clone() for g in layer.gates]
+    SizeOfRanks(model).keep_alive_()
+    assert layer.live_ranks[1] == 1
+    assert layer.gates[1].argmax() == len(layer.gates[1]) - 1
+    torch.testing.assert_close(layer.gates[0], others[0])
+    SizeOfRanks(model, min_rank=0).keep_alive_()
+
+
+def test_ranks_may_change_under_it(model):
+    size = SizeOfRanks(model)
+    before = size.exact()
+    layer = next(iter(tensor_trains(model).values()))
+    layer.set_cores_(
+        [torch.randn(s, dtype=torch.float64) for s in layer.shape.with_rank(2).core_shapes]
+    )
+    assert size.exact() < before
+    assert size.exact() == by_hand(model, relaxed=False)
+
+
+def test_the_number_of_operations_does_not_grow_with_the_layers(model):
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls_for(copies: int) -> int:
+        many = torch.nn.ModuleList([model, *(copy.deepcopy(model) for _ in range(copies - 1))])
+        size = SizeOfRanks(many)
+        size.exact()
+        with Count() as count, torch.no_grad():
+            size.relaxed()
+            size.exact()
+        return count.calls
+
+    assert calls_for(1) == calls_for(8) <= 40
+
+
+def test_nothing_waits_for_the_device():
+    with FakeTensorMode():  # raises on every read of a value
+        size = SizeOfRanks(nn.Sequential(comera.TTLinear(24, 36), comera.TTLinear(36, 24)))
+        (size.relaxed() + size.exact()).backward()
+        size.keep_alive_()
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(ValueError, match="tensorize_"):
+        SizeOfRanks(torch.nn.Linear(3, 3))

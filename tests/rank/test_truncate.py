@@ -1,0 +1,129 @@
+import copy
+
+import pytest
+import torch
+
+import comera
+from comera.nn.module import tensor_trains
+from comera.rank.truncate import prune_to_
+
+from .conftest import loss_fn, make_model
+
+
+@torch.no_grad()
+def prune_some(model):
+    for layer in tensor_trains(model).values():
+        for gate in layer.gates:
+            gate.uniform_(0.3, 1.0)
+            gate[1] = 0.01  # exactly at the threshold
+
+
+def train(model, optimizer, batch, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("absorb", [True, False])
+def test_the_function_stays_and_the_parameters_shrink(model, batch, absorb):
+    prune_some(model)
+    before = loss_fn(model, batch)
+    held = [id(param) for param in model.parameters()]
+    ranks = {name: layer.live_ranks for name, layer in tensor_trains(model).items()}
+    comera.truncate_(model, absorb=absorb)
+    torch.testing.assert_close(loss_fn(model, batch), before, rtol=1e-12, atol=0)
+    assert [id(param) for param in model.parameters()] == held
+    assert {name: layer.ranks for name, layer in tensor_trains(model).items()} == ranks
+    gates = [g for layer in tensor_trains(model).values() for g in layer.gates]
+    assert all((gate == 1).all() for gate in gates) == absorb
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, lr=1e-2),
+        lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    ],
+    ids=["adamw", "fused-amsgrad", "sgd"],
+)
+def test_training_goes_on_as_if_nothing_had_happened(batch, make):
+    masked = make_model()
+    prune_some(masked)
+    optimizer = make(masked.parameters())
+    train(masked, optimizer, batch, 3)
+    cut = copy.deepcopy(masked)
+    cut_optimizer = make(cut.parameters())
+    cut_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    comera.truncate_(cut, cut_optimizer, absorb=False)
+    train(masked, optimizer, batch, 5)
+    train(cut, cut_optimizer, batch, 5)
+    torch.testing.assert_close(loss_fn(cut, batch), loss_fn(masked, batch), rtol=1e-9, atol=0)
+
+
+def test_absorbed_gates_keep_the_direction_of_the_next_step(batch):
+    """Cores that took in their gate move, to first order, as the gated ones did."""
+    model = make_model()
+    prune_some(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
+    train(model, optimizer, batch, 2)
+    core = next(iter(tensor_trains(model).values())).cores[0]
+    gate = next(iter(tensor_trains(model).values())).gates[0].detach().clone()
+    velocity = optimizer.state[core]["momentum_buffer"].clone()
+    comera.truncate_(model, optimizer)
+    kept = [k for k in range(len(gate)) if gate[k] > 0.01]
+    want = velocity[..., kept] / gate[kept]
+    torch.testing.assert_close(optimizer.state[core]["momentum_buffer"], want)
+    train(model, optimizer, batch, 1)
+
+
+def test_a_vanished_layer_leaves_its_bias(model, batch):
+    layer = model[1]
+    with torch.no_grad():
+        layer.gates[1].zero_()
+    before = loss_fn(model, batch)
+    kept = copy.deepcopy(model)
+    comera.truncate_(model, min_rank=0)
+    assert layer.ranks == (0, 0, 0)
+    assert sum(core.numel() for core in layer.cores) == 0
+    torch.testing.assert_close(loss_fn(model, batch), before)
+    loss_fn(model, batch).backward()
+    comera.truncate_(kept, min_rank=1)
+    assert kept[1].ranks[1] == 1
+    torch.testing.assert_close(loss_fn(kept, batch), before)
+    comera.truncate_(model, min_rank=0)  # once more changes nothing
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_a_budget_is_met(model, batch, share):
+    budget = share * sum(layer.shape.num_params for layer in tensor_trains(model).values())
+    closed = prune_to_(model, budget)
+    before = loss_fn(model, batch)
+    comera.truncate_(model)
+    cores = sum(c.numel() for layer in tensor_trains(model).values() for c in layer.cores)
+    assert cores <= budget
+    assert closed > 0
+    torch.testing.assert_close(loss_fn(model, batch), before)
+    assert all(min(layer.ranks) >= 1 for layer in tensor_trains(model).values())
+
+
+def test_the_least_important_rank_goes_first(model):
+    layer = model[1]
+    with torch.no_grad():
+        layer.cores[0][..., 2] *= 1e-4
+    size = sum(m.shape.num_params for m in tensor_trains(model).values())
+    prune_to_(model, size - 1)
+    assert layer.gates[0][2] == 0
+    assert sum(int((g == 0).sum()) for m in tensor_trains(model).values() for g in m.gates) == 1
+
+
+def test_an_impossible_budget_is_named(model):
+    with pytest.raises(ValueError, match="cannot fit 3 entries"):
+        prune_to_(model, 3)
+    prune_to_(make_model(), 0, min_rank=0)
+
+
+def test_min_rank_is_checked(model):
+    with pytest.raises(ValueError, match="min_rank=2"):
+        comera.truncate_(model, min_rank=2)
