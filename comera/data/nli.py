@@ -21,6 +21,7 @@ from comera.data.vocabulary import (
     PAD,
     SEP,
     cached_arrays,
+    find_vocabulary,
     fingerprint,
     frequency_order,
     load_word_pieces,
@@ -90,13 +91,10 @@ class NliPairs:
         for name in ("train", "dev"):
             if not getattr(settings, name):
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
-        files = [Path(f).expanduser() for f in [*settings.train, *settings.dev]
-                 if not f.startswith("datasets:")]  # fmt: skip
+        sources = [f for f in (*settings.train, *settings.dev) if not f.startswith("datasets:")]
+        files = [_find(source) for source in sources]
         if settings.vocab:
-            files.append(Path(settings.vocab).expanduser())
-        for file in files:
-            if not file.is_file():
-                raise FileNotFoundError(f"no data file at {file}; {_EXPECTED}")
+            files.append(find_vocabulary(settings.vocab))
         key = fingerprint({**vars(settings), "corpus": "nli-1"}, files)
         cache = cache_folder() / f"nli-{key}.npz"
         arrays = cached_arrays(cache)
@@ -211,9 +209,7 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
     if source.startswith("datasets:"):
         yield from _hub_rows(source)
         return
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
+    path = _find(source)
     open_text = gzip.open if path.suffix == ".gz" else open
     with open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
@@ -227,6 +223,13 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
             return
         names = first.rstrip("\r\n").split("\t")
         yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _find(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
+    return path
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:

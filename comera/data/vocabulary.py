@@ -55,17 +55,23 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
         FileNotFoundError: If there is no such file.
         ValueError: If the file lacks BERT's special tokens.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
-        )
+    path = find_vocabulary(path)
     tokens = path.read_text(encoding="utf-8").splitlines()
     missing = [token for token in SPECIAL if token not in tokens]
     if missing:
         raise ValueError(f"{path} is not a BERT vocabulary: it lacks {', '.join(missing)}")
     vocab = {token: number for number, token in enumerate(tokens)}
     return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
+
+
+def find_vocabulary(path: str | Path) -> Path:
+    """The path of a vocabulary file; raises ``FileNotFoundError`` if there is none."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
+        )
+    return path
 
 
 def _word_piece(model: Any) -> Tokenizer:
@@ -85,7 +91,9 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     """
     size = tokenizer.get_vocab_size()
     special = [tokenizer.token_to_id(token) for token in SPECIAL]
-    by_count = np.argsort(-counts[:size], kind="stable")
+    # Trainers number equal candidates in no fixed order: among equals the text of the token decides.
+    texts = [tokenizer.id_to_token(k) for k in range(size)]
+    by_count = np.array(sorted(range(size), key=lambda k: (-counts[k], texts[k])))
     rest = by_count[~np.isin(by_count, special)]
     new_number = np.empty(size, dtype=np.int64)
     new_number[np.concatenate([special, rest])] = np.arange(size)

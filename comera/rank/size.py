@@ -116,13 +116,9 @@ class SizeOfRanks:
 
         numbered = enumerate(widths, start=1)
         self._bond_of_gate = on_device([k for k, width in numbered for _ in range(width)])
-            counts
-        )
         self._before, self._after = on_device(before), on_device(after)
-        self._layer_of_core, self._layer_of_bond = (
-            on_device(layer_of_core),
-            on_device(layer_of_bond),
-        )
+        self._layer_of_core = on_device(layer_of_core)
+        self._layer_of_bond = on_device(layer_of_bond)
         self._slices = on_device(slices, torch.double)
         self._threshold = on_device(thresholds, self.gates[0].dtype)
         self._outer = on_device([1] + [0] * bond, torch.double)

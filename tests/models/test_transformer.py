@@ -1,0 +1,61 @@
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
+from comera.nn.module import tensor_trains
+
+
+def encoder(norm="pre", segments=0) -> Encoder:
+    return Encoder(50, 16, 2, 2, 32, 12, dropout=0.0, num_segments=segments, norm=norm)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_padding_changes_nothing(norm):
+    model = encoder(norm)
+    tokens = torch.randint(1, 50, (3, 7))
+    padded = torch.cat([tokens, torch.full((3, 4), PAD)], 1)
+    torch.testing.assert_close(model(padded)[:, :7], model(tokens))
+
+
+def test_post_norm_block_equals_torch():
+    """The same weights in torch's own encoder layer give the same output."""
+    ours = encoder("post").blocks[0]
+    theirs = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+    attention = ours.attention
+    parts = [attention.query, attention.key, attention.value]
+    with torch.no_grad():
+        theirs.self_attn.in_proj_weight.copy_(torch.cat([p.weight for p in parts]))
+        theirs.self_attn.in_proj_bias.copy_(torch.cat([p.bias for p in parts]))
+    theirs.self_attn.out_proj.load_state_dict(attention.out.state_dict())
+    for name, mine in (("linear1", ours.fc1), ("linear2", ours.fc2), ("norm1", ours.norm1),
+                       ("norm2", ours.norm2)):  # fmt: skip
+        getattr(theirs, name).load_state_dict(mine.state_dict())
+    x = torch.randn(2, 5, 16)
+    attend = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    torch.testing.assert_close(ours(x, attend), theirs(x))
+
+
+def test_heads_give_what_they_say():
+    tokens = torch.randint(1, 50, (3, 7))
+    language_model = MaskedLanguageModel(encoder(), 50)
+    positions = torch.tensor([[1, 4], [0, 6], [2, 3]])
+    assert language_model(tokens, positions).shape == (3, 2, 50)
+    classifier = SequenceClassifier(encoder(segments=2), 3)
+    segments = torch.zeros_like(tokens)
+    assert classifier(tokens, segments).shape == (3, 3)
+
+
+def test_every_large_layer_can_be_tensorised():
+    with torch.device("meta"):
+        model = SequenceClassifier(Encoder(30522, 768, 6, 12, 3072), 3)
+    comera.tensorize_(model, comera.TTConfig(rank=30, exclude_modules=["output"]))
+    assert len(tensor_trains(model)) == 6 * 6 + 2
+
+
+def test_bad_sizes_are_named():
+    with pytest.raises(ValueError, match="d_model=10 is not a multiple of num_heads=4"):
+        Encoder(50, 10, 1, 4)
+    with pytest.raises(ValueError, match="13 tokens exceeds max_length=12"):
+        encoder()(torch.ones(1, 13, dtype=torch.long))

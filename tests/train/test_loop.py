@@ -1,0 +1,193 @@
+import json
+import logging
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from comera.nn.module import tensor_trains
+from comera.train.checkpoint import load_checkpoint, save_checkpoint
+from comera.train.log import read_metrics
+from comera.train.loop import train
+from comera.train.step import NonFiniteLossError
+
+from .conftest import evaluate, get_batch, loss_fn, make_step
+
+STEPS = 24  # early to 6, late to 16, truncated from there on
+
+
+def run(folder, step=None, get=get_batch, **settings):
+    step = step or make_step()
+    options = {"steps": STEPS, "log_every": 5, "evaluate": evaluate, "eval_every": 7}
+    options |= {"quiet": True, "tensorboard": False, "resume": True, **settings}
+    return step, train(step, get, folder=folder, **options)
+
+
+def state_of(step):
+    return {
+        "model": step.model.state_dict(),
+        "optimizer": step.optimizer.state_dict(),
+        "scheduler": step.scheduler.state_dict(),
+        "ranks": step.ranks.state_dict(),
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_equal(got, want):
+    """Bit for bit, through nested containers."""
+    assert type(got) is type(want)
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            assert_equal(got[key], want[key])
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    else:
+        assert got == want or callable(want)
+
+
+def figures(folder):
+    """The log without what depends on the clock."""
+    return [
+        {k: v for k, v in line.items() if k not in ("time", "seconds")}
+        for line in read_metrics(folder)
+    ]
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [3, 6, 10, 16, 20], ids=lambda s: f"after-{s}")
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop):
+    whole, _ = run(tmp_path / "whole")
+    want = state_of(whole)
+
+    def failing(number):
+        if number == stop + 2:  # two steps after the last checkpoint are lost
+            raise Stop
+        return get_batch(number)
+
+    with pytest.raises(Stop):
+        run(tmp_path / "parts", get=failing, save_every=stop)
+    torch.manual_seed(12345)
+    resumed, outcome = run(tmp_path / "parts")
+    assert_equal(state_of(resumed), want)
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+    assert outcome.steps == STEPS
+    assert outcome.ranks["size"] <= outcome.ranks["target_size"]
+
+
+def test_truncation_happens_when_the_schedule_ends(tmp_path):
+    step, outcome = run(tmp_path)
+    assert outcome.ranks["start_size"] > outcome.ranks["size"]
+    stored = sum(c.numel() for m in tensor_trains(step.model).values() for c in m.cores)
+    assert stored == outcome.ranks["size"]
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if line.get("stage") == "done" and "forced" in line] == [
+        16
+    ]
+
+
+def test_the_log_is_one_line_a_window(tmp_path):
+    run(tmp_path, tensorboard=True)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == [5, 10, 15, 20, 24]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [7, 14, 21, 24]
+    assert lines[0]["live_ranks"].keys() == tensor_trains(make_step().model).keys()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(tmp_path, caplog):
+    whole, _ = run(tmp_path / "whole")
+
+    def interrupting(number):
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return get_batch(number)
+
+    with caplog.at_level(logging.WARNING, "comera"):
+        _, outcome = run(tmp_path / "parts", get=interrupting)
+    assert outcome.interrupted
+    assert outcome.steps == 10
+    assert "stopping after this step" in caplog.text
+    resumed, outcome = run(tmp_path / "parts")
+    assert not outcome.interrupted
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    step, outcome = run(tmp_path, get=lambda number: pytest.fail("no batch is needed"))
+    assert outcome.steps == STEPS
+    with torch.no_grad():
+        assert outcome.metrics == evaluate(step.model.eval())
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_nan_stops_saves_and_says_the_step(tmp_path):
+    step = make_step()
+    step._loss_fn = lambda model, batch: loss_fn(model, batch) * batch["factor"]
+
+    def poisoned(number):
+        return get_batch(number) | {"factor": torch.tensor(math.nan if number == 8 else 1.0)}
+
+    with pytest.raises(NonFiniteLossError, match="step 9"):
+        run(tmp_path, step, poisoned)
+    again = make_step()
+    load_checkpoint(tmp_path / "checkpoint.pt", again)
+    assert again.steps_done == 8
+    assert all(torch.isfinite(p).all() for p in again.model.parameters())
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    save_checkpoint(tmp_path / "c.pt", make_step())
+    other = make_step()
+    other.model[4] = torch.nn.Linear(36, 6)
+    with pytest.raises(ValueError, match=r"another model: 4.bias is \[5\] there and \[6\] here"):
+        load_checkpoint(tmp_path / "c.pt", other)
+    other.model.append(torch.nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"it lacks 5\.bias"):
+        load_checkpoint(tmp_path / "c.pt", other)
+    without = make_step()
+    without.ranks = None
+    with pytest.raises(ValueError, match="ranks"):
+        load_checkpoint(tmp_path / "c.pt", without)
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        load_checkpoint(tmp_path / "none.pt", make_step())
+    (tmp_path / "c.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        load_checkpoint(tmp_path / "c.pt", make_step())
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "c.pt", make_step())
+    before = (tmp_path / "c.pt").read_bytes()
+
+    def half(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "c.pt", make_step())
+    assert (tmp_path / "c.pt").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    with pytest.raises(FileNotFoundError, match="not a run"):
+        read_metrics(tmp_path / "nowhere")

@@ -1,0 +1,95 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.train.step import NonFiniteLossError
+
+from .conftest import get_batch, loss_fn, make_step
+
+
+def grads_after(step, batch):
+    """The gradients one call would have applied."""
+    seen = {}
+    named = dict(step.model.named_parameters())
+    step.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: param.grad.clone() for name, param in named.items()})
+    )
+    step(batch)
+    return seen
+
+
+def test_returns_the_loss_without_the_rank_objective():
+    step = make_step(dropout=0.0)
+    want = loss_fn(step.model, get_batch(0)).detach()
+    got = step(get_batch(0))
+    torch.testing.assert_close(got, want)
+    assert not got.requires_grad
+    assert step.steps_done == step.ranks.steps_done == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3, 16])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
+    whole = grads_after(make_step(dropout=0.0), get_batch(0))
+    split = grads_after(make_step(dropout=0.0, accumulate=parts), get_batch(0))
+    torch.testing.assert_close(split, whole)
+
+
+def test_gradients_are_clipped_together():
+    step = make_step()
+    step.clip_norm = 1e-3
+    grads = grads_after(step, get_batch(0)).values()
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def test_learns_and_shrinks(step):
+    losses = [float(step(get_batch(0))) for _ in range(16)]
+    assert losses[-1] < losses[0]
+    assert step.ranks.size.exact() < step.ranks.start_size
+
+
+def test_bfloat16_autocast_trains_float32_parameters():
+    step = make_step(autocast=torch.bfloat16)
+    first = float(step(get_batch(0)))
+    assert all(p.dtype == torch.float32 for p in step.model.parameters())
+    assert abs(first - float(make_step()(get_batch(0)))) < 0.02
+    assert float(step(get_batch(0))) != first
+
+
+@pytest.mark.slow
+def test_compiled_step_equals_eager():
+    eager, compiled = make_step(dropout=0.0), make_step(dropout=0.0, compile=True)
+    for number in range(3):
+        torch.testing.assert_close(
+            compiled(get_batch(number)), eager(get_batch(number)), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(step):
+    step(get_batch(0))
+    before = {n: p.clone() for n, p in step.model.named_parameters()}
+    step._loss_fn = lambda model, batch: loss_fn(model, batch) * math.nan
+    with pytest.raises(NonFiniteLossError, match="nan at step 2"):
+        step(get_batch(1))
+    torch.testing.assert_close(dict(step.model.named_parameters()), before)
+
+
+def test_parts_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="accumulate=0"):
+        make_step(accumulate=0)
+    with pytest.raises(ValueError, match=r"16 rows.*accumulate=17"):
+        make_step(accumulate=17)(get_batch(0))
+    with pytest.raises(ValueError, match=r"\[3, 16\] rows"):
+        make_step(accumulate=2)({"x": get_batch(0)["x"], "y": torch.zeros(3)})
+
+
+def test_any_structure_of_batch_and_no_ranks():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = comera.TrainStep(
+        model, lambda m, b: (m(b[0]) - b[1][0]).square().mean(), optimizer, accumulate=2
+    )
+    assert step((torch.ones(4, 4), [torch.zeros(4, 2)])) > 0
