@@ -48,7 +48,7 @@ class NliData:
     """Where sentence pairs come from.
 
     Args:
-        train: Training files, or ``datasets:NAME`` or ``datasets:NAME/CONFIG``.
+        train: A training file or several, or ``datasets:NAME@SPLIT``.
         dev: The same for evaluation.
         vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
         vocab_size: Tokens to train where ``vocab`` is not given.
@@ -57,12 +57,16 @@ class NliData:
         limit: Use only the first so many training rows.
     """
 
-    train: list[str] = field(default_factory=list)
-    dev: list[str] = field(default_factory=list)
+    train: str | list[str] = field(default_factory=list)
+    dev: str | list[str] = field(default_factory=list)
     vocab: str | None = None
     vocab_size: int = 30522
     length: int = 128
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        self.train = [self.train] if isinstance(self.train, str) else self.train
+        self.dev = [self.dev] if isinstance(self.dev, str) else self.dev
 
 
 class NliPairs:
@@ -233,7 +237,7 @@ def _find(source: str) -> Path:
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
-    """``datasets:NAME[/CONFIG]@SPLIT``; the split is ``train`` if none is named."""
+    """``datasets:NAME@SPLIT``; the split is ``train`` if none is named."""
     try:
         import datasets
     except ImportError:

@@ -91,7 +91,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     """
     size = tokenizer.get_vocab_size()
     special = [tokenizer.token_to_id(token) for token in SPECIAL]
-    # Trainers number equal candidates in no fixed order: among equals the text of the token decides.
+    # Trainers number equal candidates in no fixed order: among those the token's text decides.
     texts = [tokenizer.id_to_token(k) for k in range(size)]
     by_count = np.array(sorted(range(size), key=lambda k: (-counts[k], texts[k])))
     rest = by_count[~np.isin(by_count, special)]

@@ -1,0 +1,139 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from comera.data.masked_text import MaskedTextData
+from comera.nn.convert import TTConfig, tensorize_
+from comera.nn.module import tensor_trains
+from comera.recipes.cli import main
+from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
+from comera.recipes.run import plan, run
+from comera.recipes.tasks import make_model
+from comera.train.log import read_metrics
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> RunConfig:
+    """A run of a few seconds on a little text."""
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for k in range(10):
+        lines = [f"def function_{k}_{j}(value): return value + {j}" for j in range(60)]
+        (text / f"{k}.py").write_text("\n".join(lines))
+    return RunConfig(
+        out=str(tmp_path / "run"),
+        masked_text=MaskedTextData(str(text), vocab_size=320, length=24, heldout=0.2),
+        model=ModelConfig(d_model=32, num_layers=1, num_heads=2, ffn_dim=64),
+        tensorize=TTConfig(rank=8, embedding_rank=8, order=2),
+        ranks=RankConfig(target=0.6),
+        optimizer=OptimizerConfig(lr=3e-3, gate_lr=0.05),
+        train=TrainConfig(steps=50, batch_size=8, eval_batches=4, save_every=20),
+        twin=True,
+    )
+
+
+def quiet_run(config):
+    return run(config, Console(quiet=True), quiet=True)
+
+
+def test_a_run_ends_small_and_beside_its_twin(config):
+    compressed, dense = quiet_run(config)
+    assert compressed.ranks["size"] <= compressed.ranks["target_size"]
+    assert compressed.params < dense.params
+    assert compressed.bytes < dense.bytes
+    assert compressed.layer_params < compressed.layer_dense_params == dense.layer_params
+    assert 0 < compressed.metrics["loss"] < 6
+    folder = Path(config.out)
+    saved = load_file(folder / "model.safetensors")
+    fresh = tensorize_(make_model(config, 320), config.tensorize)
+    fresh.load_state_dict(saved)
+    assert sum(p.numel() for p in fresh.parameters()) == compressed.params
+    facts = json.loads((folder / "result.json").read_text())
+    assert {layer["name"] for layer in facts["layers"]} == set(tensor_trains(fresh))
+    assert read_metrics(folder / "dense")[-1]["step"] == 50
+
+
+def test_the_same_command_resumes_or_refuses(config):
+    config.twin = False
+    first = quiet_run(config)
+    (again,) = quiet_run(dataclasses.replace(config))
+    assert again.metrics == first[0].metrics
+    other = dataclasses.replace(config, seed=3, optimizer=OptimizerConfig(lr=1e-3))
+    with pytest.raises(ValueError, match=r"other settings \(seed: 0 -> 3, optimizer.lr: 0.003 -> "):
+        quiet_run(other)
+    (fresh,) = quiet_run(dataclasses.replace(other, overwrite=True))
+    assert fresh.metrics != first[0].metrics
+
+
+def test_a_dense_run_needs_no_other_section(config):
+    (outcome,) = quiet_run(dataclasses.replace(config, tensorize=None, ranks=None))
+    assert outcome.name == "dense"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"masked_text": None}, "exactly one of the sections masked_text and nli"),
+        ({"tensorize": None}, "ranks needs a section tensorize"),
+        ({"train": TrainConfig()}, "exactly one of train.steps and train.epochs"),
+        ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),
+        ({"ranks": RankConfig(early_share=0.8, late_share=0.3)}, "ranks.late_share=0.3"),
+        ({"device": "gpuu"}, "device='gpuu'"),
+    ],
+)
+def test_contradicting_settings_are_named(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        quiet_run(dataclasses.replace(config, **changes))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_configuration_can_be_planned(path, capsys):
+    assert main(["plan", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "whole model" in out
+    assert "fewer than dense" in out
+
+
+def test_plan_says_what_a_run_will_end_at(config):
+    report, target = plan(config)
+    compressed, _ = quiet_run(config)
+    assert target == compressed.ranks["target_size"]
+    assert report.tt_dense_params == compressed.layer_dense_params
+
+
+def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
+    quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
+    assert main(["plan", quickstart, "--model.d_model=64", "--tensorize.rank=8"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["plan", quickstart, "--ranks.targt=0.5"])
+    assert "targt" in capsys.readouterr().err
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("modell:\n  d_model: 3\n")
+    with pytest.raises(SystemExit):
+        main(["train", str(wrong)])
+    assert "modell" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", str(tmp_path / "absent.yaml")])
+    assert "absent.yaml" in capsys.readouterr().err
+
+
+def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "is not a run" in capsys.readouterr().out
+
+
+def test_training_leaves_the_number_of_threads_alone_unless_told(config):
+    before = torch.get_num_threads()
+    config.twin = False
+    config.train.steps = 2
+    quiet_run(config)
+    assert torch.get_num_threads() == before
