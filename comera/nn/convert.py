@@ -139,9 +139,12 @@ def densify_(model: nn.Module) -> nn.Module:
     """
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
+    weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, (TTLinear, TTTable)):
-            replacements[id(module)] = module.to_dense()
+            dense = module.to_dense()
+            dense.weight = weights.setdefault(id(module.cores), dense.weight)
+            replacements[id(module)] = dense
         elif isinstance(module, TiedTTLinear):
             heads.append(module)
     for head in heads:

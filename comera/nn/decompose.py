@@ -55,7 +55,8 @@ def tt_svd(
     Args:
         tensor: Any number of dimensions.
         ranks: The inner bonds; cut where a factor has fewer columns.
-        tolerance: Instead of ranks: the relative Frobenius error of the whole train.
+        tolerance: Instead of ranks: the relative Frobenius error of the whole train. Below the
+            precision of the dtype it counts as that, so that 0 finds the numerical ranks.
 
     Raises:
         ValueError: If the tensor holds a value that is not finite.
@@ -66,14 +67,15 @@ def tt_svd(
     sizes = tensor.shape
     allowed = 0.0
     if tolerance is not None:
-        allowed = tolerance * float(tensor.norm()) / math.sqrt(max(1, len(sizes) - 1))
+        share = max(tolerance, 4 * torch.finfo(tensor.dtype).eps)
+        allowed = share * float(tensor.norm()) / math.sqrt(max(1, len(sizes) - 1))
     cores, left, rest = [], 1, tensor.reshape(1, -1)
     for k, size in enumerate(sizes[:-1]):
         rest = rest.reshape(left * size, -1)
-        u, s, vt = _svd(rest, None if ranks is None else ranks[k])
+        u, s = _leading_directions(rest, None if ranks is None else ranks[k])
         rank = _cut(s, allowed) if ranks is None else min(ranks[k], len(s))
         cores.append(u[:, :rank].reshape(left, size, rank))
-        left, rest = rank, s[:rank, None] * vt[:rank]
+        left, rest = rank, u[:, :rank].T @ rest
     return [*cores, rest.reshape(left, sizes[-1], 1)]
 
 
@@ -95,23 +97,31 @@ def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
     return cores
 
 
-def _svd(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Exact, or a randomised one when only a few of many directions are wanted.
+def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
+    """Left singular vectors and singular values, the largest first; at least ``rank`` of them.
 
-    Halko, Martinsson, Tropp, SIAM Review 53 (2011), algorithms 4.4 and 5.1. The draw has its own
-    generator: a conversion neither depends on the user's random state nor moves it.
+    Randomised where only a few of many directions are wanted (Halko, Martinsson, Tropp, SIAM
+    Review 53 (2011), algorithms 4.4 and 5.1); the draw has its own generator, so a conversion
+    neither depends on the user's random state nor moves it. Through the Gram matrix in float64
+    where a float32 matrix is much wider than high: squaring then costs no float32 digit.
     """
-    smaller = min(matrix.shape)
-    if rank is None or rank + _OVERSAMPLE > _RANDOMISED_BELOW * smaller:
-        return torch.linalg.svd(matrix, full_matrices=False)
-    generator = torch.Generator(matrix.device).manual_seed(0)
-    columns = (matrix.shape[1], rank + _OVERSAMPLE)
-    probe = torch.randn(columns, generator=generator, device=matrix.device, dtype=matrix.dtype)
-    basis = torch.linalg.qr(matrix @ probe).Q
-    for _ in range(_POWER_ITERATIONS):
-        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
-    u, s, vt = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
-    return basis @ u, s, vt
+    rows, columns = matrix.shape
+    if rank is not None and rank + _OVERSAMPLE <= _RANDOMISED_BELOW * min(rows, columns):
+        generator = torch.Generator(matrix.device).manual_seed(0)
+        size = (columns, rank + _OVERSAMPLE)
+        probe = torch.randn(size, generator=generator, device=matrix.device, dtype=matrix.dtype)
+        basis = torch.linalg.qr(matrix @ probe).Q
+        for _ in range(_POWER_ITERATIONS):
+            basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+        u, s = _leading_directions(basis.T @ matrix, None)
+        return basis @ u, s
+    if matrix.dtype == torch.float32 and columns >= 4 * rows:
+        wide = matrix.double()
+        squares, u = torch.linalg.eigh(wide @ wide.T)
+        s = squares.flip(0).clamp_min(0).sqrt()
+        return u.flip(1).to(matrix.dtype), s.to(matrix.dtype)
+    u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
+    return u, s
 
 
 def _cut(singular_values: Tensor, allowed: float) -> int:

@@ -66,12 +66,11 @@ class TTEmbeddingBag(TTTable):
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
         entries = torch.arange(flat.shape[0], device=flat.device, dtype=input.dtype)
         padding = None
+        if self.padding_idx is not None or not flat.shape[0]:  # torch refuses an empty table
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
             padding = flat.shape[0]
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             entries = torch.where(flat == self.padding_idx, padding, entries)
-        elif not flat.shape[0]:
-            rows = rows.new_zeros(1, rows.shape[1])  # torch refuses an empty table
         return nn.functional.embedding_bag(
             entries.reshape(input.shape),
             rows,

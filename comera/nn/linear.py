@@ -152,11 +152,11 @@ class TTLinear(TensorTrainModule):
             in_features,
             out_features,
             linear.bias is not None,
-            linear.weight.device,
+            "meta",  # nothing is drawn there
             linear.weight.dtype,
             shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             prune_below=prune_below,
-        )
+        ).to_empty(device=linear.weight.device)
         layer.set_cores_(cores)
         if layer.bias is not None:
             layer.bias.copy_(linear.bias)

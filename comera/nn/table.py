@@ -119,13 +119,13 @@ class TTTable(TensorTrainModule):
             max_norm=dense.max_norm,
             scale_grad_by_freq=dense.scale_grad_by_freq,
             sparse=dense.sparse,
-            device=dense.weight.device,
+            device="meta",  # nothing is drawn there
             dtype=dense.weight.dtype,
             padding_idx=dense.padding_idx,
             shape=replace(shape, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows,
             **settings,
-        )
+        ).to_empty(device=dense.weight.device)
         layer.set_cores_(cores)
         if layer.hot is not None:
             layer.hot.copy_(dense.weight[:hot_rows])

@@ -7,6 +7,7 @@ the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377,
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def merge_chain(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: flo
     Returns:
         A tensor of the cores' dtype. Narrow dtypes are joined in float32 and rounded once.
     """
-    with torch.autocast(cores[0].device.type, enabled=False):
+    with without_autocast(cores[0]):
         wide = [core.to(_wide(core)) for core in cores]
         partial = _partial_products(_apply_gates(wide, gates, threshold))
         merged = partial[-1] if _from_left(cores) else partial[0]
@@ -60,7 +61,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor):
     cores, gates = ctx.saved_tensors[: ctx.num_cores], ctx.saved_tensors[ctx.num_cores :]
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad):
         wide = [core.to(_wide(core)) for core in cores]
         gated = _apply_gates(wide, gates, ctx.threshold)
         grads = _gradients(grad.to(wide[0].dtype), gated)
@@ -73,6 +74,14 @@ def _backward(ctx, grad: Tensor):
 
 
 merge_chain.register_autograd(_backward, setup_context=_setup_context)
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager:
+    """Autocast off on the tensor's device; the meta device has none to switch off."""
+    kind = like.device.type
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _apply_gates(

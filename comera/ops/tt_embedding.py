@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.chain import merge_chain
+from comera.ops.chain import merge_chain, without_autocast
 
 
 def tt_embedding_reference(
@@ -104,7 +104,7 @@ def _ttm_lookup(
     _check_range(indices, num_embeddings)
     rows, inverse = torch.unique(indices, return_inverse=True)
     num_hot, left, right = _pairs(rows, right_WRQ, hot_HD)
-    with torch.autocast(left_VPR.device.type, enabled=False):
+    with without_autocast(left_VPR):
         cold = torch.bmm(left_VPR[left], right_WRQ[right]).flatten(1)[:, :embedding_dim]
     if hot_HD is not None:
         cold = torch.cat([hot_HD[rows[:num_hot]], cold])
@@ -131,7 +131,7 @@ def _ttm_lookup_backward(
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     cold = torch.nn.functional.pad(cold, (0, width - cold.shape[1]))
     cold = cold.reshape(-1, left_VPR.shape[1], right_WRQ.shape[2])
-    with torch.autocast(left_VPR.device.type, enabled=False):
+    with without_autocast(left_VPR):
         to_left = torch.bmm(cold, right_WRQ[right].transpose(1, 2))
         to_right = torch.bmm(left_VPR[left].transpose(1, 2), cold)
     grad_left = torch.zeros_like(left_VPR).index_add_(0, left, to_left)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.chain import merge_chain
+from comera.ops.chain import merge_chain, without_autocast
 
 
 def tt_linear_reference(
@@ -80,7 +80,7 @@ def merge_halves(
 def thin_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias_O: Tensor | None) -> Tensor:
     """``x @ left @ right + bias``, at autocast's dtype where autocast is on."""
     kind = x_BI.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x_BI, left_IR, right_RO = x_BI.to(dtype), left_IR.to(dtype), right_RO.to(dtype)
         bias_O = None if bias_O is None else bias_O.to(dtype)
@@ -128,7 +128,7 @@ def _backward(ctx, grad_y: Tensor | None, grad_t: Tensor | None):
     x_BI, left_IR, right_RO, t = ctx.saved_tensors
     if grad_y is None:
         grad_y = x_BI.new_zeros(*x_BI.shape[:-1], right_RO.shape[1])
-    with torch.autocast(x_BI.device.type, enabled=False):
+    with without_autocast(x_BI):
         x = x_BI.reshape(-1, x_BI.shape[-1])
         gy = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
         u = gy @ right_RO.T

@@ -50,7 +50,7 @@ class RankConfig:
     gamma: float = 0.01
     beta: float = 0.0
     rho_loss: float = 1.0
-    rho_size: float = 0.01
+    rho_size: float = 0.0
     min_rank: int = 1
 
 

@@ -27,7 +27,7 @@ _STAGES = {
     "late": ("late stage", "#fbeed2"),
     "done": ("ranks truncated", "#e6ecef"),
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -52,7 +52,7 @@ def loss_svg(models: Sequence[History]) -> str | None:
     """Training and evaluation loss of each model over the steps; None if nothing was logged."""
 
     def draw(figure: "Figure") -> None:
-        axes = _axes(figure, "loss")
+        axes = _axes(figure, "loss", models)
         for model in models:
             _curve(axes, model, "loss", "training")
             _points(axes, model, "loss")
@@ -65,7 +65,7 @@ def figure_svg(models: Sequence[History], key: str) -> str | None:
     """One figure of the evaluations, such as the accuracy, over the steps."""
 
     def draw(figure: "Figure") -> None:
-        axes = _axes(figure, key)
+        axes = _axes(figure, key, models)
         for model in models:
             _points(axes, model, key, join=True)
         _legend(figure, axes)
@@ -77,8 +77,8 @@ def rate_svg(models: Sequence[History]) -> str | None:
     """Learning rate of each model over the steps."""
 
     def draw(figure: "Figure") -> None:
-        axes = _axes(figure, "learning rate")
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=False)
+        axes = _axes(figure, "learning rate", models)
+        axes.yaxis.set_major_formatter("{x:g}")
         for model in models:
             steps, values = model.series("lr")
             axes.plot(steps, values, label=model.name, **_look(model, steps))
@@ -92,7 +92,7 @@ def size_svg(model: History) -> str | None:
     """Entries in the cores over the steps, the target as a line, the stages shaded."""
 
     def draw(figure: "Figure") -> None:
-        axes = _axes(figure, "entries in the cores")
+        axes = _axes(figure, "entries in the cores", [model])
         axes.yaxis.set_major_formatter("{x:,.0f}")
         for stage, start, end in model.stages:
             label, colour = _STAGES.get(stage, (stage, "#ffffff"))
@@ -118,7 +118,7 @@ def ranks_svg(model: History) -> str | None:
     row = max(_ROW_INCHES, _LABEL_INCHES / min(bonds for _, bonds in layers))
 
     def draw(figure: "Figure") -> None:
-        axes = _axes(figure, "")
+        axes = _axes(figure, "", [model])
         # One picture, not a shape for each cell: there are up to a hundred thousand.
         cells = axes.pcolormesh(
             edges, np.arange(len(rows) + 1), rows, cmap="Blues", vmin=0, vmax=1, rasterized=True
@@ -134,7 +134,6 @@ def ranks_svg(model: History) -> str | None:
         axes.invert_yaxis()
         axes.grid(False)
         axes.tick_params(axis="y", length=0)
-        axes.set_xlim(edges[0], edges[-1])
         bar = figure.colorbar(
             cells, ax=axes, location="top", aspect=50, shrink=0.6, pad=0.01, format="{x:.0%}"
         )
@@ -168,8 +167,12 @@ def rank_shares(model: History) -> tuple[np.ndarray, np.ndarray, list[tuple[str,
     return np.array([0, *steps]), np.array(rows), layers
 
 
-def _axes(figure: "Figure", label: str) -> "Axes":
+def _axes(figure: "Figure", label: str, models: Sequence[History]) -> "Axes":
+    """Axes over all steps from 0, so that the plots of a page can be read one below the other."""
     axes = figure.add_subplot()
+    axes.set_xlim(0, max(1, *(model.last_step for model in models)))
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label, parse_math=False)
     axes.grid(axis="y", color="#dfe4e8", lw=0.7)
@@ -200,9 +203,11 @@ def _points(axes: "Axes", model: History, key: str, join: bool = False) -> None:
 
 
 def _running_mean(series: Series, window: int) -> Series:
+    """Each value is the mean of ``window`` of them, half before and half after its step."""
     steps, values = series
     mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
-    return steps[window - 1 :], mean.tolist()
+    first = window // 2
+    return steps[first : first + len(mean)], mean.tolist()
 
 
 def _look(model: History, steps: list[int]) -> dict[str, Any]:
@@ -231,14 +236,17 @@ def _any(models: Sequence[History], *keys: str) -> bool:
 def _svg(prefix: str, height: float, draw: Any) -> str:
     """What ``draw`` puts on a figure of ``height`` inches, as one ``<svg>`` element.
 
-    ``prefix`` goes before every name inside, so that several can stand on one page.
+    ``prefix`` goes before every identifier inside, so that several can stand on one page.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context():
+        # A notebook may have set a style of its own, which would show on this page.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
@@ -247,4 +255,5 @@ def _svg(prefix: str, height: float, draw: Any) -> str:
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", text, count=2)
+    prefix = re.sub(r"\W", "-", prefix)
     return re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)

@@ -125,3 +125,12 @@ def test_groups_hold_every_parameter_once(model):
         "dense": (1e-3, 0.1),
         "vectors": (1e-3, 0.0),
     }
+
+
+def test_a_size_that_met_its_target_is_left_alone(model):
+    ranks = comera.TwoStage(model, 1.0, 0, 5, loss_goal=1e6, rho_loss=0.5)
+    loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    for_loss, for_gate = torch.autograd.grad(ranks.objective(loss), [loss, gate])
+    assert for_loss == 1.5
+    assert (for_gate == 0).all()
