@@ -272,11 +272,12 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
     number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
     arrays: dict[str, np.ndarray] = {"vocab_size": np.asarray(size)}
     for name, (premises, hypotheses) in encoded.items():
-        rows, first = [], []
+        rows: list[np.ndarray] = []
+        first: list[int] = []
         for premise, hypothesis in zip(premises, hypotheses, strict=True):
             left, right = _fit(len(premise), len(hypothesis), settings.length - 3)
-            row = [[CLS], number[premise[:left]], [SEP], number[hypothesis[:right]], [SEP]]
-            rows.append(np.concatenate(row))
+            cut = number[premise[:left]], number[hypothesis[:right]]
+            rows.append(np.concatenate([[CLS], cut[0], [SEP], cut[1], [SEP]]))
             first.append(left + 2)
         arrays[f"{name}_tokens"] = np.concatenate(rows).astype(np.int32)
         arrays[f"{name}_lengths"] = np.asarray([len(row) for row in rows], np.int32)

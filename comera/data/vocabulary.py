@@ -90,7 +90,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
         counts: ``(vocab,)`` occurrences of each of its tokens.
     """
     size = tokenizer.get_vocab_size()
-    special = [tokenizer.token_to_id(token) for token in SPECIAL]
+    special = [int(tokenizer.token_to_id(token)) for token in SPECIAL]  # type: ignore[arg-type]
     # Trainers number equal candidates in no fixed order: among those the token's text decides.
     texts = [tokenizer.id_to_token(k) for k in range(size)]
     by_count = np.array(sorted(range(size), key=lambda k: (-counts[k], texts[k])))

@@ -142,8 +142,9 @@ def densify_(model: nn.Module) -> nn.Module:
     weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, (TTLinear, TTTable)):
-            dense = module.to_dense()
-            dense.weight = weights.setdefault(id(module.cores), dense.weight)
+            dense: nn.Linear | nn.Embedding | nn.EmbeddingBag = module.to_dense()  # type: ignore[operator]
+            cores: object = module.cores
+            dense.weight = weights.setdefault(id(cores), dense.weight)
             replacements[id(module)] = dense
         elif isinstance(module, TiedTTLinear):
             heads.append(module)
@@ -220,7 +221,8 @@ def _tied_groups(
     """Targets grouped by the weight they hold, in order; most groups have one member."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():
-        names, modules = groups.setdefault(id(module.weight), ([], []))
+        weight: object = module.weight
+        names, modules = groups.setdefault(id(weight), ([], []))
         names.append(name)
         modules.append(module)
     return list(groups.values())

@@ -46,6 +46,8 @@ class TTLinear(TensorTrainModule):
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
+    shape: TTShape  # type: ignore[assignment]
+    _modes: TTShape
 
     def __init__(
         self,
@@ -96,11 +98,6 @@ class TTLinear(TensorTrainModule):
             in_features=self.in_features,
             out_features=self.out_features,
         )
-
-    @property
-    def shape(self) -> TTShape:
-        """Modes and present ranks."""
-        return replace(self._modes, ranks=self.ranks)  # type: ignore[return-value]
 
     @property
     def weight(self) -> Tensor:

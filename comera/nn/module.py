@@ -67,6 +67,11 @@ class TensorTrainModule(nn.Module):
         )
 
     @property
+    def shape(self) -> TTShape | TTMShape:
+        """Modes and present ranks."""
+        return replace(self._modes, ranks=self.ranks)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The inner bonds as they are stored, pruned ranks included."""
         return tuple(gate.shape[0] for gate in self.gates)
@@ -123,9 +128,8 @@ class TensorTrainModule(nn.Module):
                 for core, mine in zip(saved, self.cores, strict=True)
             )
             if fits and ranks != self.ranks:
-                for mine, size in zip(
-                    self.cores, replace(self._modes, ranks=ranks).core_shapes, strict=True
-                ):
+                sizes = replace(self._modes, ranks=ranks).core_shapes
+                for mine, size in zip(self.cores, sizes, strict=True):
                     resize_(mine, size)
                 for gate, rank in zip(self.gates, ranks, strict=True):
                     resize_(gate, (rank,))
@@ -141,8 +145,15 @@ class TensorTrainModule(nn.Module):
 
 
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
-    """The distinct tensor-train layers of a model by name, in the order of ``named_modules``."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, TensorTrainModule)}
+    """The tensor-train layers of a model by name, in the order of ``named_modules``.
+
+    Layers that share one set of cores are one tensor train: only the first is listed.
+    """
+    found: dict[int, tuple[str, TensorTrainModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TensorTrainModule):
+            found.setdefault(id(module.cores), (name, module))
+    return dict(found.values())
 
 
 @torch.no_grad()

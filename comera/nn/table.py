@@ -21,6 +21,8 @@ class TTTable(TensorTrainModule):
     """
 
     hot: nn.Parameter | None
+    shape: TTMShape  # type: ignore[assignment]
+    _modes: TTMShape
 
     def _build_table(
         self,
@@ -70,11 +72,6 @@ class TTTable(TensorTrainModule):
             threshold=self.prune_below,
             hot_HD=self.hot,
         )
-
-    @property
-    def shape(self) -> TTMShape:
-        """Modes and present ranks of the train, which stands for the rows after ``hot_rows``."""
-        return replace(self._modes, ranks=self.ranks)  # type: ignore[return-value]
 
     @property
     def weight(self) -> Tensor:

@@ -42,7 +42,7 @@ class TiedTTLinear(nn.Module):
         """The :class:`torch.nn.Linear` this layer stands for, tied to the given dense table."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         dense.weight = weight
-        dense.bias = self.bias
+        dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 
     def extra_repr(self) -> str:

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from comera.params import set_data_
 
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
-_GOES_WITH_SQUARE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+_GOES_WITH_SQUARE = {
+    "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var",
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -44,13 +46,12 @@ def carry_(
     cut_state = {
         key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.numel() > 1
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.dim() == param.dim())
     }
     for key, value in cut_state.items():
-        if inverse is not None and value.shape[-1] != 1 and key in _GOES_WITH_GRADIENT:
-            value = value * inverse
-        elif inverse is not None and value.shape[-1] != 1 and key in _GOES_WITH_SQUARE:
-            value = value * inverse**2
+        power = _power_of_gradient(key, state)
+        if inverse is not None and power and _spans(value, inverse):
+            value = value * inverse**power
         state[key] = value.to(state[key].dtype)
     grad = param.grad
     new = _cut("the parameter", param.data, old_shape, keep)
@@ -58,6 +59,17 @@ def carry_(
     if grad is not None:
         grad = _cut("the gradient", grad, old_shape, keep)
         param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)
+
+
+def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
+    if key == "momentum_buffer" and "square_avg" in state:
+        return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
+    return 2 if key in _GOES_WITH_SQUARE else int(key in _GOES_WITH_GRADIENT)
+
+
+def _spans(value: Tensor, scale: Tensor) -> bool:
+    """Whether the scale fits; a factored moment lacks the dimension of some scales."""
+    return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
 
 
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:

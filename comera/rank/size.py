@@ -98,8 +98,12 @@ class SizeOfRanks:
     def _index(self, widths: tuple[int, ...]) -> None:
         """Which bond each gate belongs to, and which two bonds each core lies between."""
         self._widths, self._device = widths, self.gates[0].device
-        before, after, slices, thresholds = [], [], [], []
-        layer_of_core, layer_of_bond, bond = [], [0], 0
+        before: list[int] = []
+        after: list[int] = []
+        slices: list[int] = []
+        thresholds: list[float] = []
+        layer_of_core: list[int] = []
+        layer_of_bond, bond = [0], 0
         for number, layer in enumerate(self.layers.values(), start=1):
             inner = list(range(bond + 1, bond + 1 + len(layer.gates)))
             before += [0, *inner]

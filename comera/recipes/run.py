@@ -78,7 +78,7 @@ def run(config: RunConfig, console: Console | None = None, quiet: bool = False) 
     device = _device(config.device)
     console.print(f"run folder {folder}, device {device}: preparing data")
     task = prepare_task(config, device)
-    outcomes = []
+    outcomes: list[Outcome] = []
     jobs = [("compressed" if config.tensorize else "dense", folder, config)]
     if config.twin and config.tensorize:
         dense_lr = config.optimizer.dense_lr or config.optimizer.lr

@@ -12,8 +12,8 @@ from torch import nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.table import TTTable
 from comera.plan.cost import (
-    Cost,
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,
@@ -167,12 +167,13 @@ def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionRepor
 def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     meta = layer.cores[0].device.type == "meta"
     ranks = layer.ranks if meta else layer.live_ranks
-    shape = layer.shape  # type: ignore[attr-defined]
+    shape = layer.shape
     if isinstance(layer, TTLinear):
-        cost: Cost = tt_linear_cost(shape, tokens, ranks)
+        cost = tt_linear_cost(layer.shape, tokens, ranks)
         dense = dense_linear_cost(layer.in_features, layer.out_features, tokens)
     else:
-        cost, dense = tt_embedding_cost(shape, tokens, ranks), dense_embedding_cost(tokens)
+        assert isinstance(layer, TTTable), "there are two formats"
+        cost, dense = tt_embedding_cost(layer.shape, tokens, ranks), dense_embedding_cost(tokens)
     hot = getattr(layer, "hot", None)
     stored = [*layer.cores, *layer.gates, *([] if hot is None else [hot])]
     width = torch.empty((), dtype=layer.cores[0].dtype).element_size()

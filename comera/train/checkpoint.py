@@ -107,7 +107,8 @@ def _check_layout(path: Path, saved: dict[str, list[int]], mine: dict[str, list[
 
 
 def _random_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    state: Any = np.random.get_state()  # noqa: NPY002
+    kind, keys, position, has_gauss, gauss = state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

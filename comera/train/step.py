@@ -124,4 +124,5 @@ class TrainStep:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
         if loss.device.type == "cpu" and not bool(torch.isfinite(loss.detach())):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteLossError(f"the loss is {float(loss.detach())} at step {self.steps_done + 1}")
+            value = float(loss.detach())
+            raise NonFiniteLossError(f"the loss is {value} at step {self.steps_done + 1}")

@@ -1,0 +1,188 @@
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera import TTConfig, TTEmbedding, TTLinear, compression_report, tensorize_
+from comera.plan.cost import (
+    dense_embedding_cost,
+    dense_linear_cost,
+    tt_embedding_cost,
+    tt_linear_cost,
+)
+
+
+def linear(**settings) -> TTLinear:
+    """12 to 20 features over cores (1, 3, 2), (2, 4, 3), (3, 4, 2), (2, 5, 1)."""
+    return TTLinear(12, 20, shape=((3, 4), (4, 5)), rank=[2, 3, 2], **settings)
+
+
+LINEAR_CORES = 6 + 24 + 24 + 10
+LINEAR_GATES = 2 + 3 + 2
+
+
+def embedding(**settings) -> TTEmbedding:
+    """28 rows of 6, 4 of them dense; cores (1, 4, 2, 2), (2, 6, 3, 1) for the other 24."""
+    return TTEmbedding(28, 6, shape=((4, 6), (2, 3)), rank=2, hot_rows=4, **settings)
+
+
+TABLE_STORED = 16 + 36 + 2 + 4 * 6
+
+
+def test_totals_against_hand_counts():
+    model = nn.Sequential(embedding(), nn.Linear(6, 12), linear())
+    report = compression_report(model, tokens=7)
+    table, matrix = report.layers
+    assert (table.name, table.kind) == ("0", "TTEmbedding")
+    assert (table.params, table.dense_params, table.live_params) == (TABLE_STORED, 28 * 6, 52)
+    assert (matrix.name, matrix.kind) == ("2", "TTLinear")
+    assert matrix.params == LINEAR_CORES + LINEAR_GATES
+    assert (matrix.dense_params, matrix.live_params) == (240, LINEAR_CORES)
+    assert matrix.bytes == 4 * matrix.params
+    assert report.tt_params == TABLE_STORED + LINEAR_CORES + LINEAR_GATES
+    assert report.tt_dense_params == 28 * 6 + 240
+    dense_linear, bias = 6 * 12 + 12, 20
+    assert report.params == report.tt_params + dense_linear + bias
+    assert report.dense_params == 28 * 6 + dense_linear + 240 + bias
+    assert report.bytes == 4 * report.params
+    assert report.compression == report.dense_params / report.params
+    assert report.layer_compression == report.tt_dense_params / report.tt_params
+    assert f"{report.params:,} parameters" in report.summary()
+
+
+def test_dense_total_is_that_of_the_densified_model():
+    model = nn.Sequential(embedding(), linear(bias=False))
+    dense = compression_report(model).dense_params
+    comera.densify_(model)
+    assert sum(param.numel() for param in model.parameters()) == dense
+
+
+def test_bytes_of_cores_in_half_and_gates_in_full_precision():
+    report = compression_report(linear(dtype=torch.bfloat16))
+    assert report.layers[0].bytes == 2 * LINEAR_CORES + 4 * LINEAR_GATES
+    assert report.bytes == report.layers[0].bytes + 2 * 20
+
+
+def test_costs_are_those_of_the_plan_at_the_live_ranks():
+    table, matrix = embedding(), linear()
+    with torch.no_grad():
+        matrix.gates[1][0] = 0
+    ours, theirs = compression_report(nn.ModuleList([table, matrix]), tokens=50).layers
+    cost, dense = tt_linear_cost(matrix.shape, 50, (2, 2, 2)), dense_linear_cost(12, 20, 50)
+    assert (theirs.operations, theirs.dense_operations) == (cost.total, dense.total)
+    assert (theirs.saved_bytes, theirs.dense_saved_bytes) == (4 * cost.saved, 4 * dense.saved)
+    cost, dense = tt_embedding_cost(table.shape, 50), dense_embedding_cost(50)
+    assert (ours.operations, ours.dense_operations) == (cost.total, dense.total)
+    assert (ours.saved_bytes, ours.dense_saved_bytes) == (4 * cost.saved, 4 * dense.saved)
+
+
+def test_live_ranks_after_pruning_gates():
+    layer = linear()
+    with torch.no_grad():
+        layer.gates[0][1] = 0
+        layer.gates[1][:2] = 0.005
+    before = compression_report(layer).layers[0]
+    assert (before.start_ranks, before.ranks) == ((2, 3, 2), (1, 1, 2))
+    assert before.live_params == 3 + 4 + 8 + 10
+    assert before.params == LINEAR_CORES + LINEAR_GATES
+    comera.truncate_(layer)
+    after = compression_report(layer).layers[0]
+    assert (after.start_ranks, after.ranks) == ((2, 3, 2), (1, 1, 2))
+    assert after.params == before.live_params + 4
+    assert "2 3 2 -> 1 1 2" in str(compression_report(layer))
+
+
+def test_vanished_layer():
+    layer = linear(bias=False)
+    with torch.no_grad():
+        layer.gates[1].zero_()
+    comera.truncate_(layer, min_rank=0)
+    report = compression_report(layer)
+    assert (report.layers[0].ranks, report.layers[0].params) == ((0, 0, 0), 0)
+    assert (report.layers[0].live_params, report.dense_params) == (0, 240)
+    assert report.layers[0].operations == 0
+    assert str(report)
+
+
+def test_head_tied_to_an_embedding_is_counted_once():
+    table, head = nn.Embedding(1000, 64), nn.Linear(64, 1000)
+    head.weight = table.weight
+    model = nn.Sequential(table, head)
+    dense = sum(param.numel() for param in model.parameters())
+    tensorize_(model, TTConfig(rank=4, tied="share"))
+    report = compression_report(model)
+    assert len(report.layers) == 1
+    assert report.params == sum(param.numel() for param in model.parameters())
+    assert report.tt_params == report.params - 1000
+    assert (report.tt_dense_params, report.dense_params) == (64_000, dense)
+
+
+@pytest.mark.parametrize("kind", ["tables", "matrices"])
+def test_layers_of_one_kind_that_share_cores_are_counted_once(kind):
+    make = {"tables": lambda: nn.Embedding(1000, 64), "matrices": lambda: nn.Linear(256, 256)}[kind]
+    one, other = make(), make()
+    other.weight = one.weight
+    model = nn.Sequential(one, other)
+    dense = sum(param.numel() for param in model.parameters())
+    tensorize_(model, TTConfig(rank=4, tied="share"))
+    report = compression_report(model)
+    biases = 512 if kind == "matrices" else 0
+    assert report.params == sum(param.numel() for param in model.parameters())
+    assert report.dense_params == dense
+    assert report.tt_params == report.params - biases
+
+
+def test_a_module_used_twice_is_one_layer():
+    layer = linear()
+    report = compression_report(nn.Sequential(layer, nn.Linear(20, 12), layer))
+    assert [found.name for found in report.layers] == ["0"]
+
+
+def test_model_on_meta_gives_the_same_numbers():
+    with torch.device("meta"):
+        planned = compression_report(nn.Sequential(embedding(), linear()))
+    made = compression_report(nn.Sequential(embedding(), linear()))
+    assert planned.layers == made.layers
+    assert str(planned) == str(made)
+
+
+def test_model_without_tensor_trains():
+    report = compression_report(nn.Linear(3, 5))
+    assert (report.layers, report.params, report.dense_params) == ([], 20, 20)
+    assert report.compression == report.layer_compression == 1
+    assert len(report.to_pandas()) == 0
+    assert "<table>" in report._repr_html_()
+    assert compression_report(nn.Identity()).compression == 0
+
+
+def test_to_pandas_has_one_row_a_layer():
+    report = compression_report(nn.Sequential(embedding(), linear()))
+    frame = report.to_pandas()
+    assert frame["name"].tolist() == ["0", "1"]
+    assert frame["params"].sum() == report.tt_params
+    assert frame["dense_params"].sum() == report.tt_dense_params
+    assert frame["ranks"].tolist() == [(2,), (2, 3, 2)]
+
+
+def test_html_escapes_names():
+    model = nn.Module()
+    model.add_module("<script>alert(1)</script>", linear())
+    text = compression_report(model)._repr_html_()
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert text.count("<tr>") == 2
+
+
+def test_text_names_every_layer_in_full():
+    inner = nn.Module()
+    inner.add_module("a_rather_long_name_for_a_projection", linear())
+    text = str(compression_report(nn.ModuleDict({"encoder": nn.ModuleList([inner, linear()])})))
+    assert "encoder.0.a_rather_long_name_for_a_projection" in text
+    assert "encoder.1" in text
+    assert "(model)" in str(compression_report(linear()))
+
+
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_tokens_below_one_raise(tokens):
+    with pytest.raises(ValueError, match=f"tokens={tokens} must be at least 1"):
+        compression_report(linear(), tokens=tokens)
