@@ -139,12 +139,11 @@ def densify_(model: nn.Module) -> nn.Module:
     """
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
-    weights: dict[int, nn.Parameter] = {}
+    weights: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, (TTLinear, TTTable)):
-            dense: nn.Linear | nn.Embedding | nn.EmbeddingBag = module.to_dense()  # type: ignore[operator]
-            cores: object = module.cores
-            dense.weight = weights.setdefault(id(cores), dense.weight)
+        if isinstance(module, TensorTrainModule):
+            dense = module.to_dense()
+            dense.weight = weights.setdefault(id(module.cores), dense.weight)
             replacements[id(module)] = dense
         elif isinstance(module, TiedTTLinear):
             heads.append(module)

@@ -87,6 +87,10 @@ class TensorTrainModule(nn.Module):
         """Entries of the dense weight this module stands for."""
         raise NotImplementedError
 
+    def to_dense(self) -> nn.Module:
+        """The torch layer this module stands for."""
+        raise NotImplementedError
+
     def gated_cores(self) -> list[Tensor]:
         """The cores with their gates multiplied in; differentiable."""
         gated = [
