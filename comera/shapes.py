@@ -309,7 +309,7 @@ def balanced_modes(width: int, order: int) -> tuple[int, ...]:
     >>> balanced_modes(768, 3)
     (8, 8, 12)
     >>> balanced_modes(30522, 4)
-    (13, 13, 13, 14)
+    (12, 13, 14, 14)
 
     Raises:
         ValueError: If ``width`` or ``order`` is below one.

@@ -171,7 +171,8 @@ class TwoStage:
         if self.forced:
             log.warning(
                 "the rank objective reached %d entries, above the target of %d; "
-                "%d further ranks were closed greedily",
+                "%d further ranks were closed greedily, and the loss may have jumped: "
+                "train on, or give the stages more steps or a higher gate learning rate",
                 reached, self.target_size, self.forced,
             )  # fmt: skip
         return {

@@ -67,7 +67,7 @@ def _show_plan(config: RunConfig, console: Console) -> None:
     report, target = plan(config)
     console.print(str(report), soft_wrap=True, highlight=False)
     if target is not None:
-        cores = sum(layer.live_params for layer in report.layers)
+        cores = report.live_params
         rest = report.params - cores
         console.print(
             f"rank learning from {cores:,} to at most {target:,} entries in the cores: "

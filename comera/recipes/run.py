@@ -111,8 +111,9 @@ def plan(config: RunConfig) -> tuple[CompressionReport, int | None]:
         tensorize_(model, config.tensorize)
     length = (config.masked_text or config.nli).length  # type: ignore[union-attr]
     report = compression_report(model, config.train.batch_size * length)
-    cores = sum(layer.live_params for layer in report.layers)
-    return report, None if config.ranks is None else math.floor(config.ranks.target * cores)
+    if config.ranks is None:
+        return report, None
+    return report, math.floor(config.ranks.target * report.live_params)
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:

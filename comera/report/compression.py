@@ -65,7 +65,9 @@ class CompressionReport:
         params: Parameters of the whole model, shared ones counted once.
         bytes: Their bytes.
         dense_params: Parameters of the model with all its layers dense.
-        tt_params: Stored parameters of the tensor-train layers.
+        tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
+        live_params: Entries their cores would keep if they were truncated now; what
+            ``TwoStage`` counts.
         tt_dense_params: Entries of the dense weights they stand for.
     """
 
@@ -76,6 +78,7 @@ class CompressionReport:
         self.params = sum(param.numel() for param in params)
         self.bytes = sum(param.numel() * param.element_size() for param in params)
         self.tt_params = sum(layer.params for layer in self.layers)
+        self.live_params = sum(layer.live_params for layer in self.layers)
         self.tt_dense_params = sum(layer.dense_params for layer in self.layers)
         self.dense_params = self.params - self.tt_params + self.tt_dense_params
 
@@ -105,8 +108,8 @@ class CompressionReport:
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and cells as text."""
         header = [
-            "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live", "x",
-            "bytes", f"operations, {self.tokens} tokens", "saved for backward",
+            "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores",
+            "smaller", "bytes", f"operations, {self.tokens} tokens", "saved for backward",
         ]  # fmt: skip
         return header, [
             [
@@ -117,7 +120,7 @@ class CompressionReport:
                 f"{layer.dense_params:,}",
                 f"{layer.params:,}",
                 f"{layer.live_params:,}",
-                f"{layer.dense_params / max(1, layer.params):.1f}",
+                f"{layer.dense_params / max(1, layer.params):.1f}x",
                 _bytes(layer.bytes),
                 _against(layer.operations, layer.dense_operations, _count),
                 _against(layer.saved_bytes, layer.dense_saved_bytes, _bytes),

@@ -1,0 +1,63 @@
+"""Every notebook runs from top to bottom in a fresh folder, and is stored without output."""
+
+import os
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+LIMIT_SECONDS = 60
+
+
+def test_notebooks_are_found():
+    assert len(NOTEBOOKS) >= 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_stored_clean(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    for cell in notebook.cells:
+        assert not cell.metadata, f"cell {cell.id} carries metadata"
+        if cell.cell_type == "code":
+            assert not cell.outputs, f"cell {cell.id} is stored with outputs"
+            assert cell.execution_count is None, f"cell {cell.id} is stored with a count"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path, tmp_path, monkeypatch):
+    # The kernel inherits the environment; it must find this package from its temporary folder.
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    here = str(path.parents[1])
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{inherited}" if inherited else here)
+    folder = tmp_path / "work"
+    folder.mkdir()
+
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    start = time.perf_counter()
+    client.execute()
+    seconds = time.perf_counter() - start
+
+    outputs = [
+        (cell.id, output)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
+    assert outputs
+    errors = [(name, output.evalue) for name, output in outputs if output.output_type == "error"]
+    assert not errors
+    said = [output.text for _, output in outputs if output.get("name") == "stderr"]
+    assert not said, f"{path.name} warns its reader"
+    assert seconds < LIMIT_SECONDS, f"{path.name} took {seconds:.0f} s"
