@@ -27,7 +27,7 @@ def test_forward_matches_reference(shape, dtype, rtol, device):
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("shape", CORES[:-1], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 12), (3, 7, 1), (2, 3, 4, 5)], ids=str)
 def test_gradients(shape, device):
     core, gate = make(shape, device, torch.float64)
     inputs = (core.requires_grad_(), gate.requires_grad_(), 0.01)

@@ -1,0 +1,341 @@
+import copy
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from comera.nn.convert import TTConfig, densify_, tensorize_
+from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.tied import TiedTTLinear
+
+ROWS, WIDTH = 60, 24
+
+
+class Block(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, 2 * WIDTH, device=device)
+        self.fc2 = nn.Linear(2 * WIDTH, WIDTH, bias=False, device=device)
+
+    def forward(self, x):
+        return x + self.fc2(torch.relu(self.fc1(x)))
+
+
+class Model(nn.Module):
+    """An embedding, blocks and an output layer, which may share the table of the embedding."""
+
+    def __init__(self, tied=False, device=None):
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH, device=device)
+        self.layers = nn.ModuleList(Block(device) for _ in range(2))
+        self.head = nn.Linear(WIDTH, ROWS, device=device)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+LINEAR = [f"layers.{k}.fc{n}" for k in (0, 1) for n in (1, 2)] + ["head"]
+TOKENS = torch.arange(12).reshape(3, 4)
+
+
+def convert(model, filter_fn=None, **settings):
+    return tensorize_(model, TTConfig(**{"rank": 3, **settings}), filter_fn=filter_fn)
+
+
+def low_rank(tied=False, **settings):
+    """A dense model whose weights are tensor trains of rank 3, ties included."""
+    return densify_(convert(Model(tied), tied="share", **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({}, ["embedding", *LINEAR]),
+        ({"target_modules": "all-linear"}, LINEAR),
+        ({"target_modules": "all-embedding"}, ["embedding"]),
+        ({"target_modules": r"layers\.\d+\.fc1"}, ["layers.0.fc1", "layers.1.fc1"]),
+        ({"target_modules": r"layers\.1\..*"}, ["layers.1.fc1", "layers.1.fc2"]),
+        ({"target_modules": ["fc1"]}, ["layers.0.fc1", "layers.1.fc1"]),
+        ({"target_modules": ["0.fc2", "head"]}, ["layers.0.fc2", "head"]),
+        ({"target_modules": ["layers.0.fc1"]}, ["layers.0.fc1"]),
+        ({"exclude_modules": r"layers\..*"}, ["embedding", "head"]),
+        ({"exclude_modules": ["head", "fc2"]}, ["embedding", "layers.0.fc1", "layers.1.fc1"]),
+        ({"filter_fn": lambda m, n: "1" in n}, ["layers.0.fc1", "layers.1.fc1", "layers.1.fc2"]),
+        ({"filter_fn": lambda m, n: isinstance(m, nn.Embedding)}, ["embedding"]),
+    ],
+    ids=str,
+)
+def test_targets(settings, want):
+    model = convert(Model(), **settings)
+    assert list(tensor_trains(model)) == want
+    assert model(TOKENS).shape == (3, 4, ROWS)
+
+
+def test_the_default_config_serves():
+    model = tensorize_(nn.Sequential(nn.Linear(512, 512)))
+    assert max(model[0].ranks) == 32
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": "nothing"}, {"target_modules": ["c1"]}, {"exclude_modules": ".*"}],
+)
+def test_nothing_matched_lists_the_layers(settings):
+    with pytest.raises(ValueError, match=r"matches no layer.*embedding, layers\.0\.fc1.*head") as e:
+        convert(Model(), **settings)
+    assert str(*settings.values()) in str(e.value)
+    with pytest.raises(ValueError, match="filter_fn matches no layer"):
+        convert(Model(), filter_fn=lambda module, name: False)
+    with pytest.raises(ValueError, match="layers are none at all"):
+        convert(nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": "layers.("}, r"'layers\.\(' is not a regular expression"),
+        ({"init": "random"}, "init='random' must be one of 'fresh', 'svd'"),
+        ({"tied": "yes"}, "tied='yes' must be one of 'skip', 'share', 'untie'"),
+        ({"tolerance": 0.1}, r"tolerance=0\.1 .* needs init=\"svd\", not init='fresh'"),
+        ({"compression": 4}, r"embedding: rank=3 and compression=4"),
+    ],
+)
+def test_wrong_settings_are_repeated(settings, message):
+    with pytest.raises(ValueError, match=message):
+        convert(Model(), **settings)
+
+
+def test_patterns_take_the_first_match():
+    model = convert(
+        Model(),
+        rank_pattern={r"layers\.0\..*": 2, r".*fc1": 5},
+        shape_pattern={r".*fc2": [[8, 6], [24]]},
+        embedding_rank=4,
+        embedding_order=2,
+    )
+    ranks = {name: max(layer.ranks) for name, layer in tensor_trains(model).items()}
+    assert ranks == {
+        "embedding": 4, "layers.0.fc1": 2, "layers.0.fc2": 2,
+        "layers.1.fc1": 5, "layers.1.fc2": 3, "head": 3,
+    }  # fmt: skip
+    assert model.layers[1].fc2.shape.in_modes == (8, 6)
+    assert len(model.embedding.cores) == 2
+
+
+def test_compression_and_a_rank_pattern_live_together():
+    model = convert(Model(), rank=None, compression=3, rank_pattern={"head": 2})
+    assert max(model.head.ranks) == 2
+    for layer in model.layers:
+        assert layer.fc1.shape.num_params * 3 <= layer.fc1.num_dense
+
+
+def test_hot_rows_reach_the_embedding():
+    assert convert(Model(), hot_rows=7).embedding.hot.shape == (7, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("dense", "kind"),
+    [
+        (nn.Linear(48, 48), TTLinear),
+        (nn.Embedding(60, 24, 2), TTEmbedding),
+        (nn.EmbeddingBag(60, 24, mode="sum", padding_idx=2), TTEmbeddingBag),
+    ],
+)
+@pytest.mark.parametrize("init", ["fresh", "svd"])
+def test_a_root_layer_is_replaced_by_what_is_returned(dense, kind, init):
+    thin = convert(dense.eval(), init=init)
+    assert type(thin) is kind
+    assert not thin.training
+    assert getattr(thin, "padding_idx", None) == getattr(dense, "padding_idx", None)
+    assert getattr(thin, "mode", None) == getattr(dense, "mode", None)
+    assert type(densify_(thin)) is type(dense)
+
+
+def test_a_module_used_twice_stays_one():
+    shared = nn.Linear(48, 48)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
+    convert(model)
+    assert isinstance(model["a"], TTLinear)
+    assert model["a"] is model["b"][0]
+    densify_(model)
+    assert type(model["a"]) is nn.Linear
+    assert model["a"] is model["b"][0]
+
+
+def test_attention_keeps_its_projection(caplog):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    with caplog.at_level(logging.WARNING, "comera"):
+        convert(layer)
+    assert list(tensor_trains(layer)) == ["linear1", "linear2"]
+    assert "self_attn.out_proj dense: nn.MultiheadAttention" in caplog.text
+    layer(torch.randn(2, 5, 32)).sum().backward()
+
+
+def test_what_would_not_become_smaller_is_left(caplog):
+    model = nn.ModuleDict({"small": nn.Linear(4, 4), "large": nn.Linear(64, 64)})
+    with caplog.at_level(logging.WARNING, "comera"):
+        convert(model, rank=4)
+    assert list(tensor_trains(model)) == ["large"]
+    assert re.search(r"leaves small dense: .* hold \d+ numbers for 16", caplog.text)
+
+
+@pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_embedding_with_settings_that_need_single_rows_is_left(setting, caplog):
+    model = nn.ModuleDict({"table": nn.Embedding(60, 24, **setting), "fc": nn.Linear(64, 64)})
+    with caplog.at_level(logging.WARNING, "comera"):
+        convert(model)
+    assert list(tensor_trains(model)) == ["fc"]
+    assert f"leaves table dense: {next(iter(setting))}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": [3, 3]}, r"layers\.0\.fc1: rank=\[3, 3\]"),
+        ({"shape_pattern": {"head": [[4, 5], [60]]}}, "head: the modes 4 x 5"),
+        ({"rank_pattern": {"head": 0}}, "head: rank=0"),
+    ],
+)
+def test_a_failure_leaves_the_model_unchanged(settings, message):
+    model = Model()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        convert(model, **settings)
+    assert dict(model.named_modules()) == before
+    assert not tensor_trains(model)
+
+
+@pytest.mark.parametrize("size", [{"rank": 3}, {"rank": None, "tolerance": 1e-4}], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_svd_approximates_the_model(tied, size):
+    model = low_rank(tied)
+    want = model(TOKENS).detach()
+    convert(model, init="svd", tied="share", **size)
+    assert len(tensor_trains(model)) == (5 if tied else 6)
+    assert all(max(layer.ranks) <= 3 for layer in tensor_trains(model).values())
+    torch.testing.assert_close(model(TOKENS), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("factor", [0.02, 1.0, 5.0])
+def test_fresh_cores_keep_the_scale_of_the_weight_and_the_bias(factor):
+    model = nn.ModuleDict({"fc": nn.Linear(256, 256), "table": nn.Embedding(512, 64)})
+    with torch.no_grad():
+        for module in model.values():
+            module.weight.normal_(std=factor)
+    bias = model["fc"].bias.detach().clone()
+    squares = {"fc": [], "table": []}
+    for _ in range(20):
+        thin = convert(copy.deepcopy(model), rank=16)
+        assert torch.equal(thin["fc"].bias, bias)
+        for name, values in squares.items():
+            values.append(thin[name].weight.detach().square().mean())
+    for values in squares.values():
+        # The product of few random cores varies from draw to draw, here by up to 20 percent.
+        assert float(torch.stack(values).mean().sqrt()) == pytest.approx(factor, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"init": "svd"}, {"tied": "share"}], ids=str)
+def test_meta_models_convert_without_allocating(settings):
+    model = convert(Model(tied=True, device="meta"), **settings)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert isinstance(model.layers[0].fc1, TTLinear)
+    assert model(TOKENS.to("meta")).shape == (3, 4, ROWS)
+    assert {p.device.type for p in densify_(model).parameters()} == {"meta"}
+
+
+def test_types_and_training_mode_are_kept():
+    model = convert(Model().bfloat16().eval())
+    for layer in tensor_trains(model).values():
+        assert not layer.training
+        assert {core.dtype for core in layer.cores} == {torch.bfloat16}
+        assert {gate.dtype for gate in layer.gates} == {torch.float32}
+
+
+def test_densify_keeps_the_function():
+    model = convert(Model())
+    want = model(TOKENS)
+    assert densify_(model) is model
+    assert not tensor_trains(model)
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in Model().named_parameters()
+    }
+    torch.testing.assert_close(model(TOKENS), want)
+
+
+def test_tied_weights_are_skipped_and_named(caplog):
+    model = Model(tied=True)
+    with caplog.at_level(logging.WARNING, "comera"):
+        convert(model)
+    assert list(tensor_trains(model)) == LINEAR[:-1]
+    assert model.head.weight is model.embedding.weight
+    assert "leaves embedding, head dense: they share a weight" in caplog.text
+
+
+def test_tied_weights_are_untied():
+    model = convert(Model(tied=True), tied="untie")
+    assert list(tensor_trains(model)) == ["embedding", *LINEAR]
+    assert not {*map(id, model.head.parameters())} & {*map(id, model.embedding.parameters())}
+
+
+@pytest.mark.parametrize("settings", [{}, {"hot_rows": 5}], ids=["cold", "hot"])
+def test_tied_weights_share_one_set_of_cores(settings):
+    model = Model(tied=True)
+    bias = model.head.bias.detach().clone()
+    convert(model, tied="share", **settings)
+    assert isinstance(model.head, TiedTTLinear)
+    assert list(tensor_trains(model)) == ["embedding", *LINEAR[:-1]]
+    x = torch.randn(2, 7, WIDTH)
+    table = model.embedding.weight
+    torch.testing.assert_close(model.head(x), x @ table.T + bias)
+    torch.testing.assert_close(model.head.weight, table)
+    assert (model.head.in_features, model.head.out_features) == (WIDTH, ROWS)
+    model.head(x).square().sum().backward()  # no look-up: all of it comes from the logits
+    assert all(p.grad.ne(0).any() for p in model.embedding.parameters())
+    assert sum(p.numel() for p in model.parameters()) < sum(
+        p.numel() for p in Model(tied=True).parameters()
+    )
+
+
+def test_ties_are_restored():
+    model = convert(Model(tied=True), tied="share")
+    want = model(TOKENS)
+    densify_(model)
+    assert type(model.head) is nn.Linear
+    assert model.head.weight is model.embedding.weight
+    torch.testing.assert_close(model(TOKENS), want)
+
+
+@pytest.mark.parametrize("init", ["fresh", "svd"])
+def test_layers_of_one_kind_may_be_tied_too(init):
+    model = nn.ModuleDict({"a": nn.Linear(48, 48), "b": nn.Linear(48, 48)})
+    model["b"].weight = model["a"].weight
+    biases = [module.bias.detach().clone() for module in model.values()]
+    convert(model, tied="share", init=init)
+    assert model["a"].cores is model["b"].cores
+    assert model["a"].gates is model["b"].gates
+    x = torch.randn(3, 48)
+    want = [module(x).detach() for module in model.values()]
+    for module, bias in zip(model.values(), biases, strict=True):
+        assert torch.equal(module.bias, bias)
+    densify_(model)
+    assert model["a"].weight is model["b"].weight
+    torch.testing.assert_close([module(x) for module in model.values()], want)
+
+
+def test_a_shared_model_saves_and_loads():
+    model, twin = (convert(Model(tied=True), tied="share") for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    copied = copy.deepcopy(model)
+    assert copied.head.embedding is copied.embedding
+    assert isinstance(copied.embedding, TensorTrainModule)

@@ -1,0 +1,179 @@
+import math
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from comera.nn.embedding import TTEmbedding
+from comera.nn.linear import TTLinear
+
+TABLES = {
+    "plain": {},
+    "padding": {"padding_idx": 3},
+    "last row pads": {"padding_idx": -1},
+    "hot rows": {"hot_rows": 7},
+    "hot padding": {"hot_rows": 7, "padding_idx": 3},
+    "two cores": {"shape": ((7, 8), (4, 3))},
+}
+
+
+@pytest.fixture(params=TABLES)
+def layer(request, device):
+    settings = {"rank": 4, "order": 3, **TABLES[request.param]}
+    layer = TTEmbedding(50, 12, device=device, dtype=torch.float64, **settings)
+    with torch.no_grad():
+        for gate in layer.gates:
+            gate.uniform_(0.5, 1.5)[1] = 0.001  # pruned
+    return layer
+
+
+def error(got, want):
+    return float((got.detach() - want.detach()).double().norm() / want.detach().double().norm())
+
+
+def low_rank(rows, width, rank=4, dtype=torch.float32, **settings):
+    """A table that decays: a sum of few outer products and a little noise."""
+    table = nn.Embedding(rows, width, dtype=dtype, **settings)
+    with torch.no_grad():
+        signal = torch.randn(rows, rank) @ torch.randn(rank, width)
+        table.weight.copy_(signal + 0.1 * torch.randn(rows, width))
+    return table
+
+
+def test_equals_torchs_embedding_of_its_weight(layer, device):
+    x = torch.arange(50, device=device).reshape(2, 25)
+    want = nn.functional.embedding(x, layer.weight)
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer.to_dense()(x), want)
+
+
+def test_gradients_equal_those_through_the_dense_table(layer, device):
+    x = torch.tensor([[0, 3, 3], [49, 8, 0]], device=device)
+    params = list(layer.parameters())
+    got = torch.autograd.grad(layer(x).square().sum(), params)
+    dense = nn.functional.embedding(x, layer.weight)
+    want = torch.autograd.grad(dense.square().sum(), params)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 49, -1, -50])
+@pytest.mark.parametrize("hot_rows", [0, 5])
+def test_the_padding_row_is_zero_and_gets_no_gradient(padding_idx, hot_rows):
+    layer = TTEmbedding(50, 12, padding_idx, rank=4, hot_rows=hot_rows)
+    row = padding_idx % 50
+    assert layer.padding_idx == nn.Embedding(50, 12, padding_idx).padding_idx == row
+    y = layer(torch.tensor([row, row]))
+    assert torch.equal(y, torch.zeros(2, 12))
+    assert torch.equal(layer.weight[row], torch.zeros(12))
+    y.sum().backward()
+    assert all(param.grad.eq(0).all() for param in layer.parameters())
+
+
+@pytest.mark.parametrize("size", [(1000, 64), (30522, 768)], ids=str)
+def test_rows_start_with_the_spread_of_torchs(size):
+    x = torch.randint(size[0], (64,))
+    squares = []
+    for _ in range(60):
+        squares.append(float(TTEmbedding(*size, rank=16)(x).detach().square().mean()))
+    # A product of small random cores varies from draw to draw; 60 of them agree to some percent.
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 0.2, 0.01])
+@pytest.mark.parametrize("hot_rows", [0, 9])
+def test_tolerance_is_met(tolerance, hot_rows):
+    table = low_rank(101, 30)
+    layer = TTEmbedding.from_embedding(table, tolerance=tolerance, hot_rows=hot_rows)
+    assert error(layer.weight, table.weight) <= tolerance
+    assert torch.equal(layer(torch.arange(hot_rows)), table.weight[:hot_rows])
+
+
+@pytest.mark.parametrize("compression", [3, 20])
+def test_compression_is_met(compression):
+    layer = TTEmbedding.from_embedding(low_rank(1000, 64), compression=compression)
+    assert sum(core.numel() for core in layer.cores) * compression <= layer.shape.num_dense
+
+
+def test_decomposing_a_tensor_train_gives_it_back(layer):
+    twin = TTEmbedding.from_embedding(
+        layer.to_dense(), tolerance=1e-9, shape=layer.shape, hot_rows=layer.hot_rows
+    )
+    torch.testing.assert_close(twin.weight, layer.weight)
+    assert twin.padding_idx == layer.padding_idx
+    if layer.padding_idx is None and layer.shape.num_dense == layer.num_dense:  # zeros cost rank
+        assert all(a <= b for a, b in zip(twin.ranks, layer.live_ranks, strict=True))
+
+
+def test_conversion_keeps_settings_and_the_random_state():
+    table = low_rank(300, 32, padding_idx=2, sparse=True, dtype=torch.bfloat16).eval()
+    before = torch.get_rng_state()
+    layer = TTEmbedding.from_embedding(table, rank=4, hot_rows=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    for twin in (layer, layer.to_dense()):
+        assert (twin.padding_idx, twin.sparse, twin.training) == (2, True, False)
+        assert (twin.num_embeddings, twin.embedding_dim) == (300, 32)
+        assert twin.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.hot, table.weight[:3])
+    assert type(layer.to_dense()) is nn.Embedding
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"max_norm": 1.0}, NotImplementedError, r"TTEmbedding does not support max_norm=1\.0"),
+        ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq=True"),
+        ({"padding_idx": 50}, ValueError, "padding_idx=50 is outside a table of 50 rows"),
+        ({"hot_rows": 50}, ValueError, "hot_rows=50 must leave rows.* 0 to 49"),
+        ({"hot_rows": -1}, ValueError, "hot_rows=-1"),
+        ({"rank": 4, "compression": 2}, ValueError, "rank=4 and compression=2"),
+        ({"rank": [3, 3], "order": 2}, ValueError, r"rank=\[3, 3\] names 2 bonds"),
+        ({"shape": ((5, 5), (3, 4))}, ValueError, "5 x 5 multiply to 25, less than num_embeddings"),
+        ({"shape": ((50,), (12,))}, ValueError, r"at least two of each; got \(50,\) and \(12,\)"),
+        ({"dtype": torch.int64}, ValueError, r"dtype=torch\.int64"),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_wrong_settings_are_repeated(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        TTEmbedding(50, 12, **settings)
+
+
+def test_wrong_indices_are_refused(layer):
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range.* 50 rows"):
+            layer.cpu()(torch.tensor([0, wrong]))
+
+
+def test_compiles_whole_and_for_any_batch():
+    layer = TTEmbedding(50, 12, 3, rank=4, hot_rows=5)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (3, 5):
+        x = torch.randint(50, (batch, 7))
+        got, want = compiled(x), layer(x)
+        torch.testing.assert_close(got, want)
+        got, want = (torch.autograd.grad(y.sum(), layer.parameters()) for y in (got, want))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_model_compiles_to_machine_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = nn.Sequential(TTEmbedding(50, 24, rank=4), nn.GELU(), TTLinear(24, 18, rank=4))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for batch in (3, 5):
+        x = torch.randint(50, (batch, 7))
+        got, want = compiled(x), model(x)
+        torch.testing.assert_close(got, want)
+        got, want = (torch.autograd.grad(y.sum(), model.parameters()) for y in (got, want))
+        torch.testing.assert_close(got, want)
+
+
+def test_exports_for_any_batch():
+    layer = TTEmbedding(50, 12, rank=4).eval()
+    batch = torch.export.Dim("batch", min=1)
+    x = torch.randint(50, (3, 4))
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
+    x = torch.randint(50, (11, 4))
+    torch.testing.assert_close(exported.module()(x), layer(x))

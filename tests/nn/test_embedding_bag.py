@@ -1,0 +1,140 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from comera.nn.embedding_bag import TTEmbeddingBag
+
+ROWS, WIDTH = 11, 6
+
+
+def make(mode="sum", **kwargs):
+    torch.manual_seed(0)
+    kwargs = {"rank": 3, "dtype": torch.float64, "shape": ((3, 4), (2, 3)), **kwargs}
+    return TTEmbeddingBag(ROWS, WIDTH, mode=mode, **kwargs)
+
+
+@st.composite
+def problems(draw):
+    """Settings of a bag, and arguments to call it with."""
+    mode = draw(st.sampled_from(["sum", "mean", "max"]))
+    bag = {"mode": mode, "padding_idx": draw(st.sampled_from([None, 0, 5, -1]))}
+    whole = draw(st.sampled_from([torch.int32, torch.int64]))
+    rows = st.integers(0, ROWS - 1)
+    call = {}
+    if draw(st.booleans()):
+        bags, length = draw(st.integers(0, 4)), draw(st.integers(1, 5))
+        entries = draw(st.lists(rows, min_size=bags * length, max_size=bags * length))
+        call["input"] = torch.tensor(entries, dtype=whole).reshape(bags, length)
+    else:
+        lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+        bag["include_last_offset"] = draw(st.booleans())
+        ends = [sum(lengths[:k]) for k in range(len(lengths) + 1)]
+        offsets = ends if bag["include_last_offset"] else ends[:-1]
+        entries = draw(st.lists(rows, min_size=ends[-1], max_size=ends[-1]))
+        call["input"] = torch.tensor(entries, dtype=whole)
+        call["offsets"] = torch.tensor(offsets, dtype=whole)
+    if mode == "sum" and draw(st.booleans()):
+        weights = torch.linspace(-1, 2, call["input"].numel(), dtype=torch.float64)
+        call["per_sample_weights"] = weights.reshape(call["input"].shape)
+    return bag, call
+
+
+def run(bag, call, parameters):
+    """The output, and the gradients of the parameters and of the weights of the samples."""
+    weights = call.get("per_sample_weights")
+    if weights is not None:
+        weights = weights.clone().requires_grad_()
+        call = {**call, "per_sample_weights": weights}
+        parameters = [*parameters, weights]
+    y = bag(**call)
+    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return y, torch.autograd.grad((y * upstream).sum(), parameters)
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_equals_torchs_bag_of_its_weight(problem):
+    bag_settings, call = problem
+    bag = make(**bag_settings)
+    whole = {key: getattr(bag, key) for key in ("mode", "include_last_offset", "padding_idx")}
+
+    def torchs(input, offsets=None, per_sample_weights=None):
+        return nn.functional.embedding_bag(
+            input, bag.weight, offsets, per_sample_weights=per_sample_weights, **whole
+        )
+
+    parameters = list(bag.parameters())
+    got, got_grads = run(bag, call, parameters)
+    want, want_grads = run(torchs, call, parameters)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_grads, want_grads)
+    torch.testing.assert_close(bag.to_dense()(**call), want)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_empty_bags_are_zero_and_train(mode, padding_idx):
+    bag = make(mode, padding_idx=padding_idx)
+    y = bag(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert torch.equal(y, torch.zeros(2, WIDTH, dtype=torch.float64))
+    y.sum().backward()
+    assert all(param.grad.eq(0).all() for param in bag.parameters())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_hot_rows(mode):
+    bag = make(mode, hot_rows=4, shape=None)
+    x = torch.tensor([[0, 3, 4], [10, 10, 1]])
+    want = nn.functional.embedding_bag(x, bag.weight, mode=mode)
+    torch.testing.assert_close(bag(x), want)
+
+
+def test_the_default_mode_is_torchs():
+    x = torch.tensor([[0, 3, 4], [10, 10, 1]])
+    bag = TTEmbeddingBag(ROWS, WIDTH, rank=3)
+    torch.testing.assert_close(bag(x), bag.to_dense()(x))
+    assert bag.mode == nn.EmbeddingBag(ROWS, WIDTH).mode == "mean"
+
+
+def test_conversion_keeps_settings_and_the_random_state():
+    dense = nn.EmbeddingBag(
+        ROWS, WIDTH, mode="max", sparse=False, include_last_offset=True, padding_idx=3
+    ).eval()
+    before = torch.get_rng_state()
+    bag = TTEmbeddingBag.from_embedding_bag(dense, tolerance=1e-6)
+    assert torch.equal(torch.get_rng_state(), before)
+    for twin in (bag, bag.to_dense()):
+        assert (twin.mode, twin.include_last_offset, twin.padding_idx) == ("max", True, 3)
+        assert not twin.training
+    others = [row for row in range(ROWS) if row != 3]
+    torch.testing.assert_close(bag.weight[others], dense.weight[others])
+    assert type(bag.to_dense()) is nn.EmbeddingBag
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "message"),
+    [
+        ({"max_norm": 2.0}, NotImplementedError, r"TTEmbeddingBag does not support max_norm=2\.0"),
+        ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq=True"),
+        ({"mode": "median"}, ValueError, "mode='median' must be 'sum', 'mean' or 'max'"),
+    ],
+)
+def test_wrong_settings_are_repeated(kwargs, kind, message):
+    with pytest.raises(kind, match=message):
+        make(**kwargs)
+
+
+def test_wrong_calls_are_refused_as_by_torch():
+    bag = make("mean")
+    dense, x = bag.to_dense(), torch.tensor([1, 2, 3])
+    offsets = torch.tensor([0])
+    weights = torch.ones(3, dtype=torch.float64)
+    for call in ({}, {"offsets": offsets, "per_sample_weights": weights}):
+        with pytest.raises((ValueError, NotImplementedError)) as theirs:
+            dense(x, **call)
+        with pytest.raises(theirs.type):
+            bag(x, **call)
+    with pytest.raises(IndexError, match="index 11 is out of range"):
+        bag(torch.tensor([[ROWS]]))

@@ -1,0 +1,230 @@
+import copy
+import math
+
+import pytest
+import tensorly
+import torch
+from tensorly.decomposition import tensor_train
+from torch import nn
+
+from comera.nn.linear import TTLinear
+from comera.shapes import TTShape
+
+SHAPES = [
+    TTShape((4,), (3,), (2,)),
+    TTShape((2, 3), (3, 2), (1, 1, 1)),  # pruned to the bone
+    TTShape((2, 3), (3, 2), (2, 3, 2)),
+    TTShape((2, 3, 4), (4, 3, 2), (2, 5, 6, 5, 2)),
+    TTShape((2, 2, 2, 3), (3, 2, 2, 2), (2, 3, 4, 5, 4, 3, 2)),
+    TTShape((2, 3, 4), (5, 2), (2, 3, 3, 2)),
+]
+
+
+@pytest.fixture(params=SHAPES, ids=lambda s: f"{s.in_modes}->{s.out_modes}")
+def layer(request, device):
+    shape = request.param
+    width = shape.in_width, shape.out_width
+    layer = TTLinear(*width, shape=shape, device=device, dtype=torch.float64)
+    with torch.no_grad():
+        for gate in layer.gates:
+            gate.uniform_(0.5, 1.5)[1:2] = 0.001  # pruned, wherever there is a second rank
+    return layer
+
+
+def error(got, want):
+    return float((got.detach() - want.detach()).double().norm() / want.detach().double().norm())
+
+
+def test_equals_its_dense_twin(layer, device):
+    x = torch.randn(2, 5, layer.in_features, device=device, dtype=torch.float64)
+    want = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer.to_dense()(x), want)
+
+
+def test_gradients_equal_those_through_the_dense_weight(layer, device):
+    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64)
+    params = list(layer.parameters())
+    got = torch.autograd.grad(layer(x).square().sum(), params)
+    dense = nn.functional.linear(x, layer.weight, layer.bias)
+    want = torch.autograd.grad(dense.square().sum(), params)
+    torch.testing.assert_close(got, want)
+
+
+def test_weight_equals_that_of_tensorly(layer):
+    arrays = [core.detach().cpu().numpy() for core in layer.gated_cores()]
+    want = tensorly.tt_to_tensor(arrays).reshape(layer.in_features, layer.out_features).T
+    torch.testing.assert_close(layer.weight.detach().cpu(), torch.from_numpy(want.copy()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "draws"), [((768, 3072), 20), ((97, 101), 50), ((256, 10), 500)], ids=str
+)
+def test_dense_weight_starts_with_the_spread_of_torchs(shape, draws):
+    runs = [TTLinear(*shape, rank=16) for _ in range(draws)]
+    got = math.sqrt(sum(float(m.weight.detach().square().mean()) for m in runs) / len(runs))
+    # A product of small random cores varies from draw to draw; so many of them agree to 4 percent.
+    assert got == pytest.approx(float(nn.Linear(*shape).weight.detach().std()), rel=0.04)
+    bound = 1 / math.sqrt(shape[0])
+    assert all(m.bias.abs().max() <= bound for m in runs)
+
+
+def test_reset_parameters_takes_another_spread():
+    layer = TTLinear(256, 256, rank=[8, 8, 16, 8, 8], bias=False)
+    squares = []
+    for _ in range(30):
+        layer.reset_parameters(std=0.5)
+        squares.append(float(layer.weight.detach().square().mean()))
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(0.5, rel=0.06)
+
+
+def low_rank(out_features, in_features, rank=4, dtype=torch.float32):
+    """A layer whose weight decays: a sum of few outer products and a little noise."""
+    linear = nn.Linear(in_features, out_features, dtype=dtype)
+    with torch.no_grad():
+        signal = torch.randn(out_features, rank) @ torch.randn(rank, in_features)
+        linear.weight.copy_(signal + 0.1 * torch.randn(out_features, in_features))
+    return linear
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, [4, 12, 8]], ids=str)
+def test_decomposes_as_well_as_tensorly(rank):
+    linear = low_rank(48, 60)
+    layer = TTLinear.from_linear(linear, rank=rank)
+    tensor = linear.weight.detach().double().T.reshape(layer.shape.slice_sizes).numpy()
+    theirs = tensorly.tt_to_tensor(tensor_train(tensor, [1, *layer.ranks, 1]))
+    want = torch.from_numpy(theirs.reshape(60, 48).T.copy())
+    assert error(layer.weight, linear.weight) <= 1.05 * error(want, linear.weight) + 1e-6
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 0.2, 0.05, 1e-3])
+@pytest.mark.parametrize("widths", [(48, 60), (47, 61)], ids=["exact", "padded"])
+def test_tolerance_is_met(widths, tolerance):
+    linear = low_rank(*widths)
+    layer = TTLinear.from_linear(linear, tolerance=tolerance)
+    assert error(layer.weight, linear.weight) <= tolerance
+    if tolerance >= 0.2:  # and not by keeping everything
+        assert layer.shape.num_params < linear.weight.numel()
+
+
+@pytest.mark.parametrize("compression", [2, 5, 20])
+def test_compression_is_met(compression):
+    layer = TTLinear.from_linear(low_rank(48, 60), compression=compression)
+    assert sum(core.numel() for core in layer.cores) * compression <= 48 * 60
+
+
+def test_decomposing_a_tensor_train_gives_it_back(layer):
+    twin = TTLinear.from_linear(layer.to_dense(), tolerance=1e-9, shape=layer.shape)
+    torch.testing.assert_close(twin.weight, layer.weight)
+    assert all(a <= b for a, b in zip(twin.ranks, layer.live_ranks, strict=True))
+    assert torch.equal(twin.bias, layer.bias)
+
+
+def test_conversion_keeps_mode_device_and_type():
+    for dtype in (torch.float64, torch.bfloat16):
+        linear = low_rank(48, 60, dtype=dtype).eval()
+        layer = TTLinear.from_linear(linear, rank=8)
+        back = layer.to_dense()
+        assert not layer.training
+        assert not back.training
+        assert back.weight.dtype == layer.cores[0].dtype == dtype
+        assert torch.equal(back.bias, linear.bias)
+        assert type(back) is nn.Linear
+        assert back.weight.requires_grad
+        assert all(param.requires_grad for param in layer.parameters())
+    assert TTLinear.from_linear(nn.Linear(12, 12, bias=False), rank=2).bias is None
+
+
+def test_a_narrow_weight_is_decomposed_in_float32():
+    linear = low_rank(48, 60, dtype=torch.bfloat16)
+    wide = nn.Linear(60, 48)
+    wide.load_state_dict(linear.state_dict())
+    got, want = TTLinear.from_linear(linear, rank=8), TTLinear.from_linear(wide, rank=8)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(got.cores, want.cores, strict=True))
+
+
+def test_conversion_leaves_the_random_state_alone():
+    linear = low_rank(300, 300)
+    before = torch.get_rng_state()
+    first = TTLinear.from_linear(linear, rank=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(7)
+    again = TTLinear.from_linear(linear, rank=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.cores, again.cores, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_training_keeps_nothing_as_large_as_the_dense_weight(bias):
+    layer = TTLinear(64, 64, bias, rank=2)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
+        layer(torch.randn(8, 64))
+    assert max(sizes) < 64 * 64 / 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4, "compression": 10}, r"rank=4 and compression=10 say the same thing twice"),
+        ({"rank": [4, 4]}, r"rank=\[4, 4\] names 2 bonds.* join at 3"),
+        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"shape": ((5, 5), (48,))}, "5 x 5 multiply to 25, less than in_features=60"),
+        ({"shape": ((60,), (7, 8))}, "7 x 8 multiply to 56, more than out_features=48 needs"),
+        ({"compression": 0.5}, "compression=0.5 must be above 1"),
+        ({"order": 0}, "order=0 must be at least 1"),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_wrong_settings_are_repeated(settings, message):
+    for make in (
+        lambda **kw: TTLinear(60, 48, **kw),
+        lambda **kw: TTLinear.from_linear(nn.Linear(60, 48), **kw),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+
+
+def test_two_ways_to_bound_a_decomposition_are_one_too_many():
+    with pytest.raises(ValueError, match=r"rank=4 and tolerance=0\.1"):
+        TTLinear.from_linear(nn.Linear(8, 8), rank=4, tolerance=0.1)
+    with pytest.raises(ValueError, match=r"tolerance=1\.5 must be in \[0, 1\)"):
+        TTLinear.from_linear(nn.Linear(8, 8), tolerance=1.5)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_inside_torchs_encoder_layer(norm_first):
+    dense = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    thin = copy.deepcopy(dense)
+    thin.linear1 = TTLinear.from_linear(dense.linear1, tolerance=1e-6)
+    thin.linear2 = TTLinear.from_linear(dense.linear2, tolerance=1e-6)
+    x = torch.randn(3, 5, 16)
+    torch.testing.assert_close(thin(x), dense(x))
+    trained = thin(x).detach()
+    thin.eval()
+    torch.testing.assert_close(thin(x), trained)
+    with torch.no_grad():  # here torch reads the weights itself, in one fused call
+        torch.testing.assert_close(thin(x), trained)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_compiles_whole_and_for_any_batch(grad):
+    layer = TTLinear(23, 18, rank=4, shape=((4, 6), (3, 6)))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (3, 5):
+        x = torch.randn(batch, 2, 23)
+        with torch.set_grad_enabled(grad):
+            got, want = compiled(x), layer(x)
+        torch.testing.assert_close(got, want)
+        if grad:
+            got, want = (torch.autograd.grad(y.sum(), layer.parameters()) for y in (got, want))
+            torch.testing.assert_close(got, want)
+
+
+def test_exports_for_any_batch():
+    layer = TTLinear(24, 18, rank=4).eval()
+    batch = torch.export.Dim("batch", min=1)
+    exported = torch.export.export(layer, (torch.randn(3, 24),), dynamic_shapes=({0: batch},))
+    x = torch.randn(11, 24)
+    torch.testing.assert_close(exported.module()(x), layer(x))

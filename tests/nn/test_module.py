@@ -1,0 +1,258 @@
+"""What every tensor-train module does alike: saving, copying, moving, casting."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.linear import TTLinear
+from comera.nn.module import tensor_trains
+
+MODULES = {
+    "linear": lambda rank=4, **kw: TTLinear(24, 18, rank=rank, **kw),
+    "no bias": lambda rank=4, **kw: TTLinear(23, 18, False, rank=rank, shape=((4, 6), (18,)), **kw),
+    "embedding": lambda rank=4, **kw: TTEmbedding(50, 12, 3, rank=rank, order=3, **kw),
+    "hot rows": lambda rank=4, **kw: TTEmbedding(50, 12, rank=rank, hot_rows=5, order=3, **kw),
+    "bag": lambda rank=4, **kw: TTEmbeddingBag(50, 12, rank=rank, order=3, **kw),
+}
+TWINS = [(TTLinear, nn.Linear), (TTEmbedding, nn.Embedding), (TTEmbeddingBag, nn.EmbeddingBag)]
+NARROW = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=MODULES)
+def make(request):
+    return MODULES[request.param]
+
+
+def example(module):
+    if isinstance(module, TTLinear):
+        return torch.randn(3, module.in_features, dtype=module.cores[0].dtype)
+    return torch.randint(50, (3, 4))
+
+
+def shrunk(module, rank=2):
+    """The same module as a truncation would leave it: every bond cut, parameters the same."""
+    cores = [core[..., :rank] for core in module.cores[:-1]] + [module.cores[-1]]
+    cores = [cores[0]] + [core[:rank] for core in cores[1:]]
+    module.set_cores_([core.detach().clone() for core in cores])
+    return module
+
+
+def assert_same(one, other):
+    x = example(one)
+    assert torch.equal(one(x), other(x))
+    assert one.ranks == other.ranks
+    assert repr(one) == repr(other)
+
+
+@pytest.mark.parametrize(("ours", "torchs"), TWINS)
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_signature_starts_with_torchs(ours, torchs, method):
+    mine = list(inspect.signature(getattr(ours, method)).parameters.values())
+    theirs = [
+        p
+        for p in inspect.signature(getattr(torchs, method)).parameters.values()
+        if not p.name.startswith("_")
+    ]
+    for got, want in zip(mine, theirs, strict=False):
+        assert (got.name, got.default, got.kind) == (want.name, want.default, want.kind)
+    assert len(mine) >= len(theirs)
+    assert all(p.kind == p.KEYWORD_ONLY for p in mine[len(theirs) :])
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "args"),
+    [
+        (TTLinear, nn.Linear, (24, 18)),
+        (TTEmbedding, nn.Embedding, (50, 12, -1)),
+        (TTEmbeddingBag, nn.EmbeddingBag, (50, 12)),
+    ],
+)
+def test_attributes_are_torchs(ours, torchs, args):
+    mine, theirs = ours(*args), torchs(*args)
+    names = [n for n in vars(theirs) if not n.startswith("_") and n != "training"]
+    assert {n: getattr(mine, n) for n in names} == {n: getattr(theirs, n) for n in names}
+    assert mine.weight.shape == theirs.weight.shape
+    assert mine.weight.dtype == theirs.weight.dtype
+    assert mine.training
+
+
+def test_state_dict_round_trip(make):
+    module, twin = make(), make()
+    assert twin.load_state_dict(module.state_dict()) == ([], [])
+    assert_same(module, twin)
+
+
+def test_a_full_rank_module_takes_the_ranks_of_a_truncated_file(make):
+    small, full = shrunk(make()), make()
+    params = list(full.parameters())
+    full.load_state_dict(small.state_dict())
+    assert_same(small, full)
+    assert all(a is b for a, b in zip(params, full.parameters(), strict=True))
+    assert full.start_ranks == make().start_ranks
+
+
+def test_a_truncated_module_takes_the_ranks_of_a_full_file(make):
+    small, full = shrunk(make()), make()
+    small.load_state_dict(full.state_dict())
+    assert_same(small, full)
+
+
+def test_other_ranks_load_inside_a_model(make):
+    small, full = nn.Sequential(nn.ReLU(), shrunk(make())), nn.Sequential(nn.ReLU(), make())
+    full.load_state_dict(small.state_dict())
+    assert_same(small[1], full[1])
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (((4, 6), (3, 6)), ((6, 4), (3, 6))),
+        (((4, 6), (3, 6)), ((24,), (18,))),
+        (((4, 6), (18,)), ((4, 6), (3, 6))),
+    ],
+    ids=["other order", "fewer", "more"],
+)
+def test_other_modes_do_not_load(mine, other):
+    mine, other = (TTLinear(24, 18, rank=2, shape=shape) for shape in (mine, other))
+    before = copy.deepcopy(mine)
+    with pytest.raises(RuntimeError, match=r"size mismatch|Missing key|Unexpected key"):
+        mine.load_state_dict(other.state_dict())
+    assert mine.ranks == before.ranks
+
+
+def test_a_missing_core_is_reported(make):
+    state = make().state_dict()
+    del state["cores.1"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*cores\.1"):
+        make().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies(make, twin):
+    module = shrunk(make())
+    copied = twin(module)
+    assert_same(module, copied)
+    assert {p.data_ptr() for p in module.parameters()}.isdisjoint(
+        p.data_ptr() for p in copied.parameters()
+    )
+    assert copied.bfloat16().gates[0].dtype == torch.float32
+
+
+def test_meta_device_allocates_nothing_and_can_be_filled_later(make):
+    module = make(device="meta")
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    twin = make()
+    assert {n: (p.shape, p.dtype) for n, p in module.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in twin.named_parameters()
+    }
+    x = example(twin)
+    y = module(x.to("meta"))
+    assert y.shape == twin(x).shape
+    y.sum().backward()
+    assert all(p.grad.shape == p.shape for p in module.parameters())
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    module.reset_parameters()
+    torch.manual_seed(0)
+    twin.reset_parameters()
+    assert_same(module, twin)
+    assert all(gate.eq(1).all() for gate in module.gates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW])
+def test_dtype_of_the_constructor(make, dtype):
+    module = make(dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    gates = {id(gate) for gate in module.gates}
+    for param in module.parameters():
+        assert param.dtype == (wide if id(param) in gates else dtype)
+    y = module(example(module))
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert all(p.grad.dtype == p.dtype for p in module.parameters())
+
+
+def test_a_type_that_is_not_floating_is_refused(make):
+    with pytest.raises(ValueError, match=r"torch\.int8 is not a floating"):
+        make(dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.to("cpu", torch.float16), torch.float16),
+        (lambda m: nn.Sequential(m).bfloat16()[0], torch.bfloat16),
+        (lambda m: m.bfloat16().float().half(), torch.float16),
+    ],
+    ids=["half", "bfloat16", "to", "to device and dtype", "in a model", "there and back"],
+)
+def test_gates_stay_wide_and_exact(make, cast, dtype):
+    module = make()
+    with torch.no_grad():
+        for gate in module.gates:
+            gate.fill_(0.0099999)  # pruned; rounded to bfloat16 it would pass the threshold
+    before = [(gate, gate.detach().clone()) for gate in module.gates]
+    cast(module)
+    assert all(core.dtype == dtype for core in module.cores)
+    for gate, (same, values) in zip(module.gates, before, strict=True):
+        assert gate is same
+        assert gate.dtype == torch.float32
+        assert torch.equal(gate, values)
+    assert module.live_ranks == (0,) * len(module.gates)
+
+
+def test_double_makes_everything_double(make):
+    module = make().double()
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    assert module.weight.dtype == torch.float64
+
+
+def test_weight_is_read_only_and_differentiable(make):
+    module = make()
+    with pytest.raises((AttributeError, KeyError)):
+        module.weight = nn.Parameter(torch.zeros_like(module.weight))
+    with pytest.raises(AttributeError):
+        module.weight = torch.zeros_like(module.weight)
+    assert "weight" not in dict(module.named_parameters())
+    module.weight.square().sum().backward()
+    assert all(core.grad.ne(0).any() for core in module.cores)
+    assert all(gate.grad.ne(0).all() for gate in module.gates)
+
+
+def test_pruned_gates_close_their_ranks(make):
+    module, twin = make().double(), make().double()
+    with torch.no_grad():
+        for gate in module.gates:
+            gate[0] = module.prune_below
+    assert module.live_ranks == tuple(rank - 1 for rank in module.ranks)
+    twin.load_state_dict(module.state_dict())
+    last = len(module.gates)
+    twin.set_cores_([c[min(k, 1) :][..., int(k < last) :] for k, c in enumerate(module.cores)])
+    torch.testing.assert_close(twin.weight, module.weight)
+    x = example(module)
+    torch.testing.assert_close(twin(x), module(x))
+
+
+def test_repr_names_modes_and_ranks(make):
+    module = shrunk(make())
+    assert type(module).__name__ in repr(module)
+    assert "ranks=[2, 2" in repr(module) or "ranks=[2]" in repr(module)
+
+
+def test_tensor_trains_lists_each_layer_once(make):
+    module = make()
+    model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
+    assert list(tensor_trains(model)) == ["a", "d"]
