@@ -56,7 +56,7 @@ class _Chain:
             ValueError: If a rank is below one, or a list has the wrong length.
         """
         most = self.max_ranks
-        wanted = (rank,) * len(most) if isinstance(rank, int) else tuple(int(r) for r in rank)
+        wanted = tuple(rank) if isinstance(rank, Sequence) else (int(rank),) * len(most)
         if len(wanted) != len(most):
             raise ValueError(
                 f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} "

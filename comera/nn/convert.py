@@ -52,7 +52,7 @@ class TTConfig:
         hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
         init: ``"fresh"`` draws new cores that give the dense weight the standard deviation it has
             now; ``"svd"`` approximates the present weight by TT-SVD.
-        tied: What to do with a parameter that two targeted modules share: ``"skip"`` leaves both
+        tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
     """
@@ -111,6 +111,11 @@ def tensorize_(
     replacements: dict[int, nn.Module] = {}
     skipped: dict[str, list[str]] = {}
     for names, modules in groups:
+        outside = _other_holders(model, modules)
+        if outside and config.tied != "untie":
+            reason = f'{_listed(outside)} holds the same weight and is no target (tied="untie"?)'
+            skipped.setdefault(reason, []).extend(names)
+            continue
         if len(modules) > 1 and config.tied == "skip":
             reason = 'they share a weight (TTConfig(tied="share") or tied="untie" converts them)'
             skipped.setdefault(reason, []).extend(names)
@@ -227,6 +232,18 @@ def _tied_groups(
     return list(groups.values())
 
 
+def _other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """Names under which modules other than these hold the weight that these share."""
+    weight: object = modules[0].weight
+    return [
+        f"{name}.{key}".lstrip(".")
+        for name, other in model.named_modules()
+        if not any(other is module for module in modules)
+        for key, param in other._parameters.items()
+        if param is weight
+    ]
+
+
 def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
     """The layer that replaces ``module``, or why it should not be replaced."""
     if getattr(module, "max_norm", None) is not None:
@@ -236,6 +253,7 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
     settings = _settings(name, module, config)
     try:
         new = _build(module, settings, config.init)
+        _keep_frozen(new, module)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     stored = sum(param.numel() for param in [*new.cores, *new.gates])
@@ -307,6 +325,13 @@ def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModul
     if module.weight.device.type != "meta":
         _take_scale(new, module)
     return new.train(module.training)
+
+
+def _keep_frozen(new: nn.Module, module: Any) -> None:
+    """A layer whose weight or bias does not train stays so."""
+    for name, param in new.named_parameters():
+        source = module.bias if name == "bias" else module.weight
+        param.requires_grad_(source.requires_grad)
 
 
 @torch.no_grad()

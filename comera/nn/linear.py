@@ -163,9 +163,9 @@ class TTLinear(TensorTrainModule):
     def to_dense(self) -> nn.Linear:
         """The :class:`torch.nn.Linear` this layer stands for."""
         like = self.cores[0]
-        dense = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, like.device, like.dtype
-        )
+        dense = nn.Linear(  # on meta, where nothing is drawn
+            self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
+        ).to_empty(device=like.device)
         dense.weight.copy_(self.weight)
         if self.bias is not None:
             dense.bias.copy_(self.bias)

@@ -135,10 +135,10 @@ class TTTable(TensorTrainModule):
             self.embedding_dim,
             padding_idx=self.padding_idx,
             sparse=self.sparse,
-            device=like.device,
+            device="meta",  # nothing is drawn there
             dtype=like.dtype,
             **settings,
-        )
+        ).to_empty(device=like.device)
         with torch.no_grad():
             dense.weight.copy_(self.weight)
         return dense.train(self.training)

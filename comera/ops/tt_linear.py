@@ -78,9 +78,13 @@ def merge_halves(
 
 
 def thin_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x @ left @ right + bias``, at autocast's dtype where autocast is on."""
+    """``x @ left @ right + bias``, at autocast's dtype where autocast is on.
+
+    As in torch's own products, float64 is left as it is.
+    """
     kind = x_BI.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast and left_IR.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         x_BI, left_IR, right_RO = x_BI.to(dtype), left_IR.to(dtype), right_RO.to(dtype)
         bias_O = None if bias_O is None else bias_O.to(dtype)

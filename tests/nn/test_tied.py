@@ -1,0 +1,50 @@
+"""What happens to weights that several modules hold."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from comera.nn.convert import TTConfig, densify_, tensorize_
+from comera.nn.embedding import TTEmbedding
+
+
+def tied_model() -> nn.ModuleDict:
+    model = nn.ModuleDict({"embed": nn.Embedding(200, 32), "head": nn.Linear(32, 200, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+@pytest.mark.parametrize("tied", ["skip", "share"])
+def test_a_tie_to_a_layer_that_is_no_target_is_kept(tied, caplog):
+    model = tied_model()
+    with caplog.at_level(logging.WARNING, "comera"):
+        tensorize_(model, TTConfig(rank=4, target_modules="all-embedding", tied=tied))
+    assert type(model["embed"]) is nn.Embedding
+    assert model["head"].weight is model["embed"].weight
+    assert "head.weight holds the same weight and is no target" in caplog.text
+
+
+def test_a_tie_to_a_layer_that_is_no_target_can_be_cut():
+    model = tied_model()
+    tensorize_(model, TTConfig(rank=4, target_modules="all-embedding", tied="untie"))
+    assert type(model["embed"]) is TTEmbedding
+    assert type(model["head"]) is nn.Linear
+
+
+def test_frozen_layers_stay_frozen():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    tensorize_(model, TTConfig(rank=4))
+    assert not any(p.requires_grad for p in [*model[0].cores, *model[0].gates])
+    assert model[0].bias.requires_grad
+    assert all(p.requires_grad for p in model[1].parameters())
+
+
+def test_going_back_leaves_the_random_state_alone():
+    model = nn.Sequential(nn.Embedding(200, 32), nn.Linear(32, 64))
+    tensorize_(model, TTConfig(rank=4))
+    before = torch.get_rng_state()
+    densify_(model)
+    assert torch.equal(torch.get_rng_state(), before)
