@@ -9,8 +9,8 @@ with ``w1 = 1 / loss`` and ``w2 = 1 / size`` anew in every step: whichever of th
 from its goal, in proportion, gets the step. The comparison uses the exact size, the gradient the
 relaxed one, and the choice is made on the device. Two things differ from the paper: the whole is
 multiplied by the present loss, so that the loss has the same scale as in the early stage and the
-optimizer's moments stay valid; and a size that has met its target is not pressed any further,
-however far the loss is below its goal.
+optimizer's moments stay valid; and a size that has met its target is not pressed any further, nor
+let fall below it: under Adam many gates reach their threshold in the same few steps.
 """
 
 import logging
@@ -28,6 +28,9 @@ log = logging.getLogger("comera")
 
 _SMALLEST_LOSS = 1e-3
 """A loss below this counts as this: the size keeps its weight when a model has memorised."""
+
+_OPEN = 0.1
+"""A gate above this still carries its rank; one below is on its way out."""
 
 Stage = Literal["early", "late", "done"]
 
@@ -57,7 +60,7 @@ class TwoStage:
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
-        forced: Gates that :meth:`finish_` had to close, None before it ran.
+        forced: Gates above 0.1 that :meth:`finish_` had to close, None before it ran.
 
     Raises:
         ValueError: If the model has no tensor-train layer or a setting is out of range.
@@ -99,6 +102,8 @@ class TwoStage:
         self.forced: int | None = None
         self._cores = [core for layer in self.size.layers.values() for core in layer.cores]
         self._running_loss: Tensor | None = None
+        self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
+        self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
 
     @property
@@ -113,6 +118,7 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
+        self._live = self.size.live()
         if stage == "early":
             total = loss
             if self.gamma:
@@ -128,7 +134,7 @@ class TwoStage:
         exact = self.size.exact().clamp_min(1).to(loss)
         value = loss.detach().clamp_min(_SMALLEST_LOSS)
         loss_is_worse = self._goal(value) / value < self.target_size / exact
-        press = ~loss_is_worse & (exact > self.target_size)
+        press = ~loss_is_worse & (exact > self.target_size) & ~self._reached
         for_loss = torch.where(press, 0.0, 1.0) + self.rho_loss
         for_size = torch.where(press, 1.0, 0.0) + self.rho_size
         return for_loss * loss + for_size * value * (relaxed / exact)
@@ -144,8 +150,9 @@ class TwoStage:
     @torch.no_grad()
     def step(self, loss: Tensor) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached)."""
-        if self.stage != "done":
-            self.size.keep_alive_()
+        if self._live is not None:
+            self._reached = self._reached | self.size.hold_(self._live, self.target_size)
+            self._live = None
         self.steps_done += 1
         if self._running_loss is None:
             self._running_loss = loss.detach().clone()
@@ -155,32 +162,35 @@ class TwoStage:
     def finish_(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
 
-        Ranks the objective did not bring below their threshold are closed greedily, those that
-        carry the least of their layer first; a warning says how many.
+        Ranks the objective left above their threshold are closed greedily until the target is
+        met, those that carry the least of their layer first. Most of them are held just above it
+        by then; a warning says how many were not.
 
         Args:
             optimizer: Its state is cut along with the parameters.
 
         Returns:
-            ``{"size", "target_size", "start_size", "forced", "forced_entries"}``.
+            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
+            above 0.1 had to be closed; ``reached``, the size before any was.
         """
         reached = int(self.size.exact())
-        self.forced = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
+        closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
+        self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
         if self.forced:
             log.warning(
-                "the rank objective reached %d entries, above the target of %d; "
-                "%d further ranks were closed greedily, and the loss may have jumped: "
-                "train on, or give the stages more steps or a higher gate learning rate",
-                reached, self.target_size, self.forced,
+                "the rank objective did not bring the cores to the target of %d entries by "
+                "itself: %d ranks that were still open were closed, and the loss may have jumped. "
+                "Train on, or give the stages more steps or a higher gate learning rate",
+                self.target_size, self.forced,
             )  # fmt: skip
         return {
             "size": size,
             "target_size": self.target_size,
             "start_size": self.start_size,
             "forced": self.forced,
-            "forced_entries": max(0, reached - size),
+            "reached": reached,
         }
 
     def check_schedule(self, optimizer: Optimizer) -> None:
@@ -215,6 +225,7 @@ class TwoStage:
             "forced": self.forced,
             "running_loss": self._running_loss,
             "late_goal": self._late_goal,
+            "reached": self._reached,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -222,6 +233,7 @@ class TwoStage:
         self.start_size, self.target_size = state["start_size"], state["target_size"]
         self.forced = state["forced"]
         device = self.size.gates[0].device
+        self._reached = state["reached"].to(device)
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device))

@@ -44,34 +44,44 @@ class SizeOfRanks:
         flat, live = self._flat()
         return self._weigh(self._bonds(torch.where(live, flat, 0), live))
 
+    @torch.no_grad()
     def exact(self) -> Tensor:
         """The size after pruning, a float64 scalar on the device; no gradient."""
-        with torch.no_grad():
-            _, live = self._flat()
-            counts = self._sum_by_bond(live.double())
-            size = counts[self._before] * counts[self._after] * self._slices
-            empty = (counts == 0).double()
-            holes = torch.zeros_like(counts).index_add_(0, self._layer_of_bond, empty)
-            return torch.where(holes[self._layer_of_core] > 0, 0, size).sum()
+        return self._count(self._flat()[1])
 
     @torch.no_grad()
-    def keep_alive_(self) -> None:
-        """Lift the largest gate of every bond that has just died back over its threshold."""
-        if not self.min_rank:
-            return
+    def live(self) -> Tensor:
+        """Which of all gates, one after the other, are above their threshold."""
+        return self._flat()[1]
+
+    @torch.no_grad()
+    def hold_(self, before: Tensor, floor: float) -> Tensor:
+        """Take back gates that closed too many at once: a closed gate does not open by itself.
+
+        A gate that has just closed is lifted to half above its threshold where its bond would
+        else have none, or where the whole would fall below ``floor``. At such a value it adds
+        next to nothing, and which of them goes first can be chosen later.
+
+        Args:
+            before: What :meth:`live` returned before the optimizer step.
+            floor: Entries that the size may not fall below.
+
+        Returns:
+            Whether the floor was reached, a boolean on the device.
+        """
         flat, live = self._flat()
-        dead = self._sum_by_bond(live.to(flat.dtype)) == 0
-        lowest = flat.new_full(dead.shape, -torch.inf)
-        best = lowest.scatter_reduce_(0, self._bond_of_gate, flat, "amax")
-        chosen = dead[self._bond_of_gate] & (flat == best[self._bond_of_gate])
-        lift = torch.where(chosen, 1.5 * self._threshold.to(flat.dtype) - flat, 0)
-        torch._foreach_add_(
-            self.gates,
-            [
-                part.view_as(gate)
-                for part, gate in zip(lift.split(list(self._widths)), self.gates, strict=True)
-            ],
-        )
+        reached = self._count(live) < floor
+        lifted = before & ~live & reached
+        if self.min_rank:
+            dead = self._sum_by_bond((live | lifted).to(flat.dtype)) == 0
+            lowest = flat.new_full(dead.shape, -torch.inf)
+            best = lowest.scatter_reduce_(0, self._bond_of_gate, flat, "amax")
+            largest = flat == best[self._bond_of_gate]
+            lifted = lifted | (dead[self._bond_of_gate] & largest)
+        rise = torch.where(lifted, 1.5 * self._threshold - flat, 0)
+        parts = zip(rise.split(list(self._widths)), self.gates, strict=True)
+        torch._foreach_add_(self.gates, [part.view_as(gate) for part, gate in parts])
+        return reached
 
     def _flat(self) -> tuple[Tensor, Tensor]:
         """All gates in one vector, and which of them are live."""
@@ -80,6 +90,13 @@ class SizeOfRanks:
             self._index(widths)
         flat = torch.cat(self.gates)
         return flat, flat > self._threshold
+
+    def _count(self, live: Tensor) -> Tensor:
+        counts = self._sum_by_bond(live.double())
+        size = counts[self._before] * counts[self._after] * self._slices
+        empty = (counts == 0).double()
+        holes = torch.zeros_like(counts).index_add_(0, self._layer_of_bond, empty)
+        return torch.where(holes[self._layer_of_core] > 0, 0, size).sum()
 
     def _bonds(self, open_gates: Tensor, live: Tensor) -> Tensor:
         bonds = self._sum_by_bond(open_gates)

@@ -92,7 +92,7 @@ class _Bond:
 
 
 @torch.no_grad()
-def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
+def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> list[float]:
     """Close the gates that matter least until the cores fit a budget.
 
     A rank matters by the share it has in the squared norm that its bond still carries, per entry
@@ -105,7 +105,7 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
         min_rank: Ranks a bond must keep; at 0 a whole layer may go.
 
     Returns:
-        How many gates were closed.
+        The values of the gates that were closed.
 
     Raises:
         ValueError: If the smallest ranks allowed are still above the budget.
@@ -141,9 +141,12 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> int:
         sizes[bond.layer] = layers[bond.layer].shape.size_at(ranks[bond.layer])
         for k in of_layer[bond.layer]:
             price[k] = _price(bonds[k], layers, ranks, sizes, min_rank)
+    values = []
     for bond, index in closed:
-        layers[bond.layer].gates[bond.position][index] = 0
-    return len(closed)
+        gate = layers[bond.layer].gates[bond.position]
+        values.append(float(gate[index]))
+        gate[index] = 0
+    return values
 
 
 def _price(

@@ -153,8 +153,8 @@ def _how_small(model: History) -> str:
     )
     if done["forced"]:
         text += (
-            f" {done['forced']:,} ranks, {done['forced_entries']:,} entries, were still open then "
-            "and were closed by how little they carried."
+            f" The rank objective had come to {done['reached']:,}; {done['forced']:,} ranks were "
+            "still open then and were closed by how little they carried."
         )
     return text
 

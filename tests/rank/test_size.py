@@ -76,16 +76,39 @@ def test_the_last_rank_is_pressed_only_where_layers_may_vanish(model, min_rank):
     assert (grad[0] > 0) == (min_rank == 0)
 
 
+@torch.no_grad()
 def test_a_dying_bond_keeps_its_largest_gate(model):
     layer = next(iter(tensor_trains(model).values()))
-    with torch.no_grad():
-        layer.gates[1].copy_(torch.linspace(0.001, 0.009, len(layer.gates[1])))
+    size = SizeOfRanks(model)
+    before = size.live()
+    layer.gates[1].copy_(torch.linspace(0.001, 0.009, len(layer.gates[1])))
     others = [g.clone() for g in layer.gates]
-    SizeOfRanks(model).keep_alive_()
+    size.hold_(before, floor=0)
     assert layer.live_ranks[1] == 1
     assert layer.gates[1].argmax() == len(layer.gates[1]) - 1
     torch.testing.assert_close(layer.gates[0], others[0])
-    SizeOfRanks(model, min_rank=0).keep_alive_()
+    layer.gates[1].zero_()
+    SizeOfRanks(model, min_rank=0).hold_(before, floor=0)
+    assert (layer.gates[1] == 0).all()
+
+
+@torch.no_grad()
+def test_a_size_does_not_fall_through_its_floor(model):
+    size = SizeOfRanks(model)
+    start = size.exact()
+    layers = list(tensor_trains(model).values())
+    layers[0].gates[0][0] = 0.0  # closed earlier
+    before = size.live()
+    now = size.exact()
+    for layer in layers:
+        layer.gates[1][2:] = 0.001
+    assert not size.hold_(before, floor=1)
+    assert size.exact() < now < start
+    assert size.hold_(before, floor=float(now))
+    assert size.exact() == now
+    held = layers[1].gates[1][2:]
+    torch.testing.assert_close(held, torch.full_like(held, 0.015))
+    assert layers[0].gates[0][0] == 0
 
 
 def test_ranks_may_change_under_it(model):
@@ -123,7 +146,7 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode():  # raises on every read of a value
         size = SizeOfRanks(nn.Sequential(comera.TTLinear(24, 36), comera.TTLinear(36, 24)))
         (size.relaxed() + size.exact()).backward()
-        size.keep_alive_()
+        size.hold_(size.live(), 3.0)
 
 
 def test_a_dense_model_is_refused():
