@@ -61,6 +61,7 @@ class OptimizerConfig:
     Args:
         lr: Peak learning rate.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
+        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         gate_lr: Constant rate of the rank gates.
         weight_decay: Of dense matrices only.
         betas: Decay rates of AdamW's moments.
@@ -70,6 +71,7 @@ class OptimizerConfig:
 
     lr: float = 5e-4
     dense_lr: float | None = None
+    core_lr: float | None = None
     gate_lr: float = 2e-3
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)

@@ -188,7 +188,11 @@ def _train_one(
 def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     settings = config.optimizer
     groups = param_groups(
-        model, settings.lr, gate_lr=settings.gate_lr, weight_decay=settings.weight_decay
+        model,
+        settings.lr,
+        gate_lr=settings.gate_lr,
+        core_lr=settings.core_lr,
+        weight_decay=settings.weight_decay,
     )
     optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
     falling = _rate(settings, task.steps)
