@@ -140,7 +140,7 @@ def _backward(ctx, grad_y: Tensor | None, grad_t: Tensor | None):
             u = u + grad_t[:, : u.shape[1]]
         need_x, need_left, need_right, _ = ctx.needs_input_grad
         grad_x = (u @ left_IR.T).reshape(x_BI.shape) if need_x else None
-        grad_left = x.T @ u if need_left else None
+        grad_left = (u.T @ x).T if need_left else None  # twice as fast as x.T @ u on a CPU
         grad_right = grad_bias = None
         if need_right or ctx.has_bias:
             below = t.T @ gy
