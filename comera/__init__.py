@@ -12,6 +12,7 @@ The public names, in the order one meets them::
     ranks.finish_(optimizer)
 """
 
+from comera.memory import reuse_freed_memory
 from comera.nn.convert import TTConfig, densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -37,6 +38,7 @@ __all__ = [
     "compression_report",
     "densify_",
     "param_groups",
+    "reuse_freed_memory",
     "tensorize_",
     "truncate_",
 ]

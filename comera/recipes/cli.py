@@ -8,6 +8,7 @@ from pathlib import Path
 from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
 
+from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import plan, run
 from comera.report.run import write_report
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "plan":
             _show_plan(settings, console)
             return 0
+        reuse_freed_memory()
         return 0 if run(settings, console) else _INTERRUPTED
     except (ValueError, FileNotFoundError, NonFiniteLossError) as problem:
         console.print(f"[bold red]error:[/] {problem}", highlight=False, soft_wrap=True)

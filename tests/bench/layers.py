@@ -5,6 +5,8 @@
     python -m tests.bench.layers truncation  # a training step before and after truncation
 
 Times are medians of alternating runs in one process; compare their ratio, not the milliseconds.
+Freed memory is kept in the process, for dense layers too (``comera.reuse_freed_memory``);
+``--malloc=default`` leaves the C library as it is.
 """
 
 import argparse
@@ -159,13 +161,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--kind", default="dense")
+    parser.add_argument("--malloc", choices=["keep", "default"], default="keep")
     given = parser.parse_args()
+    kept = given.malloc == "keep" and comera.reuse_freed_memory()
     if given.what == "memory":
         memory(given.kind, *given.shape, given.rank, given.tokens)
         return
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, float32"
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, float32, "
+        f"freed memory {'kept' if kept else 'returned'}"
     )
     if given.what == "linear":
         linear(*given.shape, given.rank, given.tokens, given.repeats)

@@ -1,0 +1,23 @@
+"""In a process of its own: the setting stays for as long as the process lives."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import resource, torch, comera
+assert comera.reuse_freed_memory() and comera.reuse_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.empty(12, 1 << 20).fill_(1)  # 48 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+assert faults() < 12288, faults()  # less than one buffer's pages for twenty buffers
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_large_buffers_are_reused():
+    subprocess.run([sys.executable, "-c", CODE], check=True)
