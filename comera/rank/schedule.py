@@ -32,6 +32,9 @@ _SMALLEST_LOSS = 1e-3
 _OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
 
+_WORTH_SAYING = 0.02
+"""Share of the live ranks that have to be closed while open before it is worth a warning."""
+
 Stage = Literal["early", "late", "done"]
 
 
@@ -164,7 +167,7 @@ class TwoStage:
 
         Ranks the objective left above their threshold are closed greedily until the target is
         met, those that carry the least of their layer first. Most of them are held just above it
-        by then; a warning says how many were not.
+        by then; a warning says how many were not, if those were more than a few.
 
         Args:
             optimizer: Its state is cut along with the parameters.
@@ -174,11 +177,12 @@ class TwoStage:
             above 0.1 had to be closed; ``reached``, the size before any was.
         """
         reached = int(self.size.exact())
+        live = int(self.size.live().sum())
         closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
-        if self.forced:
+        if self.forced > _WORTH_SAYING * live:
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "
                 "itself: %d ranks that were still open were closed, and the loss may have jumped. "

@@ -73,7 +73,7 @@ def low_rank(tied=False, **settings):
         ({"filter_fn": lambda m, n: "1" in n}, ["layers.0.fc1", "layers.1.fc1", "layers.1.fc2"]),
         ({"filter_fn": lambda m, n: isinstance(m, nn.Embedding)}, ["embedding"]),
     ],
-    ids=str,
+    ids=lambda value: "-".join(map(str, value)),
 )
 def test_targets(settings, want):
     model = convert(Model(), **settings)
