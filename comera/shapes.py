@@ -8,6 +8,7 @@ carries one factor of the row count and one of the width.
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -56,7 +57,12 @@ class _Chain:
             ValueError: If a rank is below one, or a list has the wrong length.
         """
         most = self.max_ranks
-        wanted = tuple(rank) if isinstance(rank, Sequence) else (int(rank),) * len(most)
+        try:
+            listed = isinstance(rank, Sequence) and not isinstance(rank, str)
+            given = tuple(rank) if listed else (rank,) * len(most)  # type: ignore[arg-type]
+            wanted = tuple(map(operator.index, given))  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"rank={rank!r} must be an int or a list of ints") from None
         if len(wanted) != len(most):
             raise ValueError(
                 f"rank={list(wanted)} names {len(wanted)} bonds, but {len(self.slice_sizes)} "

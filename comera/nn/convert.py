@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -107,6 +107,7 @@ def tensorize_(
     """
     config = config or TTConfig()
     targets = _targets(model, config, filter_fn)
+    _check_patterns(config, targets)
     groups = _tied_groups(targets)
     replacements: dict[int, nn.Module] = {}
     skipped: dict[str, list[str]] = {}
@@ -168,24 +169,25 @@ def _targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
-    kinds = _NAMED_TARGETS["all"]
-    chosen, known, attention = {}, [], []
+    known, chosen, attention, subclasses = [], {}, [], []
     for name, module in model.named_modules():
-        if type(module) in kinds or (id(module) in inside_attention and isinstance(module, kinds)):
-            known.append(name)
-        else:
+        if not isinstance(module, _NAMED_TARGETS["all"]):
             continue
+        known.append(name)
         if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
             continue
         if id(module) in inside_attention:
             attention.append(name)
+        elif type(module) not in _NAMED_TARGETS["all"]:
+            subclasses.append(name)
         else:
             chosen[name] = module
-    if attention:
-        log.warning(
-            "tensorize_ leaves %s dense: nn.MultiheadAttention reads its weight directly",
-            _listed(attention),
-        )
+    for names, reason in (
+        (attention, "nn.MultiheadAttention reads its weight directly"),
+        (subclasses, "a subclass of the torch layer may do more than the layer"),
+    ):
+        if names:
+            log.warning("tensorize_ leaves %s dense: %s", _listed(names), reason)
     if not chosen:
         raise ValueError(
             f"target_modules={config.target_modules!r} with "
@@ -194,6 +196,24 @@ def _targets(
             f"the model's linear and embedding layers are {_listed(known) or 'none at all'}"
         )
     return chosen
+
+
+def _check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
+    """A pattern that fits no target is most likely misspelt."""
+    names = list(targets)
+    for setting in ("rank_pattern", "shape_pattern"):
+        for pattern in getattr(config, setting):
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"{setting} {pattern!r} matches none of the targeted layers {_listed(names)}"
+                )
+    if isinstance(config.target_modules, list):
+        for end in config.target_modules:
+            if not any(_matches(name, [end]) for name in names):
+                raise ValueError(
+                    f"target_modules entry {end!r} matches no layer that can be converted; "
+                    f"the others match {_listed(names)}"
+                )
 
 
 def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:

@@ -60,7 +60,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor):
-    cores, gates = ctx.saved_tensors[: ctx.num_cores], ctx.saved_tensors[ctx.num_cores :]
+    saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
     with without_autocast(grad):
         wide = [core.to(_wide(core)) for core in cores]
         gated = _apply_gates(wide, gates, ctx.threshold)

@@ -101,6 +101,16 @@ class TwoStage:
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
         )
         self.target_size = math.floor(target * self.start_size)
+        smallest = sum(
+            layer.shape.size_at((min_rank,) * len(layer.ranks))
+            for layer in self.size.layers.values()
+        )
+        if self.target_size < smallest:
+            raise ValueError(
+                f"target={target} leaves {self.target_size} of {self.start_size} entries, but at "
+                f"min_rank={min_rank} the cores need {smallest}: the smallest target is "
+                f"{math.ceil(1e4 * smallest / self.start_size) / 1e4:g}"
+            )
         self.steps_done = 0
         self.forced: int | None = None
         self._cores = [core for layer in self.size.layers.values() for core in layer.cores]

@@ -41,13 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> ArgumentParser:
     """The parser of the ``comera`` command."""
-    parser = ArgumentParser(prog="comera", description="Train models in compressed form.")
+    parser = ArgumentParser(
+        prog="comera", description="Train models in compressed form.", allow_abbrev=False
+    )
     commands = parser.add_subcommands(dest="command")
     for name, text in (
         ("train", "train a run, or resume it"),
         ("plan", "show what a run would train, and what it would be compressed to"),
     ):
-        command = ArgumentParser(description=text)
+        command = ArgumentParser(description=text, allow_abbrev=False)
         command.add_argument("--config", action=ActionConfigFile, help="YAML file of the run")
         command.add_class_arguments(RunConfig, None)
         commands.add_subcommand(name, command, help=text)

@@ -152,7 +152,15 @@ class RunConfig:
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and self.nli is None:
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
+        for name, value in (("steps", self.train.steps), ("batch_size", self.train.batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"train.{name}={value} must be at least 1")
         if self.ranks is not None:
+            if not 0 < self.ranks.target <= 1:
+                raise ValueError(
+                    f"ranks.target={self.ranks.target} must be in (0, 1]: "
+                    "the share of the cores' size at the start to end at"
+                )
             if self.tensorize is None:
                 raise ValueError("the section ranks needs a section tensorize")
             shares = self.ranks.early_share + self.ranks.late_share

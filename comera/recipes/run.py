@@ -275,11 +275,13 @@ def _save(
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this run's own, or make sure that it is."""
     settings = dataclasses.asdict(config)
-    settings.pop("overwrite")
+    for where in ("overwrite", "out"):  # not part of what is trained: a folder may be moved
+        settings.pop(where)
     # tuples become lists, as they are after a round trip through the file
     settings = json.loads(json.dumps(settings))
     file = folder / "config.yaml"
-    if file.is_file() and not config.overwrite:
+    begun = any(folder.glob("**/checkpoint.pt"))
+    if file.is_file() and begun and not config.overwrite:
         there = yaml.safe_load(file.read_text(encoding="utf-8"))
         if there != settings:
             raise ValueError(
@@ -287,8 +289,8 @@ def _claim(folder: Path, config: RunConfig) -> None:
                 "choose another --out, or start again with --overwrite=true"
             )
         return
-    if folder.exists() and config.overwrite and file.is_file():
-        shutil.rmtree(folder)
+    if file.is_file():
+        shutil.rmtree(folder)  # it is a run's: nothing else writes that file
     with replacing(file) as temporary:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 

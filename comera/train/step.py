@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map
 
+from comera.nn.module import tensor_trains
 from comera.rank.schedule import TwoStage
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss became NaN or infinite; parameters are as they were before the step."""
+    """A loss or gradient is NaN or infinite; parameters are as they were before the step."""
 
 
 class TrainStep:
@@ -57,6 +58,7 @@ class TrainStep:
         self.steps_done = 0
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
+        _check_holds_cores(optimizer, model)
         if ranks is not None:
             ranks.check_schedule(optimizer)
 
@@ -76,12 +78,13 @@ class TrainStep:
                 self._device.type, self.autocast, enabled=self.autocast is not None
             ):
                 loss = self._loss_fn(self.model, part)
-            self._check_finite(loss)
+            self._check_loss(loss)
             objective = loss if self.ranks is None else self.ranks.objective(loss)
             (objective * share).backward()
             total += loss.detach() * share
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            self._check_finite("gradient norm", norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -120,9 +123,30 @@ class TrainStep:
             for start, end in itertools.pairwise(bounds)
         ]
 
-    def _check_finite(self, loss: Tensor) -> None:
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
+                f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
+            )
+        self._check_finite("loss", loss)
+
+    def _check_finite(self, what: str, value: Tensor) -> None:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
-        if loss.device.type == "cpu" and not bool(torch.isfinite(loss.detach())):
+        if value.device.type == "cpu" and not bool(torch.isfinite(value.detach())):
             self.optimizer.zero_grad(set_to_none=True)
-            value = float(loss.detach())
-            raise NonFiniteLossError(f"the loss is {value} at step {self.steps_done + 1}")
+            found = float(value.detach())
+            raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
+
+
+def _check_holds_cores(optimizer: Optimizer, model: nn.Module) -> None:
+    """An optimizer built before ``tensorize_`` holds parameters that are no longer in the model."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
+    training = [core for core in cores if core.requires_grad]
+    if training and not any(id(core) in held for core in training):
+        raise ValueError(
+            "the optimizer holds none of the model's tensor-train cores: build it after "
+            "tensorize_, from comera.param_groups(model, lr=...) or model.parameters()"
+        )

@@ -339,3 +339,25 @@ def test_a_shared_model_saves_and_loads():
     copied = copy.deepcopy(model)
     assert copied.head.embedding is copied.embedding
     assert isinstance(copied.embedding, TensorTrainModule)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank_pattern": {"nothing": 3}}, "rank_pattern 'nothing' matches none"),
+        ({"shape_pattern": {"no.*": [[4, 4], [4, 4]]}}, "shape_pattern 'no.\\*' matches none"),
+        ({"target_modules": ["0", "typo"]}, "entry 'typo' matches no layer"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tensorize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TTConfig(**settings))
+
+
+def test_a_subclass_is_left_alone_and_named(caplog):
+    class Special(nn.Linear):
+        pass
+
+    model = tensorize_(nn.Sequential(nn.Linear(64, 64), Special(64, 64)), TTConfig(rank=4))
+    assert type(model[1]) is Special
+    assert "leaves 1 dense: a subclass" in caplog.text

@@ -256,3 +256,23 @@ def test_tensor_trains_lists_each_layer_once(make):
     module = make()
     model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
     assert list(tensor_trains(model)) == ["a", "d"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    layer, table = TTLinear(24, 36, rank=4), TTEmbedding(50, 24, rank=4)
+    indices = torch.randint(0, 50, (7,))
+
+    def gradients(run):
+        x = table(indices)
+        return torch.autograd.grad(run(x).square().sum(), [*layer.parameters(), *table.cores])
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    if use_reentrant:  # torch.autograd.grad is not supported there
+        want = gradients(layer)[: len(list(layer.parameters()))]
+        checkpointed(table(indices)).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in layer.parameters()], list(want))
+    else:
+        torch.testing.assert_close(gradients(checkpointed), gradients(layer))

@@ -135,3 +135,13 @@ def test_a_size_that_met_its_target_is_left_alone(model):
     for_loss, for_gate = torch.autograd.grad(ranks.objective(loss), [loss, gate])
     assert for_loss == 1.5
     assert (for_gate == 0).all()
+
+
+def test_a_target_below_the_smallest_model_is_refused_at_once(model):
+    with pytest.raises(
+        ValueError, match=r"target=0.001 leaves .* the smallest target is (0\.\d+)"
+    ) as e:
+        comera.TwoStage(model, 0.001, 1, 1)
+    smallest = float(str(e.value).rsplit(" ", 1)[1])
+    comera.TwoStage(model, smallest, 1, 1).finish_()
+    comera.TwoStage(make_model(), 0.001, 1, 1, min_rank=0)

@@ -93,3 +93,35 @@ def test_any_structure_of_batch_and_no_ranks():
         model, lambda m, b: (m(b[0]) - b[1][0]).square().mean(), optimizer, accumulate=2
     )
     assert step((torch.ones(4, 4), [torch.zeros(4, 2)])) > 0
+
+
+def test_an_optimizer_of_the_model_before_conversion_is_refused():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    comera.tensorize_(model, comera.TTConfig(rank=4, exclude_modules=["1"]))
+    with pytest.raises(ValueError, match="build it after tensorize_"):
+        comera.TrainStep(model, loss_fn, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda loss: loss.detach(), r"got \(\) without a gradient"),
+        (lambda loss: loss[None], r"got \(1,\)"),
+        (float, "got float"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+def test_a_loss_that_cannot_be_trained_on_is_refused(step, wrong, message):
+    step._loss_fn = lambda model, batch: wrong(loss_fn(model, batch))
+    with pytest.raises(ValueError, match=message):
+        step(get_batch(0))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(step):
+    before = {n: p.clone() for n, p in step.model.named_parameters()}
+    root = next(iter(step.model.parameters()))
+    step._loss_fn = lambda m, b: loss_fn(m, b) + (root.sum() * 0).sqrt()
+    with pytest.raises(NonFiniteLossError, match="gradient norm is nan at step 1"):
+        step(get_batch(0))
+    torch.testing.assert_close(dict(step.model.named_parameters()), before)
