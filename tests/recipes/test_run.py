@@ -73,6 +73,16 @@ def test_the_same_command_resumes_or_refuses(config):
     assert fresh.metrics != first[0].metrics
 
 
+def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config):
+    config.twin = False
+    with pytest.raises(ValueError, match="target"):
+        quiet_run(dataclasses.replace(config, ranks=RankConfig(target=1e-6)))
+    (outcome,) = quiet_run(config)
+    moved = Path(config.out).rename(Path(config.out).with_name("elsewhere"))
+    (again,) = quiet_run(dataclasses.replace(config, out=str(moved)))
+    assert again.metrics == outcome.metrics
+
+
 def test_a_dense_run_needs_no_other_section(config):
     (outcome,) = quiet_run(dataclasses.replace(config, tensorize=None, ranks=None))
     assert outcome.name == "dense"
@@ -86,6 +96,8 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"train": TrainConfig()}, "exactly one of train.steps and train.epochs"),
         ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),
         ({"ranks": RankConfig(early_share=0.8, late_share=0.3)}, "ranks.late_share=0.3"),
+        ({"ranks": RankConfig(target=30)}, "ranks.target=30 must be in"),
+        ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
@@ -116,6 +128,9 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plan", quickstart, "--ranks.targt=0.5"])
     assert "targt" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", quickstart, "--train.step=3"])  # no abbreviations
+    assert "train.step" in capsys.readouterr().err
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("modell:\n  d_model: 3\n")
     with pytest.raises(SystemExit):
