@@ -314,7 +314,7 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
 
 
 def _first(patterns: Mapping[str, Any], name: str) -> Any:
-    return next((value for key, value in patterns.items() if _regex(key).fullmatch(name)), None)
+    return next((value for key, value in patterns.items() if _matches(name, key)), None)
 
 
 def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModule:

@@ -26,6 +26,11 @@ from comera.report.compression import CompressionReport, compression_report
 from comera.train.loop import LoopResult, train
 from comera.train.step import TrainStep
 
+_WRITTEN_BY_A_RUN = (
+    "checkpoint.pt", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
+    "tensorboard",
+)  # fmt: skip
+
 
 @dataclass
 class Outcome:
@@ -280,7 +285,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
     # tuples become lists, as they are after a round trip through the file
     settings = json.loads(json.dumps(settings))
     file = folder / "config.yaml"
-    begun = any(folder.glob("**/checkpoint.pt"))
+    begun = (folder / "checkpoint.pt").is_file()
     if file.is_file() and begun and not config.overwrite:
         there = yaml.safe_load(file.read_text(encoding="utf-8"))
         if there != settings:
@@ -289,8 +294,12 @@ def _claim(folder: Path, config: RunConfig) -> None:
                 "choose another --out, or start again with --overwrite=true"
             )
         return
-    if file.is_file():
-        shutil.rmtree(folder)  # it is a run's: nothing else writes that file
+    for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     with replacing(file) as temporary:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 

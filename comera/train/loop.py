@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import RunLog, progress_bar
@@ -192,10 +192,3 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
-
-
-def mean_loss(
-    loss_fn: Callable[[nn.Module, Any], Tensor], batches: list[Any], model: nn.Module
-) -> float:
-    """Mean of a loss over batches of equal weight."""
-    return float(torch.stack([loss_fn(model, batch) for batch in batches]).mean())

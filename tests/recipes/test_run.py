@@ -83,6 +83,17 @@ def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config
     assert again.metrics == outcome.metrics
 
 
+def test_starting_again_leaves_foreign_files_alone(config):
+    config.twin = False
+    folder = Path(config.out)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "config.yaml").write_text("seed: 5")  # of something that never began
+    quiet_run(config)
+    quiet_run(dataclasses.replace(config, seed=3, overwrite=True))
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
 def test_a_dense_run_needs_no_other_section(config):
     (outcome,) = quiet_run(dataclasses.replace(config, tensorize=None, ranks=None))
     assert outcome.name == "dense"
