@@ -15,7 +15,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.nn.table import TTTable
 from comera.nn.tied import TiedTTLinear
-from comera.plan.cost import dense_linear_cost, tt_linear_cost
+from comera.planning.cost import dense_linear_cost, tt_linear_cost
 
 log = logging.getLogger("comera")
 

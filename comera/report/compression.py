@@ -13,7 +13,7 @@ from torch import nn
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
-from comera.plan.cost import (
+from comera.planning.cost import (
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,

@@ -4,7 +4,7 @@ from torch import nn
 
 import comera
 from comera import TTConfig, TTEmbedding, TTLinear, compression_report, tensorize_
-from comera.plan.cost import (
+from comera.planning.cost import (
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,

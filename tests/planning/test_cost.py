@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.nn.linear import TTLinear
 from comera.ops.tt_embedding import merge_table_halves
 from comera.ops.tt_linear import merge_halves
-from comera.plan.cost import (
+from comera.planning.cost import (
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,
