@@ -16,6 +16,7 @@ from comera.memory import reuse_freed_memory
 from comera.nn.convert import TTConfig, densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
 from comera.rank.groups import param_groups
 from comera.rank.schedule import TwoStage
@@ -27,6 +28,7 @@ from comera.train.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "GroupedMerge",
     "TTConfig",
     "TTEmbedding",
     "TTEmbeddingBag",

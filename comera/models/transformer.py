@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.nn.fused import feed_forward, self_attention
+from comera.ops.dropout import dropout_add
+
 PAD = 0
 """Token that is attended to by nobody."""
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; padding is masked by ``attend_BT``."""
+    """Multi-head self-attention; only positions in ``keep_BT`` are attended to."""
 
     def __init__(self, d_model: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -28,18 +31,11 @@ class Attention(nn.Module):
         self.value = nn.Linear(d_model, d_model)
         self.out = nn.Linear(d_model, d_model)
 
-    def forward(self, x_BTD: Tensor, attend_B11T: Tensor) -> Tensor:
-        def heads(y_BTD: Tensor) -> Tensor:
-            return y_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-        mixed_BHTE = F.scaled_dot_product_attention(
-            heads(self.query(x_BTD)),
-            heads(self.key(x_BTD)),
-            heads(self.value(x_BTD)),
-            attn_mask=attend_B11T,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return self.out(mixed_BHTE.transpose(1, 2).flatten(-2))
+    def forward(self, x_BTD: Tensor, keep_BT: Tensor) -> Tensor:
+        return self_attention(
+            x_BTD, self.query, self.key, self.value, self.out,
+            self.num_heads, keep_BT, self.dropout if self.training else 0.0,
+        )  # fmt: skip
 
 
 class Block(nn.Module):
@@ -53,17 +49,20 @@ class Block(nn.Module):
         self.attention = Attention(d_model, num_heads, dropout)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.fc1, self.fc2 = nn.Linear(d_model, ffn_dim), nn.Linear(ffn_dim, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
-    def forward(self, x_BTD: Tensor, attend_B11T: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, keep_BT: Tensor) -> Tensor:
         if self.pre_norm:
-            x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD), attend_B11T))
-            return x_BTD + self.dropout(self._feed_forward(self.norm2(x_BTD)))
-        x_BTD = self.norm1(x_BTD + self.dropout(self.attention(x_BTD, attend_B11T)))
-        return self.norm2(x_BTD + self.dropout(self._feed_forward(x_BTD)))
+            x_BTD = self._add(x_BTD, self.attention(self.norm1(x_BTD), keep_BT))
+            return self._add(x_BTD, self._feed_forward(self.norm2(x_BTD)))
+        x_BTD = self.norm1(self._add(x_BTD, self.attention(x_BTD, keep_BT)))
+        return self.norm2(self._add(x_BTD, self._feed_forward(x_BTD)))
+
+    def _add(self, x_BTD: Tensor, part_BTD: Tensor) -> Tensor:
+        return dropout_add(part_BTD, x_BTD, self.dropout, self.training)
 
     def _feed_forward(self, x_BTD: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x_BTD)))
+        return feed_forward(x_BTD, self.fc1, self.fc2, "gelu")
 
 
 class Encoder(nn.Module):
@@ -102,7 +101,7 @@ class Encoder(nn.Module):
         self.positions = nn.Parameter(torch.empty(max_length, d_model))
         self.segments = nn.Parameter(torch.empty(num_segments, d_model)) if num_segments else None
         self.norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
         self.blocks = nn.ModuleList(
             Block(d_model, num_heads, ffn_dim, dropout, norm) for _ in range(num_layers)
         )
@@ -122,10 +121,10 @@ class Encoder(nn.Module):
         x_BTD = self.tokens(tokens_BT) + self.positions[:length]
         if self.segments is not None and segments_BT is not None:
             x_BTD = x_BTD + self.segments[segments_BT]
-        x_BTD = self.dropout(self.norm(x_BTD))
-        attend_B11T = (tokens_BT != PAD)[:, None, None, :]
+        x_BTD = dropout_add(self.norm(x_BTD), None, self.dropout, self.training)
+        keep_BT = tokens_BT != PAD
         for block in self.blocks:
-            x_BTD = block(x_BTD, attend_B11T)
+            x_BTD = block(x_BTD, keep_BT)
         return self.final_norm(x_BTD)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
-from comera.ops.tt_linear import tt_linear, tt_to_dense
+from comera.ops.halves import merge_halves
+from comera.ops.tt_linear import thin_linears, tt_to_dense
 from comera.shapes import TTShape, only_one
 
 
@@ -46,6 +47,7 @@ class TTLinear(TensorTrainModule):
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
+    shared_halves: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
 
@@ -88,16 +90,39 @@ class TTLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        return tt_linear(
-            input,
-            list(self.cores),
-            self._modes.split,
-            self.bias,
-            gates=list(self.gates),
-            threshold=self.prune_below,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
+        left, right = self.halves()
+        return thin_linears(input, [left], [right], self.bias is not None)[0]
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """The joined input cores ``(in_features, R)`` and output cores ``(R, out_features)``.
+
+        R is padded as :func:`~comera.ops.halves.merge_halves` says; a bias is the last row of the
+        second. Inside a :class:`~comera.GroupedMerge` they are those it has made.
+        """
+        if self.shared_halves is not None:
+            left, right = self.shared_halves
+        else:
+            biases = [] if self.bias is None else [self.bias]
+            left, right = merge_halves(
+                list(self.cores), list(self.gates), biases, 1, self._modes.split, self.prune_below
+            )
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
+        if left.shape[0] != self.in_features:
+            left = left[: self.in_features]
+        if right.shape[1] != self.out_features:
+            right = right[:, : self.out_features]
+        return left, right
+
+    def is_thin(self, input: Tensor) -> bool:
+        """Whether the batch meets two thin matrices, not the dense one formed from them."""
+        return True
+
+    def kind(self) -> tuple[object, ...]:
+        """What layers must agree in for their cores to be joined together."""
+        core = self.cores[0]
+        return self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, (
+            core.dtype, core.device, None if self.bias is None else self.out_features,
+        )  # fmt: skip
 
     @property
     def weight(self) -> Tensor:

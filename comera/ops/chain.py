@@ -3,6 +3,11 @@
 The half-chains of a layer are small next to its batch, so they are joined first; everything
 the batch then meets is a thin matrix. The backward pass absorbs one core at a time and shares
 the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
+
+Chains of equal shape are joined together, so that a model of many layers costs as few calls as
+one: ``G`` such chains are held as one tensor ``(G, L, N, R)`` for each position.
+
+Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, multiplied.
 """
 
 import math
@@ -12,14 +17,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from comera.ops.rank_gate import rank_gate_grads, rank_gate_reference
+from comera.ops.rank_gate import rank_gate_reference
 
 
 def merge_chain_reference(
     cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
 ) -> Tensor:
     """The same as :func:`merge_chain`, core by core, for autograd to differentiate."""
-    gated = _apply_gates(cores, gates, threshold)
+    gated = [rank_gate_reference(c, g, threshold) for c, g in zip(cores, gates, strict=False)]
+    gated = [*gated, *cores[len(gates) :]]
     out = gated[0]
     for core in gated[1:]:
         out = torch.tensordot(out, core, 1)
@@ -40,17 +46,17 @@ def merge_chain(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: flo
         A tensor of the cores' dtype. Narrow dtypes are joined in float32 and rounded once.
     """
     with without_autocast(cores[0]):
-        wide = [core.to(_wide(core)) for core in cores]
-        partial = _partial_products(_apply_gates(wide, gates, threshold))
-        merged = partial[-1] if _from_left(cores) else partial[0]
-        shape = (cores[0].shape[0], _modes(cores), cores[-1].shape[-1])
+        stacked = stack_chains(cores, 1)
+        open_gates, _ = stack_gates(gates, 1, threshold)
+        merged = join(gate_chains(stacked, open_gates))[0]
         # A single core without a gate passes through untouched, but an op may not return its input.
-        return merged.reshape(shape).to(cores[0].dtype, copy=len(cores) == 1 and not gates)
+        return merged.to(cores[0].dtype, copy=len(cores) == 1 and not gates)
 
 
 @merge_chain.register_fake
 def _(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float) -> Tensor:
-    return cores[0].new_empty(cores[0].shape[0], _modes(cores), cores[-1].shape[-1])
+    modes = math.prod(size for core in cores for size in core.shape[1:-1])
+    return cores[0].new_empty(cores[0].shape[0], modes, cores[-1].shape[-1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -63,15 +69,12 @@ def _backward(ctx, grad: Tensor):
     saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
     cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
     with without_autocast(grad):
-        wide = [core.to(_wide(core)) for core in cores]
-        gated = _apply_gates(wide, gates, ctx.threshold)
-        grads = _gradients(grad.to(wide[0].dtype), gated)
-        grad_gates = []
-        for k, gate in enumerate(gates):
-            grads[k], grad_gate = rank_gate_grads(grads[k], wide[k], gate, ctx.threshold)
-            grad_gates.append(grad_gate)
-    grad_cores = [g.reshape(c.shape).to(c.dtype) for g, c in zip(grads, cores, strict=True)]
-    return grad_cores, grad_gates, None
+        stacked = stack_chains(cores, 1)
+        open_gates, live = stack_gates(gates, 1, ctx.threshold)
+        grads = join_grads(grad.to(stacked[0].dtype)[None], gate_chains(stacked, open_gates))
+        grads, per_gate = gate_grads(grads, stacked, open_gates)
+        grad_gates = unstack_gates(per_gate, live, gates, 1)
+        return unstack_chains(grads, cores, 1), grad_gates, None
 
 
 merge_chain.register_autograd(_backward, setup_context=_setup_context)
@@ -80,58 +83,121 @@ merge_chain.register_autograd(_backward, setup_context=_setup_context)
 def without_autocast(like: Tensor) -> AbstractContextManager:
     """Autocast off on the tensor's device; the meta device has none to switch off."""
     kind = like.device.type
-    if torch.amp.is_autocast_available(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 
-def _apply_gates(
-    cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
+def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:
+    """``(G, L, N, R)`` in float32 or wider for each position; ``cores`` is listed chain by chain.
+
+    One chain alone is not copied.
+    """
+    length = len(cores) // num_chains
+    wide = torch.promote_types(cores[0].dtype, torch.float32)
+    stacked = []
+    for k in range(length):
+        together = cores[k][None] if num_chains == 1 else torch.stack(list(cores[k::length]))
+        if together.dim() != 4:
+            together = together.flatten(2, -2)
+        stacked.append(together.to(wide))
+    return stacked
+
+
+def unstack_chains(
+    stacked: Sequence[Tensor], cores: Sequence[Tensor], num_chains: int
 ) -> list[Tensor]:
-    gated = [rank_gate_reference(c, g, threshold) for c, g in zip(cores, gates, strict=False)]
-    return [*gated, *cores[len(gates) :]]
+    """Undo :func:`stack_chains`: shapes and dtype of ``cores``, listed chain by chain."""
+    length = len(stacked)
+    sizes = [core.shape for core in cores[:length]]
+    apart = [s.to(cores[0].dtype).unbind(0) for s in stacked]
+    return [apart[k][g].reshape(sizes[k]) for g in range(num_chains) for k in range(length)]
 
 
-def _partial_products(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Running products, started from the narrower end: ``out[k]`` covers that end up to core k."""
-    if _from_left(cores):
-        out = [cores[0].flatten(0, -2)]
-        for core in cores[1:]:
-            rows = out[-1].shape[0] * _modes([core])
-            out.append((out[-1] @ core.flatten(1)).reshape(rows, core.shape[-1]))
-        return out
-    out = [cores[-1].flatten(1)]
-    for core in reversed(cores[:-1]):
-        columns = out[-1].shape[1] * _modes([core])
-        out.append((core.flatten(0, -2) @ out[-1]).reshape(core.shape[0], columns))
-    return out[::-1]
+def stack_gates(
+    gates: Sequence[Tensor], num_chains: int, threshold: float
+) -> tuple[list[Tensor], Tensor | None]:
+    """``(G, R)`` for each bond, zero where its rank is pruned, and which of all are not pruned."""
+    if not gates:
+        return [], None
+    bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
+    flat = gates[0] if len(gates) == 1 else torch.cat(list(gates))
+    live = flat > threshold
+    opened = torch.where(live, flat, 0).reshape(num_chains, sum(bonds))
+    return list(opened.split(bonds, 1)), live
 
 
-def _gradients(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
+def unstack_gates(
+    per_gate: Sequence[Tensor], live: Tensor | None, gates: Sequence[Tensor], num_chains: int
+) -> list[Tensor]:
+    """Gradients ``(G, R)`` a bond to one a gate; a pruned rank gets none."""
+    if live is None:
+        return []
+    flat = torch.where(live, torch.cat(list(per_gate), 1).flatten().to(gates[0].dtype), 0)
+    return list(flat.split([gate.shape[0] for gate in gates]))
+
+
+def gate_chains(stacked: Sequence[Tensor], open_gates: Sequence[Tensor]) -> list[Tensor]:
+    """Scale right bonds; there may be fewer gates than cores."""
+    gated = [
+        core * gate[:, None, None, :].to(core.dtype)
+        for core, gate in zip(stacked, open_gates, strict=False)
+    ]
+    return [*gated, *stacked[len(gated) :]]
+
+
+def gate_grads(
+    grads: Sequence[Tensor], stacked: Sequence[Tensor], open_gates: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """From gradients of the gated cores to those of cores and gates."""
+    per_gate = [
+        (grad * core).sum((1, 2)) for grad, core, _ in zip(grads, stacked, open_gates, strict=False)
+    ]
+    return gate_chains(grads, open_gates), per_gate
+
+
+def join(cores: Sequence[Tensor]) -> Tensor:
+    """Contract all cores ``(G, L, N, R)`` of each chain into one."""
+    partial = _partial_products(cores)
+    merged = partial[-1] if _from_left(cores) else partial[0]
+    modes = math.prod(core.shape[2] for core in cores)
+    return merged.reshape(merged.shape[0], cores[0].shape[1], modes, cores[-1].shape[3])
+
+
+def join_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
     """Each core's gradient; the remaining gradient shrinks by one core at a time."""
     partial, grads = _partial_products(cores), []
     if _from_left(cores):
         rest = grad.reshape(partial[-1].shape)
         for core, before in zip(reversed(cores[1:]), reversed(partial[:-1]), strict=True):
-            rest = rest.reshape(before.shape[0], _modes([core]) * core.shape[-1])
-            grads.append((before.T @ rest).reshape(core.shape))
-            rest = rest @ core.flatten(1).T
+            G, _, N, R = core.shape
+            rest = rest.reshape(G, before.shape[1], N * R)
+            grads.append(torch.bmm(before.mT, rest).view(core.shape))
+            rest = torch.bmm(rest, core.flatten(2).mT)
         return [rest.reshape(cores[0].shape), *reversed(grads)]
     rest = grad.reshape(partial[0].shape)
     for core, after in zip(cores[:-1], partial[1:], strict=True):
-        rest = rest.reshape(core.shape[0] * _modes([core]), after.shape[1])
-        grads.append((rest @ after.T).reshape(core.shape))
-        rest = core.flatten(0, -2).T @ rest
+        G, L, N, _ = core.shape
+        rest = rest.reshape(G, L * N, after.shape[2])
+        grads.append(torch.bmm(rest, after.mT).view(core.shape))
+        rest = torch.bmm(core.flatten(1, 2).mT, rest)
     return [*grads, rest.reshape(cores[-1].shape)]
 
 
+def _partial_products(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Running products, started from the narrower end: ``out[k]`` covers that end up to core k."""
+    if _from_left(cores):
+        out = [cores[0].flatten(1, 2)]
+        for core in cores[1:]:
+            G, _, N, R = core.shape
+            out.append(torch.bmm(out[-1], core.flatten(2)).view(G, out[-1].shape[1] * N, R))
+        return out
+    out = [cores[-1].flatten(2)]
+    for core in reversed(cores[:-1]):
+        G, L, N, _ = core.shape
+        out.append(torch.bmm(core.flatten(1, 2), out[-1]).view(G, L, N * out[-1].shape[2]))
+    return out[::-1]
+
+
 def _from_left(cores: Sequence[Tensor]) -> bool:
-    return cores[0].shape[0] <= cores[-1].shape[-1]
-
-
-def _modes(cores: Sequence[Tensor]) -> int:
-    return math.prod(size for core in cores for size in core.shape[1:-1])
-
-
-def _wide(core: Tensor) -> torch.dtype:
-    return torch.promote_types(core.dtype, torch.float32)
+    return cores[0].shape[1] <= cores[-1].shape[3]

@@ -1,6 +1,7 @@
 """One training step behind one call: forward, rank objective, backward, clipping, optimizer."""
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map
 
+from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
 from comera.rank.schedule import TwoStage
 
@@ -55,7 +57,9 @@ class TrainStep:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
+        self._merged = GroupedMerge(model)
         self.steps_done = 0
+        self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
         _check_holds_cores(optimizer, model)
@@ -74,13 +78,11 @@ class TrainStep:
         """
         total = torch.zeros((), device=self._device)
         for part, share in self._parts(batch):
-            with torch.autocast(
-                self._device.type, self.autocast, enabled=self.autocast is not None
-            ):
-                loss = self._loss_fn(self.model, part)
-            self._check_loss(loss)
-            objective = loss if self.ranks is None else self.ranks.objective(loss)
-            (objective * share).backward()
+            with self._merged:
+                loss = self._loss(part)
+                self._check_loss(loss)
+                objective = loss if self.ranks is None else self.ranks.objective(loss)
+                (objective * share).backward()
             total += loss.detach() * share
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -93,6 +95,16 @@ class TrainStep:
             self.ranks.step(total)
         self.steps_done += 1
         return total
+
+    def _loss(self, part: Any) -> Tensor:
+        enabled = self.autocast is not None
+        with torch.autocast(self._device.type, self.autocast, enabled=enabled):
+            if self._loss_fn is self._eager_loss_fn:
+                return self._loss_fn(self.model, part)
+            with warnings.catch_warnings():
+                # torch.compile looks at .grad of all it is given, joined cores included.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+                return self._loss_fn(self.model, part)
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """The batch in ``accumulate`` parts, each with its share of the rows."""

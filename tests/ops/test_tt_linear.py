@@ -5,7 +5,7 @@ import tensorly
 import torch
 
 from comera.ops.rank_gate import rank_gate_reference
-from comera.ops.tt_linear import _thin_linear, tt_linear, tt_linear_reference, tt_to_dense
+from comera.ops.tt_linear import _thin_linears, tt_linear, tt_linear_reference, tt_to_dense
 from comera.shapes import TTShape
 
 SHAPES = {
@@ -202,9 +202,12 @@ def test_a_wrong_width_is_named():
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("batch", [(), (2, 3), (0,)], ids=str)
-def test_registered_soundly(batch, bias):
-    x, left, right = torch.randn(*batch, 6), torch.randn(6, 2), torch.randn(2, 5)
-    inputs = [t.requires_grad_() for t in (x, left, right)]
-    inputs.append(torch.randn(5, requires_grad=True) if bias else None)
-    torch.library.opcheck(_thin_linear, tuple(inputs))
-    assert _thin_linear(*inputs)[1].shape == (math.prod(batch), 3 if bias else 2)
+@pytest.mark.parametrize("count", [1, 3])
+def test_registered_soundly(batch, bias, count):
+    x = torch.randn(*batch, 6, requires_grad=True)
+    lefts = [torch.randn(6, 8, requires_grad=True) for _ in range(count)]
+    rights = [torch.randn(8, 5 + k, requires_grad=True) for k in range(count)]
+    torch.library.opcheck(_thin_linears, (x, lefts, rights, bias))
+    *ys, t = _thin_linears(x, lefts, rights, bias)
+    assert [y.shape for y in ys] == [(*batch, 5 + k) for k in range(count)]
+    assert t.shape == (math.prod(batch), 8 * count)

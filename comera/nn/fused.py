@@ -1,0 +1,155 @@
+"""Several layers in one operation, where they are tensor trains; one after the other elsewhere.
+
+A model written with these functions runs with layers of any kind. Where they are
+:class:`~comera.TTLinear`, the batch is read once instead of once a layer, and the wide hidden
+activation of a feed-forward part is never kept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comera.nn.linear import TTLinear
+from comera.ops.attention import attend
+from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
+from comera.ops.tt_linear import thin_linears
+
+
+def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """``[layer(x) for layer in layers]``, in one pass over x where the layers allow it.
+
+    Args:
+        x: ``(*, in_features)``.
+        layers: For example the query, key and value projections of an attention.
+    """
+    trains = _thin(x, layers)
+    if trains is None:
+        return [layer(x) for layer in layers]
+    lefts, rights = zip(*(layer.halves() for layer in trains), strict=True)
+    return thin_linears(x, lefts, rights, trains[0].bias is not None)
+
+
+def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
+    """``second(activation(first(x)))``; two tensor trains keep nothing of the hidden width.
+
+    The hidden activation is computed again in the backward pass: about a fifth more work in the
+    feed-forward part, for three hidden-width tensors less.
+
+    Args:
+        x: ``(*, in_features)``.
+        first: From the width of x to the hidden width.
+        second: From there to the output width.
+        activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
+
+    Raises:
+        ValueError: If the activation is another one.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    trains = _thin(x, [first, second])
+    if trains is None:
+        return second(getattr(F, activation)(first(x)))
+    bias = trains[0].bias is not None
+    return thin_feed_forward(x, trains[0].halves(), trains[1].halves(), bias, activation)
+
+
+def self_attention(
+    x_BTD: Tensor,
+    query: nn.Module,
+    key: nn.Module,
+    value: nn.Module,
+    out: nn.Module,
+    num_heads: int,
+    keep_BT: Tensor,
+    dropout: float,
+) -> Tensor:
+    """Multi-head self-attention, its projections included.
+
+    Where all four projections are tensor trains of a middle bond below the width of a head, the
+    sequence never leaves that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a
+    head are ``(x A_q) (B_q B_k^T) (x A_k)^T``, and the middle factor is small. Likewise for the
+    values and the output. That is fewer operations than forming q, k and v, and exactly the same
+    function.
+
+    Args:
+        x_BTD: ``(B, T, D)``.
+        query: From D to D, as are ``key``, ``value`` and ``out``.
+        key: See ``query``.
+        value: See ``query``.
+        out: See ``query``.
+        num_heads: Divides D.
+        keep_BT: Which positions may be attended to.
+        dropout: Probability of dropping an attention weight.
+    """
+    batch, length, width = x_BTD.shape
+    trains = _thin(x_BTD, [query, key, value, out])
+    if trains is not None and max(m.halves()[1].shape[0] for m in trains) * num_heads <= width:
+        return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
+
+    def heads(y_BTD: Tensor) -> Tensor:
+        split = y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        return split.reshape(batch * num_heads, length, -1)
+
+    q, k, v = map(heads, linears(x_BTD, [query, key, value]))
+    mixed = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
+    return out(mixed.unflatten(0, (batch, num_heads)).transpose(1, 2).flatten(-2))
+
+
+def _attention_in_rank_space(
+    x_BTD: Tensor, trains: Sequence[TTLinear], num_heads: int, keep_BT: Tensor, dropout: float
+) -> Tensor:
+    """Heads share keys and values, which are the thin ``x A_k`` and ``x A_v``."""
+    batch, length, width = x_BTD.shape
+    (left_q, right_q), (left_k, right_k), (left_v, right_v), (left_o, right_o) = (
+        train.halves() for train in trains
+    )
+    bias = trains[0].bias is not None
+    t = _times_left(x_BTD.flatten(0, 1), [left_q, left_k, left_v], bias)
+    t_q, t_k, t_v = t.split([right.shape[0] for right in (right_q, right_k, right_v)], 1)
+
+    def by_head(right_RD: Tensor) -> Tensor:
+        return right_RD.unflatten(1, (num_heads, -1)).transpose(0, 1)
+
+    scores_HRR = by_head(right_q) @ by_head(right_k).mT
+    values_HRR = by_head(right_v) @ left_o.unflatten(0, (num_heads, -1))
+    q = t_q @ scores_HRR.transpose(0, 1).flatten(1)
+    z = attend(
+        q.view(batch, length * num_heads, -1),
+        t_k.unflatten(0, (batch, length)),
+        t_v.unflatten(0, (batch, length)),
+        keep_BT,
+        (width // num_heads) ** -0.5,
+        dropout,
+    )
+    t_o = _times_left(z.view(batch * length, -1), [values_HRR.flatten(0, 1)], bias)
+    return (t_o @ right_o).view(batch, length, -1)
+
+
+def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
+    """``x @ left`` side by side, with ones in the last column of each where there is a bias."""
+    left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
+    if not bias:
+        return x @ left
+    ones = x.new_zeros(left.shape[1])
+    end = 0
+    for each in lefts:
+        end += each.shape[1]
+        ones[end - 1] = 1
+    return torch.addmm(ones, x, left)
+
+
+def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
+    """The layers, if all are tensor trains that are worth keeping thin and nothing hooks in."""
+    trains = [layer for layer in layers if type(layer) is TTLinear]
+    if len(trains) < len(layers):
+        return None
+    bias = trains[0].bias is not None
+    for layer in trains:
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        if hooked or (layer.bias is not None) != bias or not layer.is_thin(x):
+            return None
+    if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
+        return None  # a frozen layer needs fewer products by itself
+    return trains

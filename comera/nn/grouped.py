@@ -1,0 +1,79 @@
+"""Join the half-chains of all linear layers of a model in a few calls."""
+
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from comera.nn.linear import TTLinear
+from comera.nn.module import tensor_trains
+from comera.ops.halves import merge_halves
+
+
+class GroupedMerge:
+    """A context in which the linear layers of a model share the work of joining their cores.
+
+    By itself every :class:`~comera.TTLinear` joins its own cores in each forward pass: some dozen
+    small operations a layer, whatever the batch. Inside this context the layers of equal shape
+    are joined together when it is entered, and a forward pass uses what is there. Gradients flow
+    as always. ``comera.TrainStep`` enters it in each step.
+
+    Args:
+        model: Its layers are found once, here; their ranks may change between two uses.
+
+    Note:
+        Change no core inside. Where activation checkpointing is used, call ``backward`` inside.
+        The cores of a layer that the forward pass left out get a gradient of zeros, not None.
+
+    Example::
+
+        merged = comera.GroupedMerge(model)
+        for batch in loader:
+            with merged:
+                loss_fn(model, batch).backward()
+            optimizer.step()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [m for m in tensor_trains(model).values() if isinstance(m, TTLinear)]
+        self._key: object = None
+        self._groups: list[tuple[list[TTLinear], tuple[Any, ...]]] = []
+
+    def __enter__(self) -> "GroupedMerge":
+        key = [(layer.kind(), [id(p) for p in layer.parameters()]) for layer in self._layers]
+        if key != self._key:
+            self._key, self._groups = key, self._group()
+        for layers, arguments in self._groups:
+            lefts, rights = merge_halves(*arguments)
+            pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
+            for layer, halves in zip(layers, pairs, strict=True):
+                layer.shared_halves = halves
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for layer in self._layers:
+            layer.shared_halves = None
+
+    def _group(self) -> list[tuple[list[TTLinear], tuple[Any, ...]]]:
+        alike: dict[object, list[TTLinear]] = {}
+        for layer in self._layers:
+            alike.setdefault(layer.kind(), []).append(layer)
+        return [
+            (
+                layers,
+                (
+                    [core for layer in layers for core in layer.cores],
+                    [gate for layer in layers for gate in layer.gates],
+                    [layer.bias for layer in layers if layer.bias is not None],
+                    len(layers),
+                    layers[0].shape.split,
+                    layers[0].prune_below,
+                ),
+            )
+            for layers in alike.values()
+        ]

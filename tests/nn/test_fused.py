@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import comera
+from comera.nn.fused import feed_forward, linears, self_attention
+
+
+def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):
+    make = nn.Linear if kind == "dense" else lambda *a, **k: comera.TTLinear(*a, **k, rank=rank)
+    made = [make(width_in, width_out, bias=bias, dtype=dtype) for _ in range(count)]
+    for layer in made:
+        for gate in getattr(layer, "gates", []):
+            nn.init.uniform_(gate, 0.5, 1.5)
+    return made
+
+
+def assert_equal(got, want, inputs):
+    got, want = (list(y) if isinstance(y, (list, tuple)) else [y] for y in (got, want))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    grads = [torch.randn_like(y) for y in got]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, inputs, grads), torch.autograd.grad(want, inputs, grads),
+        rtol=1e-9, atol=1e-9,
+    )  # fmt: skip
+
+
+def inputs_of(x, modules):
+    return [x, *(p for m in modules for p in m.parameters())]
+
+
+KINDS = ["tt", "dense", "mixed", "no bias"]
+
+
+def some(kind, count, **sizes):
+    if kind == "mixed":
+        return [*layers(1, kind="dense", **sizes), *layers(count - 1, **sizes)]
+    return layers(count, kind=kind.split()[0], bias=kind != "no bias", **sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears_equal_each_by_itself(kind):
+    x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    modules = some(kind, 3)
+    assert_equal(linears(x, modules), [m(x) for m in modules], inputs_of(x, modules))
+
+
+def test_linears_of_different_widths_and_ranks():
+    x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
+    modules = [*layers(1, rank=3), *layers(1, width_out=10, rank=9)]
+    assert_equal(linears(x, modules), [m(x) for m in modules], inputs_of(x, modules))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_feed_forward_equals_its_layers(kind, activation):
+    x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    first, second = some(kind, 1, width_out=60)[0], some(kind, 1, width_in=60)[0]
+    want = second(getattr(F, activation)(first(x)))
+    assert_equal(feed_forward(x, first, second, activation), want, inputs_of(x, [first, second]))
+
+
+def test_an_unknown_activation_is_named():
+    with pytest.raises(ValueError, match="activation='swish' must be one of gelu, relu, silu"):
+        feed_forward(torch.zeros(1, 24), *layers(2), "swish")
+
+
+def plain_attention(x, modules, num_heads, keep):
+    query, key, value, out = modules
+
+    def heads(y):
+        return y.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+    mixed = F.scaled_dot_product_attention(
+        heads(query(x)), heads(key(x)), heads(value(x)), attn_mask=keep[:, None, None, :]
+    )
+    return out(mixed.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("rank", [5, 20], ids=["rank space", "rank above a head's width"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_self_attention_equals_its_layers(kind, rank):
+    x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(3, 5) > 0.3
+    keep[:, 0] = True
+    modules = some(kind, 4, rank=rank)
+    got = self_attention(x, *modules, num_heads=2, keep_BT=keep, dropout=0.0)
+    assert_equal(got, plain_attention(x, modules, 2, keep), inputs_of(x, modules))
+
+
+def test_hooks_on_a_layer_are_called():
+    x, seen = torch.randn(2, 4, 24, dtype=torch.float64), []
+    modules = layers(4)
+    for module in modules:
+        module.register_forward_hook(lambda *_: seen.append(1))
+    linears(x, modules[:3])
+    feed_forward(x, *modules[:2], "gelu")
+    self_attention(x, *modules, num_heads=2, keep_BT=torch.ones(2, 4, dtype=bool), dropout=0.0)
+    assert len(seen) == 3 + 2 + 4
+
+
+def test_a_frozen_layer_gets_no_gradient():
+    x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
+    modules = layers(3)
+    modules[1].requires_grad_(False)
+    sum(y.sum() for y in linears(x, modules)).backward()
+    assert all(p.grad is None for p in modules[1].parameters())
+    assert all(p.grad is not None for m in modules[::2] for p in m.parameters())

@@ -1,0 +1,82 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import comera
+from comera.nn import grouped
+
+
+def make(dtype=torch.float64):
+    """Two shapes, one of them three times, a padded width, a layer without bias, an embedding."""
+    model = nn.Sequential(
+        nn.Embedding(50, 24), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.Linear(24, 24),
+        nn.Linear(24, 22), nn.Linear(22, 10, bias=False),
+    ).to(dtype)  # fmt: skip
+    return comera.tensorize_(model, comera.TTConfig(rank=4, shape_pattern={"5": [[6, 4], [6, 4]]}))
+
+
+def train(model, tokens, merged):
+    with merged:
+        model(tokens).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
+    model = make()
+    twin, tokens = copy.deepcopy(model), torch.randint(0, 50, (3, 4))
+    twin(tokens).square().mean().backward()
+    got = train(model, tokens, comera.GroupedMerge(model))
+    torch.testing.assert_close(got, [p.grad for p in twin.parameters()], rtol=1e-10, atol=1e-10)
+
+
+def test_layers_of_one_shape_are_joined_in_one_call(monkeypatch):
+    model, calls = make(), []
+    original = grouped.merge_halves
+    monkeypatch.setattr(
+        grouped, "merge_halves", lambda *args: calls.append(args[3]) or original(*args)
+    )
+    with comera.GroupedMerge(model):
+        model(torch.zeros(2, dtype=torch.long))
+    assert sorted(calls) == [1, 1, 3]
+
+
+def test_nothing_is_left_behind():
+    model = make()
+    merged = comera.GroupedMerge(model)
+    with pytest.raises(RuntimeError, match="stop"), merged:
+        raise RuntimeError("stop")
+    assert all(m.shared_halves is None for m in model.modules() if isinstance(m, comera.TTLinear))
+
+
+def test_truncation_between_two_uses():
+    model = make()
+    merged, tokens = comera.GroupedMerge(model), torch.randint(0, 50, (3, 4))
+    train(model, tokens, merged)
+    with torch.no_grad():
+        model[1].gates[0][1:] = 0
+    before = model(tokens)
+    comera.truncate_(model)
+    with merged:
+        torch.testing.assert_close(model(tokens), before)
+    model.to(torch.float32)
+    with merged:
+        assert model(tokens).dtype == torch.float32
+
+
+def test_backward_inside_the_context_allows_activation_checkpointing():
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    twin = copy.deepcopy(model)
+    want = train(twin, tokens, comera.GroupedMerge(twin))
+    with comera.GroupedMerge(model):
+        hidden = model[0](tokens)
+        checkpoint(model[1:], hidden, use_reentrant=False).square().mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], want)
+
+
+def test_a_model_without_tensor_trains_is_left_alone():
+    model = nn.Linear(3, 3)
+    with comera.GroupedMerge(model):
+        assert model(torch.zeros(1, 3)).shape == (1, 3)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from comera.ops import feed_forward as module
+from comera.ops.feed_forward import (
+    ACTIVATIONS,
+    _feed_forward,
+    thin_feed_forward,
+    thin_feed_forward_reference,
+)
+
+
+def make(dtype=torch.float64, batch=(3, 5), bias=True):
+    """x and the halves of two layers, 6 -> 20 -> 7, padded as ``merge_halves`` pads them."""
+    x = torch.randn(*batch, 6, dtype=dtype)
+    sizes = {"left1": (6, 8), "right1": (8, 20), "left2": (20, 16), "right2": (16, 7)}
+    halves = {name: torch.randn(size, dtype=dtype) / 3 for name, size in sizes.items()}
+    for name, rank in (("1", 5), ("2", 11)):
+        halves[f"left{name}"][:, rank:] = 0
+        halves[f"right{name}"][rank : -1 if bias else None] = 0
+        if not bias:
+            halves[f"right{name}"][rank:] = 0
+    return [t.requires_grad_() for t in (x, *halves.values())]
+
+
+def run(function, inputs, *rest):
+    x, left1, right1, left2, right2 = inputs
+    return function(x, (left1, right1), (left2, right2), *rest)
+
+
+def grads(y, inputs):
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    found = torch.autograd.grad((y * weights).sum(), inputs)
+    # What pads a left half has no meaning, and neither has its gradient.
+    keep = [slice(None), slice(5), None, slice(11), None]
+    return [
+        g if k is None else g[:, k] if g.dim() == 2 else g for g, k in zip(found, keep, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("batch", [(), (3, 5), (0,), (300,)], ids=str)
+@pytest.mark.parametrize("at_once", [1, 1 << 20], ids=["pieces", "whole"])
+def test_output_and_gradients_match_plain_products(activation, batch, at_once, monkeypatch):
+    monkeypatch.setattr(module, "_HIDDEN_NUMBERS", at_once)
+    inputs = make(batch=batch)
+    got = run(thin_feed_forward, inputs, True, activation)
+    want = run(thin_feed_forward_reference, inputs, activation)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
+
+
+def test_without_a_bias():
+    inputs = make(bias=False)
+    x, left1, right1, left2, right2 = inputs
+    got = run(thin_feed_forward, inputs, False, "gelu")
+    want = torch.nn.functional.gelu(x @ left1 @ right1) @ left2 @ right2
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
+
+
+def test_nothing_of_the_hidden_width_is_kept():
+    inputs, kept = make(batch=(100,)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        run(thin_feed_forward, inputs, True, "gelu")
+    assert kept
+    assert (100, 20) not in kept
+
+
+def test_autocast():
+    inputs = make(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(thin_feed_forward, inputs, True, "gelu")
+    assert y.dtype == torch.bfloat16
+    want = run(thin_feed_forward_reference, inputs, "gelu")
+    for got, exact in zip([y, *grads(y, inputs)], [want, *grads(want, inputs)], strict=True):
+        error = (got - exact).abs().max() / exact.abs().max()
+        assert error < 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_sums_over_many_rows_are_kept_wide(monkeypatch):
+    """In bfloat16, adding up the pieces in bfloat16 would lose most of them."""
+    monkeypatch.setattr(module, "_HIDDEN_NUMBERS", 1)  # pieces of 64 rows
+    wide = make(torch.float32, batch=(64 * 200,))
+    narrow = [t.detach().bfloat16().requires_grad_() for t in wide]
+    exact = [t.detach().float().requires_grad_() for t in narrow]
+    for inputs in (narrow, exact):
+        run(thin_feed_forward, inputs, True, "relu").sum().backward()
+    error = (narrow[2].grad - exact[2].grad).norm() / exact[2].grad.norm()
+    assert error < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_registered_soundly(bias, activation):
+    inputs = make(torch.float32, bias=bias)
+    torch.library.opcheck(_feed_forward, (*inputs, bias, activation))
