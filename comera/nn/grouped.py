@@ -40,7 +40,7 @@ class GroupedMerge:
         self._groups: list[tuple[list[TTLinear], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "GroupedMerge":
-        key = [(layer.kind(), [id(p) for p in layer.parameters()]) for layer in self._layers]
+        key = [layer.identity() for layer in self._layers]
         if key != self._key:
             self._key, self._groups = key, self._group()
         for layers, arguments in self._groups:

@@ -117,6 +117,14 @@ class TTLinear(TensorTrainModule):
         """Whether the batch meets two thin matrices, not the dense one formed from them."""
         return True
 
+    def identity(self) -> tuple[object, ...]:
+        """Changes when a parameter is another one, or has another shape, dtype or device."""
+        # quicker than asking the list by number
+        cores = [core for core in self.cores._parameters.values() if core is not None]
+        gates = list(self.gates._parameters.values())
+        shapes = tuple(core.shape for core in cores)
+        return *map(id, (*cores, *gates, self.bias)), shapes, cores[0].dtype, cores[0].device
+
     def kind(self) -> tuple[object, ...]:
         """What layers must agree in for their cores to be joined together."""
         core = self.cores[0]
