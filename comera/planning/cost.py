@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from comera.planning.padding import padded_rank
 from comera.shapes import TTMShape, TTShape
 
 
@@ -36,13 +37,17 @@ def dense_linear_cost(in_features: int, out_features: int, tokens: int) -> Cost:
 
 
 def tt_linear_cost(shape: TTShape, tokens: int, ranks: Sequence[int] | None = None) -> Cost:
-    """Cost of ``comera.ops.tt_linear`` on ``tokens`` rows, at other ranks if given."""
+    """Cost of ``comera.ops.tt_linear`` on ``tokens`` rows, at other ranks if given.
+
+    What pads the bond between the halves takes memory, but is not counted as work.
+    """
     ranks = shape.ranks if ranks is None else tuple(ranks)
     middle = ranks[shape.split - 1]
     thin = tokens * middle * (shape.in_width + shape.out_width)
     merge = _merge_work(shape.slice_sizes, ranks, shape.split)
-    halves = middle * (shape.in_width + shape.out_width)
-    return Cost(thin + merge, 2 * (thin + merge), tokens * (shape.in_width + middle) + halves)
+    bond = padded_rank(middle, bias=False)
+    saved = tokens * (shape.in_width + bond) + bond * (shape.in_width + shape.out_width)
+    return Cost(thin + merge, 2 * (thin + merge), saved)
 
 
 def dense_embedding_cost(tokens: int) -> Cost:

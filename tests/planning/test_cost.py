@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.nn.linear import TTLinear
+from comera.ops.halves import merge_halves
 from comera.ops.tt_embedding import merge_table_halves
-from comera.ops.tt_linear import merge_halves
 from comera.planning.cost import (
     dense_embedding_cost,
     dense_linear_cost,
@@ -53,8 +53,8 @@ def test_linear_forward_is_what_the_reference_order_multiplies(shape):
         return x @ left @ right
 
     want, y = multiply_adds(run)
-    left, right = merge_halves(cores, shape.split, (), 0.0)
-    torch.testing.assert_close(y, x @ left[0] @ right[..., 0])
+    left, right = merge_halves(cores, [], [], 1, shape.split, 0.0)
+    torch.testing.assert_close(y, x @ left[0] @ right[0])
     assert tt_linear_cost(shape, 7).forward == want
 
 

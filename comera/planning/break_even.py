@@ -1,0 +1,250 @@
+"""Where a tensor train stops paying: against its own dense weight, and against nn.Linear."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from comera.planning.linear import (
+    Dims,
+    Layer,
+    dense,
+    dense_products,
+    thin,
+    thin_products,
+    torch_linear,
+)
+from comera.planning.machine import Machine, item_size, load_machine
+from comera.planning.plan import linear_layer, plan_linear
+from comera.planning.step import product_seconds
+from comera.shapes import TTShape
+
+_MOST_TOKENS = 1 << 24
+_MOST_ORDER = 4
+_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Another shape that is predicted to be faster than the dense layer.
+
+    Attributes:
+        shape: With it.
+        change: What to change, as one would type it: ``"rank=24"``.
+        time_ratio: Predicted time in units of the dense layer's.
+    """
+
+    shape: TTShape
+    change: str
+    time_ratio: float
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Whether a tensor train pays at a batch; ``str`` says it in a sentence or two.
+
+    Attributes:
+        tokens: Rows of the batch.
+        time_ratio: Predicted time in units of nn.Linear's; above 1 loses.
+        memory_ratio: The same for the most memory held at once.
+        suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
+    """
+
+    tokens: int
+    time_ratio: float
+    memory_ratio: float
+    suggestion: Suggestion | None
+
+    @property
+    def loses_time(self) -> bool:
+        return self.time_ratio > 1
+
+    @property
+    def loses_memory(self) -> bool:
+        return self.memory_ratio > 1
+
+    def __str__(self) -> str:
+        text = f"at {self.tokens} tokens this tensor train takes {self.time_ratio:.2g}x the time "
+        text += f"of nn.Linear and {self.memory_ratio:.2g}x its memory"
+        if self.suggestion is not None:
+            return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
+        if self.loses_time:
+            return f"{text}; no rank or order is faster than nn.Linear at this batch"
+        return text
+
+
+def dense_from(
+    shape: TTShape,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    *,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+) -> int | None:
+    """The number of tokens from which multiplying by the dense weight beats the two thin halves.
+
+    The dense weight is made anew in each pass, a cost that does not depend on the batch; in
+    return each token is cheaper where ``r (in + out) > in * out``. Only those products are
+    compared in which the two ways differ; nothing is searched, and the result is kept.
+
+    Args:
+        shape: Modes and ranks.
+        dtype: As in :func:`~comera.planning.plan.plan_linear`, and so are the others.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+
+    Returns:
+        The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
+        if the layer's weight has vanished.
+
+    Raises:
+        ValueError: If a width does not fit the modes, or the machine has no rate for ``dtype``.
+    """
+    layer = linear_layer(shape, 1, in_features, out_features, bias, train)
+    return _dense_from(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _dense_from(layer: Layer, dtype: str, machine: Machine) -> int | None:
+    machine.rate(dtype)
+    if 0 in layer.shape.ranks:
+        return None
+
+    item, call = item_size(dtype), machine.call_overhead
+    train, bias, high = layer.train, layer.bias, layer.out_features
+
+    def seconds(products: Iterable[Dims]) -> float:
+        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
+
+    w, _, _, _, grad_a, grad_b = dense_products(layer)
+    fixed = seconds([w, grad_a, grad_b] if train else [w])
+
+    def dense_wins(tokens: int) -> bool:
+        here = replace(layer, tokens=tokens)
+        thin_way = seconds(thin_products(here)[: 6 if train else 2])
+        dense_way = seconds(dense_products(here)[1 : 4 if train else 2]) + fixed
+        if bias:  # a column of ones in one way, a sum over rows in the other
+            thin_way += call + machine.moving(tokens * item)
+            dense_way += call + machine.moving(tokens * high * item) if train else 0.0
+        return dense_way < thin_way
+
+    return _first(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
+
+
+def break_even(
+    shape: TTShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+    together: int = 1,
+) -> BreakEven:
+    """Whether the fastest way to compute a tensor train beats nn.Linear at a batch.
+
+    Arguments and errors are those of :func:`~comera.planning.plan.plan_linear`.
+    """
+    layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
+    return _break_even(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
+    plan = plan_linear(
+        layer.shape,
+        layer.tokens,
+        dtype=dtype,
+        machine=machine,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        bias=layer.bias,
+        train=layer.train,
+        together=layer.together,
+    )
+    loses = plan.time_ratio > 1
+    return BreakEven(
+        layer.tokens,
+        plan.time_ratio,
+        plan.memory_ratio,
+        _suggest(layer, dtype, machine) if loses else None,
+    )
+
+
+def suggest(
+    shape: TTShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+    together: int = 1,
+) -> Suggestion | None:
+    """The largest rank at which a tensor train beats nn.Linear at a batch.
+
+    First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
+    the balanced modes of other orders, fewest cores first. No order of contraction is searched:
+    what counts is the faster of the thin halves and the dense weight.
+
+    Arguments and errors are those of :func:`~comera.planning.plan.plan_linear`.
+
+    Returns:
+        The suggestion, or None if nn.Linear is faster than any of them.
+    """
+    layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
+    return _suggest(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
+    machine.rate(dtype)
+    target = torch_linear(layer, machine, dtype).seconds
+
+    def ratio(shape: TTShape) -> float:
+        here = replace(layer, shape=shape)
+        return min(way(here, machine, dtype).seconds for way in (thin, dense)) / target
+
+    kept = replace(layer.shape, ranks=(1,) * len(layer.shape.ranks))
+    shapes = {"": kept}
+    for order in range(1, _MOST_ORDER + 1):
+        other = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
+        if other != kept:
+            shapes[f"order={order}, "] = other
+    for change, shape in shapes.items():
+        if ratio(shape.with_rank(1)) >= 1:
+            continue
+        widest = max(shape.max_ranks)
+        slower = functools.partial(_slower, shape, ratio)
+        rank = widest if not slower(widest) else _first(slower, widest) - 1
+        best = shape.with_rank(rank)
+        return Suggestion(best, f"{change}rank={rank}", ratio(best))
+    return None
+
+
+def _slower(shape: TTShape, ratio: Callable[[TTShape], float], rank: int) -> bool:
+    return ratio(shape.with_rank(rank)) >= 1
+
+
+def _first(holds: Callable[[int], bool], most: int) -> int:
+    """The smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
+
+    Doubling finds the power of two, halving the number; below the result it holds nowhere as long
+    as it does not come and go.
+    """
+    high = 1
+    while high < most and not holds(high):
+        high *= 2
+    low, high = high // 2, min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,105 @@
+"""One way to compute a layer: its steps, and the time and memory they add up to."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from comera.planning.machine import Machine, item_size
+from comera.planning.network import OUTPUT_GRADIENT
+from comera.planning.step import Step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a layer.
+
+    Attributes:
+        name: Of the strategy.
+        forward: Steps of the forward pass.
+        backward: Steps of the backward pass; empty when there is none.
+        seconds: Predicted time of both passes.
+        saved_bytes: Kept from the forward to the backward pass, parameters not counted.
+        peak_bytes: The most that is held at once: parameters, their gradients, the layer's input
+            and output and the gradients of these, everything saved and everything transient.
+    """
+
+    name: str
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    seconds: float
+    saved_bytes: int
+    peak_bytes: int
+
+    @property
+    def operations(self) -> int:
+        """Multiply-adds of both passes."""
+        return sum(step.operations for step in (*self.forward, *self.backward))
+
+
+def candidate(
+    name: str,
+    machine: Machine,
+    dtype: str,
+    *,
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    inputs: Mapping[str, int],
+    output_gradient: int,
+    parameters: Mapping[str, int],
+) -> Candidate:
+    """A candidate with its time and memory.
+
+    Args:
+        name: Of the strategy.
+        machine: On which it runs.
+        dtype: Of all numbers.
+        forward: In the order in which they run.
+        backward: The same.
+        inputs: Numbers in each input of the layer, by name.
+        output_gradient: Numbers in ``gy``.
+        parameters: Numbers in each parameter, by name.
+    """
+    sizes = {**inputs, **{step.result: step.size for step in forward}}
+    saved = {name: sizes[name] for name in _read_first(backward) if name in sizes}
+    start = {**saved, OUTPUT_GRADIENT: output_gradient} if backward else {}
+    peak = max(
+        _peak(forward, inputs, {*saved, *inputs, "y"}, parameters),
+        _peak(backward, start, set(), parameters),
+    )
+    item = item_size(dtype)
+    return Candidate(
+        name=name,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        seconds=sum(step.seconds(machine, dtype) for step in (*forward, *backward)),
+        saved_bytes=item * sum(saved.values()),
+        peak_bytes=item * (sum(parameters.values()) + peak),
+    )
+
+
+def _read_first(steps: Iterable[Step]) -> set[str]:
+    """Names that are read before any of the steps makes them."""
+    made, read = set[str](), set[str]()
+    for step in steps:
+        read.update(name for name in step.reads if name not in made)
+        made.add(step.result)
+    return read
+
+
+def _peak(
+    steps: Sequence[Step],
+    start: Mapping[str, int],
+    keep: set[str],
+    parameters: Mapping[str, int],
+) -> int:
+    """The most numbers held at once; a tensor goes after its last reader unless it is kept."""
+    last = {name: k for k, step in enumerate(steps) for name in step.reads}
+    held = dict(start)
+    most = sum(held.values())
+    for k, step in enumerate(steps):
+        before = held.pop(step.result, 0)  # one of the same name is replaced, but read meanwhile
+        held[step.result] = step.size
+        most = max(most, sum(held.values()) + before + step.copied)
+        for name in {*step.reads} - {step.result, *keep, *parameters}:
+            if last[name] == k:
+                held.pop(name, None)
+    return most

@@ -1,0 +1,272 @@
+"""What a machine can do, in the few numbers that predict the time of a layer.
+
+The numbers are measured once (``comera calibrate``) and kept as one JSON file a machine in the
+cache folder; until then, and where the file cannot be used, rough defaults stand in.
+"""
+
+import functools
+import json
+import logging
+import math
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from comera.files import cache_folder, replacing
+
+log = logging.getLogger("comera")
+
+_MAY_BE_ZERO = ("cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth")
+_ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one number.
+
+    Raises:
+        ValueError: If the dtype is unknown.
+    """
+    size = _ITEM_SIZES.get(dtype)
+    if size is None:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(repr, _ITEM_SIZES))}")
+    return size
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, and for a CPU one number of threads.
+
+    Args:
+        name: As people call it, e.g. ``"NVIDIA H200"``.
+        kind: ``"cpu"`` or ``"cuda"``.
+        flops: Pairs of a dtype and the floating-point operations a second of a large square
+            matrix product; a multiply-add is two.
+        bandwidth: Bytes a second, read and written together, of a pass over a large tensor.
+        strided_bandwidth: The same where numbers are rearranged: permuted copies, gathers.
+        cache_bandwidth: The same of a pass over a tensor that stays in the last cache.
+        cache_bytes: How much does.
+        call_overhead: Seconds that starting one kernel costs, however small.
+        operator_overhead: Seconds that entering one Python operator costs on top; zero where the
+            step is captured in a CUDA graph.
+        tile: Columns that the kernels of matrix products work on at once.
+        whole_tiles: Whether a remainder costs one tile more, as on a GPU, or as many as it has
+            powers of two (14 = 8 + 4 + 2: three), as in the kernels of CPU libraries.
+        half_width: Narrower side of the result, in whole tiles, at which a product reaches half
+            its peak rate.
+        half_depth: The same for the side that is summed over.
+        threads: Threads the numbers hold for; None on a GPU.
+        measured: False for the rough defaults.
+
+    Raises:
+        ValueError: If a number is not positive and finite, or a dtype or kind is unknown.
+    """
+
+    name: str
+    kind: str
+    flops: tuple[tuple[str, float], ...]
+    bandwidth: float
+    strided_bandwidth: float
+    cache_bandwidth: float
+    cache_bytes: float
+    call_overhead: float
+    operator_overhead: float
+    tile: int
+    whole_tiles: bool
+    half_width: float
+    half_depth: float
+    threads: int | None = None
+    measured: bool = True
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+        for dtype, rate in self.flops:
+            item_size(dtype)
+            _check_number(f"flops of {dtype}", rate, above_zero=True)
+        for name in ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile"):
+            _check_number(name, getattr(self, name), above_zero=True)
+        for name in _MAY_BE_ZERO:
+            _check_number(name, getattr(self, name), above_zero=False)
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations a second of a large product.
+
+        Raises:
+            ValueError: If this machine has no rate for ``dtype``.
+        """
+        for name, rate in self.flops:
+            if name == dtype:
+                return rate
+        known = ", ".join(repr(name) for name, _ in self.flops)
+        raise ValueError(f"dtype={dtype!r} must be one of {known} on {self.title}")
+
+    def share(self, narrow: int, depth: int) -> float:
+        """Which share of its peak rate a matrix product reaches; at most 1.
+
+        Args:
+            narrow: Narrower side of the result.
+            depth: The side that is summed over.
+        """
+        whole, rest = divmod(narrow, self.tile)
+        tiles = whole + (rest > 0 if self.whole_tiles else rest.bit_count())
+        width = narrow / (tiles * self.tile + self.half_width)
+        return width * (depth / (depth + self.half_depth))
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds of a pass over so many bytes, read and written together."""
+        if nbytes <= self.cache_bytes:
+            return nbytes / self.cache_bandwidth
+        beyond = nbytes - self.cache_bytes
+        return self.cache_bytes / self.cache_bandwidth + beyond / self.bandwidth
+
+    @property
+    def title(self) -> str:
+        """The name as shown to people."""
+        threads = f", {self.threads} threads" if self.threads else ""
+        return f"{self.name}{threads}" if self.measured else f"default profile ({self.kind})"
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"kind={kind!r} must be 'cpu' or 'cuda'")
+
+
+def _check_number(name: str, value: object, above_zero: bool) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (above_zero and value == 0):  # type: ignore[arg-type,operator]
+        raise ValueError(
+            f"{name}={value!r} must be a finite number {'above' if above_zero else 'of at least'} 0"
+        )
+
+
+_DEFAULTS = {
+    # A desktop-like CPU with two cores.
+    "cpu": Machine(
+        name="two cores",
+        kind="cpu",
+        flops=(("float64", 65e9), ("float32", 130e9), ("bfloat16", 65e9), ("float16", 30e9)),
+        bandwidth=12e9,
+        strided_bandwidth=6e9,
+        cache_bandwidth=40e9,
+        cache_bytes=8e6,
+        call_overhead=6e-6,
+        operator_overhead=250e-6,
+        tile=16,
+        whole_tiles=False,
+        half_width=4,
+        half_depth=6,
+        threads=2,
+        measured=False,
+    ),
+    # Like an H200, calls as cheap as they are within a CUDA graph.
+    "cuda": Machine(
+        name="H200",
+        kind="cuda",
+        flops=(("float64", 60e12), ("float32", 60e12), ("bfloat16", 790e12), ("float16", 790e12)),
+        bandwidth=4.3e12,
+        strided_bandwidth=2e12,
+        cache_bandwidth=8e12,
+        cache_bytes=40e6,
+        call_overhead=2e-6,
+        operator_overhead=0.0,
+        tile=64,
+        whole_tiles=True,
+        half_width=32,
+        half_depth=64,
+        measured=False,
+    ),
+}
+
+
+def default_machine(kind: str = "cpu") -> Machine:
+    """Rough numbers of a two-core CPU, or of an H200-like GPU.
+
+    Raises:
+        ValueError: If ``kind`` is neither ``"cpu"`` nor ``"cuda"``.
+    """
+    _check_kind(kind)
+    return _DEFAULTS[kind]
+
+
+def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
+    """The saved profile of a machine, else the default, which is said once.
+
+    Args:
+        kind: ``"cpu"`` or ``"cuda"``.
+        name: Of the device, as it was saved. This computer's processor if None; a GPU without a
+            name has no profile.
+        threads: Threads in use on a CPU. As many as this process may run on if None.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
+    """
+    _check_kind(kind)
+    if kind == "cpu":
+        name = processor_name() if name is None else name
+        threads = usable_threads() if threads is None else threads
+    return _load(kind, name, threads)
+
+
+def save_machine(machine: Machine) -> Path:
+    """Write the profile where :func:`load_machine` finds it, and return the path.
+
+    Plans made before keep the machine they were made for.
+    """
+    path = _path(machine.kind, machine.name, machine.threads)
+    content = {**asdict(machine), "flops": dict(machine.flops)}
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+    _load.cache_clear()
+    return path
+
+
+@functools.cache
+def processor_name() -> str:
+    """The processor's model, as the system names it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+@functools.cache
+def usable_threads() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@functools.cache  # so that what stands in for a missing profile is said once
+def _load(kind: str, name: str | None, threads: int | None) -> Machine:
+    path = _path(kind, name or "", threads)
+    if name is None or not path.exists():
+        log.info(
+            "no profile of this machine (%s): times are predicted from default numbers; "
+            "run `comera calibrate`",
+            name or kind,
+        )
+        return default_machine(kind)
+    try:
+        content = json.loads(path.read_text())
+        unknown = set(content) ^ {field.name for field in fields(Machine)}
+        if unknown:
+            raise ValueError(f"the entries {sorted(unknown)} are missing or not known")
+        return Machine(**{**content, "flops": tuple(content["flops"].items())})
+    except (OSError, ValueError, TypeError, AttributeError) as problem:
+        log.info(
+            "the profile %s cannot be used (%s): times are predicted from default numbers; "
+            "run `comera calibrate`",
+            path,
+            problem,
+        )
+        return default_machine(kind)
+
+
+def _path(kind: str, name: str, threads: int | None) -> Path:
+    words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
+    threaded = [f"{threads}threads"] if threads else []
+    return cache_folder() / "machines" / f"{'-'.join([*words, *threaded])}.json"

@@ -1,0 +1,239 @@
+"""Which way of computing a layer is predicted to be fastest at a batch, and what it will cost."""
+
+import functools
+from dataclasses import dataclass
+
+from comera.planning import linear, look_up
+from comera.planning.candidate import Candidate
+from comera.planning.linear import Layer
+from comera.planning.look_up import LookUp
+from comera.planning.machine import Machine, load_machine
+from comera.planning.schedule import Schedule
+from comera.planning.table import plan_html, plan_text
+from comera.shapes import TTMShape, TTShape
+
+_KEPT_PLANS = 1024
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The candidates of one layer at one batch on one machine; prints itself, also in Jupyter.
+
+    Attributes:
+        title: The layer in words.
+        tokens: Rows or indices in the batch.
+        dtype: Of all numbers.
+        machine: On which times are predicted.
+        candidates: The ways to compute the layer, fastest first by prediction.
+        dense: The torch layer it replaces.
+        search: The tree with the fewest operations, forward and all gradients planned together;
+            the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
+    """
+
+    title: str
+    tokens: int
+    dtype: str
+    machine: Machine
+    candidates: tuple[Candidate, ...]
+    dense: Candidate
+    search: Schedule | None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The fastest candidate by prediction."""
+        return self.candidates[0]
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
+        return self.chosen.seconds / self.dense.seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        """The same for the most memory held at once."""
+        return self.chosen.peak_bytes / self.dense.peak_bytes
+
+    @property
+    def excess(self) -> float:
+        """Operations of the chosen candidate above those of the best tree, as a share of these.
+
+        Negative where modes multiply to more than a width (the tree works on the padded ones),
+        and where rows of a table share their halves (the tree makes each row by itself).
+        """
+        if self.search is None:
+            return 0.0
+        return self.chosen.operations / self.search.operations - 1
+
+    def candidate(self, name: str) -> Candidate:
+        """The candidate of that name.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        for one in self.candidates:
+            if one.name == name:
+                return one
+        known = ", ".join(repr(one.name) for one in self.candidates)
+        raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def plan_linear(
+    shape: TTShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+    input_grad: bool = True,
+    together: int = 1,
+) -> Plan:
+    """Plan a linear layer; a second call with the same arguments returns the same plan.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+        input_grad: Whether the input needs a gradient; the first layer's does not.
+        together: How many layers of this shape join their cores in the same calls.
+
+    Raises:
+        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
+            the machine has no rate for ``dtype``.
+    """
+    layer = linear_layer(
+        shape, tokens, in_features, out_features, bias, train, input_grad, together
+    )
+    return _plan_linear(layer, machine or load_machine(), dtype)
+
+
+def plan_embedding(
+    shape: TTMShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    distinct: int | None = None,
+    num_embeddings: int | None = None,
+    embedding_dim: int | None = None,
+    train: bool = True,
+) -> Plan:
+    """Plan the look-ups of a table; a second call with the same arguments returns the same plan.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Indices in the batch.
+        dtype: As in :func:`plan_linear`.
+        machine: As in :func:`plan_linear`.
+        distinct: How many different indices to expect; as many as can be if None.
+        num_embeddings: Rows of the table if the modes multiply to more.
+        embedding_dim: Width if the modes multiply to more.
+        train: Whether a backward pass follows.
+
+    Raises:
+        ValueError: As :func:`plan_linear`, or if ``distinct`` is not between one and ``tokens``.
+    """
+    _check_count("tokens", tokens)
+    if distinct is not None and not 1 <= distinct <= tokens:
+        raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
+    rows = _width("num_embeddings", num_embeddings, shape.num_rows)
+    columns = _width("embedding_dim", embedding_dim, shape.num_cols)
+    different = min(tokens, rows) if distinct is None else distinct
+    asked = LookUp(shape, tokens, different, rows, columns, train)
+    return _plan_embedding(asked, machine or load_machine(), dtype)
+
+
+def linear_layer(
+    shape: TTShape,
+    tokens: int,
+    in_features: int | None,
+    out_features: int | None,
+    bias: bool,
+    train: bool,
+    input_grad: bool = True,
+    together: int = 1,
+) -> Layer:
+    """The checked arguments of :func:`plan_linear`, widths filled in."""
+    _check_count("tokens", tokens)
+    _check_count("together", together)
+    wide = _width("in_features", in_features, shape.in_width)
+    high = _width("out_features", out_features, shape.out_width)
+    return Layer(shape, tokens, wide, high, bias, train, input_grad, together)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
+    machine.rate(dtype)
+    shape = layer.shape
+    title = (
+        f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
+        f"ranks {' '.join(map(str, shape.ranks))}"
+    )
+    dense = linear.torch_linear(layer, machine, dtype)
+    if 0 in shape.ranks:
+        empty = linear.only_bias(layer, machine, dtype)
+        return Plan(title, layer.tokens, dtype, machine, (empty,), dense, None)
+    optimal, search = linear.sequential(layer, machine, dtype)
+    candidates = [
+        linear.thin(layer, machine, dtype),
+        optimal,
+        linear.dense(layer, machine, dtype),
+    ]
+    return Plan(title, layer.tokens, dtype, machine, _ranked(candidates), dense, search)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
+    machine.rate(dtype)
+    shape = asked.shape
+    title = (
+        f"embedding {asked.num_embeddings} x {asked.embedding_dim}, modes "
+        f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
+        f"{asked.distinct} distinct rows"
+    )
+    dense = look_up.torch_embedding(asked, machine, dtype)
+    if 0 in shape.ranks:
+        empty = look_up.only_zeros(asked, machine, dtype)
+        return Plan(title, asked.tokens, dtype, machine, (empty,), dense, None)
+    optimal, search = look_up.sequential(asked, machine, dtype)
+    candidates = [
+        look_up.halves(asked, machine, dtype, unique=True),
+        look_up.halves(asked, machine, dtype, unique=False),
+        optimal,
+    ]
+    return Plan(title, asked.tokens, dtype, machine, _ranked(candidates), dense, search)
+
+
+def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+    """Fastest first; of equals the one listed first."""
+    return tuple(sorted(candidates, key=lambda one: one.seconds))
+
+
+def _check_count(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name}={count} must be at least 1")
+
+
+def _width(name: str, width: int | None, modes: int) -> int:
+    if width is None:
+        return modes
+    if not 1 <= width <= modes:
+        raise ValueError(
+            f"{name}={width} must be between 1 and {modes}, what the modes multiply to"
+        )
+    return width
