@@ -1,6 +1,7 @@
 """A linear layer whose weight is a tensor train with trainable ranks."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.ops.halves import merge_halves
-from comera.ops.tt_linear import thin_linears, tt_to_dense
+from comera.ops.tt_linear import check_width, thin_linears, tt_to_dense, wide_linear
+from comera.planning.break_even import dense_from
+from comera.planning.machine import load_machine
 from comera.shapes import TTShape, only_one
 
 
@@ -91,6 +94,9 @@ class TTLinear(TensorTrainModule):
 
     def forward(self, input: Tensor) -> Tensor:
         left, right = self.halves()
+        check_width(input, left)
+        if not self.is_thin(input):
+            return wide_linear(input, left, right, self.bias is not None)
         return thin_linears(input, [left], [right], self.bias is not None)[0]
 
     def halves(self) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,16 @@ class TTLinear(TensorTrainModule):
 
     def is_thin(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""
-        return True
+        rank = self.gates[self._modes.split - 1].shape[0]
+        if 2 * rank * (self.in_features + self.out_features) <= self.num_dense:
+            return True
+        rows = input.numel() // max(1, input.shape[-1])
+        core = self.cores[0]
+        return rows < _dense_from(
+            self._modes.in_modes, self._modes.out_modes, self.ranks,
+            self.in_features, self.out_features, self.bias is not None,
+            str(core.dtype).removeprefix("torch."), core.device.type, torch.is_grad_enabled(),
+        )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
         """Changes when a parameter is another one, or has another shape, dtype or device."""
@@ -209,3 +224,30 @@ class TTLinear(TensorTrainModule):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self._describe_ranks()}"
         )
+
+
+@torch.compiler.assume_constant_result
+def _dense_from(
+    in_modes: tuple[int, ...],
+    out_modes: tuple[int, ...],
+    ranks: tuple[int, ...],
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    dtype: str,
+    device: str,
+    train: bool,
+) -> int:
+    """Rows from which the planner would form the dense matrix; on other devices it never would."""
+    if device not in ("cpu", "cuda"):
+        return sys.maxsize
+    rows = dense_from(
+        TTShape(in_modes, out_modes, ranks),
+        dtype,
+        load_machine(device),
+        in_features=in_features,
+        out_features=out_features,
+        bias=bias,
+        train=train,
+    )
+    return sys.maxsize if rows is None else rows

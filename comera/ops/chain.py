@@ -158,45 +158,50 @@ def gate_grads(
 
 def join(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores ``(G, L, N, R)`` of each chain into one."""
-    partial = _partial_products(cores)
-    merged = partial[-1] if _from_left(cores) else partial[0]
+    merged = _partial_products(cores, len(cores))[-1]
     modes = math.prod(core.shape[2] for core in cores)
     return merged.reshape(merged.shape[0], cores[0].shape[1], modes, cores[-1].shape[3])
 
 
 def join_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
     """Each core's gradient; the remaining gradient shrinks by one core at a time."""
-    partial, grads = _partial_products(cores), []
+    partial, grads = _partial_products(cores, len(cores) - 1), []
+    G = cores[0].shape[0]
     if _from_left(cores):
-        rest = grad.reshape(partial[-1].shape)
-        for core, before in zip(reversed(cores[1:]), reversed(partial[:-1]), strict=True):
-            G, _, N, R = core.shape
-            rest = rest.reshape(G, before.shape[1], N * R)
+        rest = grad
+        for core, before in zip(reversed(cores[1:]), reversed(partial), strict=True):
+            rest = rest.reshape(G, before.shape[1], core.shape[2] * core.shape[3])
             grads.append(torch.bmm(before.mT, rest).view(core.shape))
             rest = torch.bmm(rest, core.flatten(2).mT)
         return [rest.reshape(cores[0].shape), *reversed(grads)]
-    rest = grad.reshape(partial[0].shape)
-    for core, after in zip(cores[:-1], partial[1:], strict=True):
-        G, L, N, _ = core.shape
-        rest = rest.reshape(G, L * N, after.shape[2])
+    rest = grad
+    for core, after in zip(cores[:-1], reversed(partial), strict=True):
+        rest = rest.reshape(G, core.shape[1] * core.shape[2], after.shape[2])
         grads.append(torch.bmm(rest, after.mT).view(core.shape))
         rest = torch.bmm(core.flatten(1, 2).mT, rest)
     return [*grads, rest.reshape(cores[-1].shape)]
 
 
-def _partial_products(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Running products, started from the narrower end: ``out[k]`` covers that end up to core k."""
+def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Products of the first one, two, ... ``count`` cores, counted from the narrower end."""
+    out: list[Tensor] = []
     if _from_left(cores):
-        out = [cores[0].flatten(1, 2)]
-        for core in cores[1:]:
-            G, _, N, R = core.shape
-            out.append(torch.bmm(out[-1], core.flatten(2)).view(G, out[-1].shape[1] * N, R))
+        for core in cores[:count]:
+            G, L, N, R = core.shape
+            if not out:
+                out.append(core.reshape(G, L * N, R))
+                continue
+            rows = out[-1].shape[1] * N
+            out.append(torch.bmm(out[-1], core.reshape(G, L, N * R)).view(G, rows, R))
         return out
-    out = [cores[-1].flatten(2)]
-    for core in reversed(cores[:-1]):
-        G, L, N, _ = core.shape
-        out.append(torch.bmm(core.flatten(1, 2), out[-1]).view(G, L, N * out[-1].shape[2]))
-    return out[::-1]
+    for core in list(reversed(cores))[:count]:
+        G, L, N, R = core.shape
+        if not out:
+            out.append(core.reshape(G, L, N * R))
+            continue
+        columns = N * out[-1].shape[2]
+        out.append(torch.bmm(core.reshape(G, L * N, R), out[-1]).view(G, L, columns))
+    return out
 
 
 def _from_left(cores: Sequence[Tensor]) -> bool:

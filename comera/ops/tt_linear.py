@@ -82,13 +82,27 @@ def thin_linears(
     Raises:
         ValueError: If x has another width than the layer.
     """
-    if x_BI.shape[-1] != lefts[0].shape[0]:
-        raise ValueError(
-            f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
-            f"but this layer takes {lefts[0].shape[0]}"
-        )
+    check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
     return _thin_linears(x_BI, lefts, rights, bias)[:-1]
+
+
+def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
+    """Raise ``ValueError`` if x has another width than the layer."""
+    if x_BI.shape[-1] != left_IR.shape[0]:
+        raise ValueError(
+            f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
+            f"but this layer takes {left_IR.shape[0]}"
+        )
+
+
+def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> Tensor:
+    """The same as :func:`thin_linears` of one pair, through the dense matrix.
+
+    The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
+    """
+    weight = (left_IR @ right_RO).T  # the bias' row of right meets a column of zeros in left
+    return torch.nn.functional.linear(x_BI, weight, right_RO[-1] if bias else None)
 
 
 def autocast_together(
