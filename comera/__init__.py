@@ -3,7 +3,7 @@
 The public names, in the order one meets them::
 
     comera.tensorize_(model, comera.TTConfig(rank=30, target_modules=r"encoder\\..*"))
-    print(comera.compression_report(model))
+    print(comera.compression_report(model), comera.plan(model, tokens=4096))
     optimizer = torch.optim.AdamW(comera.param_groups(model, lr=5e-4, gate_lr=1e-3))
     ranks = comera.TwoStage(model, target=0.2, early_steps=2000, late_steps=1000)
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
@@ -22,6 +22,7 @@ from comera.rank.groups import param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
+from comera.report.plan import plan
 from comera.shapes import TTMShape, TTShape
 from comera.train.step import TrainStep
 
@@ -40,6 +41,7 @@ __all__ = [
     "compression_report",
     "densify_",
     "param_groups",
+    "plan",
     "reuse_freed_memory",
     "tensorize_",
     "truncate_",

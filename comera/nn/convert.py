@@ -15,7 +15,8 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.nn.table import TTTable
 from comera.nn.tied import TiedTTLinear
-from comera.planning.cost import dense_linear_cost, tt_linear_cost
+from comera.ops.machine import machine_of
+from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
 
@@ -24,6 +25,9 @@ _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
     "all-embedding": (nn.Embedding, nn.EmbeddingBag),
 }
+
+_WORTH_SAYING = 1.1
+"""Predicted time or memory, in units of dense's, above which a layer is named."""
 
 Rank = int | list[int]
 Modes = Sequence[Sequence[int]]
@@ -55,6 +59,9 @@ class TTConfig:
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
+        tokens: Rows of a training batch, that is batch size times length. Layers that are
+            predicted to be slower or larger than dense at this batch are named in the log, with a
+            rank that would not be.
     """
 
     rank: Rank | None = None
@@ -71,10 +78,13 @@ class TTConfig:
     init: Literal["fresh", "svd"] = "fresh"
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
+    tokens: int = 4096
 
     def __post_init__(self) -> None:
         _one_of("init", self.init, ("fresh", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least 1")
         if self.tolerance is not None and self.init != "svd":
             raise ValueError(
                 f"tolerance={self.tolerance} is an error against the present weight: "
@@ -132,6 +142,8 @@ def tensorize_(
                 replacements[id(module)] = new
     for reason, names in skipped.items():
         log.warning("tensorize_ leaves %s dense: %s", _listed(names), reason)
+    name_of = {id(module): name for name, module in targets.items()}
+    _say_what_loses({name_of[key]: new for key, new in replacements.items()}, config.tokens)
     return _swap(model, replacements)
 
 
@@ -157,6 +169,29 @@ def densify_(model: nn.Module) -> nn.Module:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
     return _swap(model, replacements)
+
+
+def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
+    """One line for each kind of layer that is predicted to be slower or larger than dense."""
+    alike: dict[object, list[tuple[str, TTLinear]]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, TTLinear):
+            alike.setdefault((layer.kind(), layer.in_features), []).append((name, layer))
+    for members in alike.values():
+        layer = members[0][1]
+        core = layer.cores[0]
+        found = break_even(
+            layer.shape,
+            tokens,
+            dtype=str(core.dtype).removeprefix("torch."),
+            machine=machine_of(core.device),
+            in_features=layer.in_features,
+            out_features=layer.out_features,
+            bias=layer.bias is not None,
+            together=len(members),
+        )
+        if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
+            log.warning("tensorize_: %s: %s", _listed([name for name, _ in members]), found)
 
 
 def _targets(
@@ -279,12 +314,6 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
     stored = sum(param.numel() for param in [*new.cores, *new.gates])
     if stored >= new.num_dense:
         return f"a tensor train at this rank would hold {stored} numbers for {new.num_dense}"
-    if isinstance(new, TTLinear):
-        many = 1 << 20
-        thin = tt_linear_cost(new.shape, many).total
-        dense = dense_linear_cost(new.in_features, new.out_features, many).total
-        if thin >= dense:
-            return f"a tensor train at this rank takes {thin / dense:.1f} times dense's operations"
     return new
 
 

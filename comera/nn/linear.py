@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.ops.halves import merge_halves
+from comera.ops.machine import machine_of
 from comera.ops.tt_linear import check_width, thin_linears, tt_to_dense, wide_linear
 from comera.planning.break_even import dense_from
-from comera.planning.machine import load_machine
 from comera.shapes import TTShape, only_one
 
 
@@ -244,7 +244,7 @@ def _dense_from(
     rows = dense_from(
         TTShape(in_modes, out_modes, ranks),
         dtype,
-        load_machine(device),
+        machine_of(torch.device(device)),
         in_features=in_features,
         out_features=out_features,
         bias=bias,

@@ -147,7 +147,7 @@ def break_even(
     train: bool = True,
     together: int = 1,
 ) -> BreakEven:
-    """Whether the fastest way to compute a tensor train beats nn.Linear at a batch.
+    """Whether a tensor-train layer, computed the faster of its ways, beats nn.Linear at a batch.
 
     Arguments and errors are those of :func:`~comera.planning.plan.plan_linear`.
     """

@@ -25,6 +25,7 @@ class Plan:
         dtype: Of all numbers.
         machine: On which times are predicted.
         candidates: The ways to compute the layer, fastest first by prediction.
+        runs: Names of those that the layer has code for; the others are there for comparison.
         dense: The torch layer it replaces.
         search: The tree with the fewest operations, forward and all gradients planned together;
             the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
@@ -35,13 +36,14 @@ class Plan:
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
+    runs: tuple[str, ...]
     dense: Candidate
     search: Schedule | None
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate by prediction."""
-        return self.candidates[0]
+        """The fastest by prediction of those that the layer runs."""
+        return next(one for one in self.candidates if one.name in self.runs)
 
     @property
     def time_ratio(self) -> float:
@@ -187,14 +189,15 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
     dense = linear.torch_linear(layer, machine, dtype)
     if 0 in shape.ranks:
         empty = linear.only_bias(layer, machine, dtype)
-        return Plan(title, layer.tokens, dtype, machine, (empty,), dense, None)
+        return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
     optimal, search = linear.sequential(layer, machine, dtype)
     candidates = [
         linear.thin(layer, machine, dtype),
         optimal,
         linear.dense(layer, machine, dtype),
     ]
-    return Plan(title, layer.tokens, dtype, machine, _ranked(candidates), dense, search)
+    ranked, runs = _ranked(candidates), ("thin", "dense")
+    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
@@ -209,14 +212,15 @@ def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
     dense = look_up.torch_embedding(asked, machine, dtype)
     if 0 in shape.ranks:
         empty = look_up.only_zeros(asked, machine, dtype)
-        return Plan(title, asked.tokens, dtype, machine, (empty,), dense, None)
+        return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
     optimal, search = look_up.sequential(asked, machine, dtype)
     candidates = [
         look_up.halves(asked, machine, dtype, unique=True),
         look_up.halves(asked, machine, dtype, unique=False),
         optimal,
     ]
-    return Plan(title, asked.tokens, dtype, machine, _ranked(candidates), dense, search)
+    ranked, runs = _ranked(candidates), (candidates[0].name,)
+    return Plan(title, asked.tokens, dtype, machine, ranked, runs, dense, search)
 
 
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:

@@ -119,7 +119,10 @@ def _step_cells(plan: "Plan", step: Step, total: float) -> tuple[str, ...]:
 
 def _candidate_rows(plan: "Plan") -> Iterable[tuple[str, ...]]:
     for one in (*plan.candidates, plan.dense):
-        name = f"{one.name} (chosen)" if one is plan.chosen else one.name
+        note = " (chosen)" if one is plan.chosen else ""
+        if one is not plan.dense and one.name not in plan.runs:
+            note = " (not run)"
+        name = one.name + note
         yield (name, *_candidate_cells(one, plan.dense))
 
 

@@ -1,13 +1,16 @@
-"""``comera train CONFIG``, ``comera plan CONFIG``, ``comera report RUN``."""
+"""``comera train CONFIG``, ``plan CONFIG``, ``report RUN``, ``calibrate``."""
 
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import torch
 from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
 
+from comera.bench.calibrate import calibrate
 from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import plan, run
@@ -26,6 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.command == "report":
             console.print(f"wrote {write_report(Path(chosen.report.run))}")
+            return 0
+        if chosen.command == "calibrate":
+            reuse_freed_memory()
+            if chosen.calibrate.threads:
+                torch.set_num_threads(chosen.calibrate.threads)
+            calibrate(chosen.calibrate.device, console.print)
             return 0
         config = parser.instantiate(chosen)[chosen.command]
         settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
@@ -56,6 +65,12 @@ def make_parser() -> ArgumentParser:
     report = ArgumentParser(description="write one HTML file about a run")
     report.add_argument("run", type=str, help="folder of the run")
     commands.add_subcommand("report", report, help="write one HTML file about a run")
+    measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
+    measure.add_argument(
+        "--device", type=Literal["cpu", "cuda"], default="cpu", help="what to measure"
+    )
+    measure.add_argument("--threads", type=int, help="CPU threads to measure with")
+    commands.add_subcommand("calibrate", measure, help="measure this machine for the planner")
     return parser
 
 
@@ -68,8 +83,10 @@ def _config_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _show_plan(config: RunConfig, console: Console) -> None:
-    report, target = plan(config)
+    report, layers, target = plan(config)
     console.print(str(report), soft_wrap=True, highlight=False)
+    if layers is not None:
+        console.print(str(layers), soft_wrap=True, highlight=False)
     if target is not None:
         cores = report.live_params
         rest = report.params - cores

@@ -23,6 +23,8 @@ from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.tasks import Task, make_model, planned_vocab_size, prepare_task
 from comera.report.compression import CompressionReport, compression_report
+from comera.report.plan import ModelPlan
+from comera.report.plan import plan as plan_model
 from comera.train.loop import LoopResult, train
 from comera.train.step import TrainStep
 
@@ -104,8 +106,8 @@ def run(config: RunConfig, console: Console | None = None, quiet: bool = False) 
     return outcomes
 
 
-def plan(config: RunConfig) -> tuple[CompressionReport, int | None]:
-    """What a run will train: the report of its model before training, and the size to end at.
+def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
+    """What a run will train: its model's size and plan before training, and the size to end at.
 
     Nothing is allocated and no data is read.
     """
@@ -115,10 +117,15 @@ def plan(config: RunConfig) -> tuple[CompressionReport, int | None]:
     if config.tensorize is not None:
         tensorize_(model, config.tensorize)
     length = (config.masked_text or config.nli).length  # type: ignore[union-attr]
-    report = compression_report(model, config.train.batch_size * length)
+    tokens = max(1, config.train.batch_size // config.train.accumulate) * length
+    report = compression_report(model, tokens)
+    if config.tensorize is None:
+        return report, None, None
+    layers = plan_model(model, tokens)
+    assert isinstance(layers, ModelPlan), "the model is not one layer"
     if config.ranks is None:
-        return report, None
-    return report, math.floor(config.ranks.target * report.live_params)
+        return report, layers, None
+    return report, layers, math.floor(config.ranks.target * report.live_params)
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:

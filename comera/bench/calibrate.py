@@ -1,0 +1,135 @@
+"""Measure the numbers that the planner predicts times from."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from comera.nn.linear import TTLinear
+from comera.planning.machine import Machine, default_machine, processor_name, save_machine
+from comera.planning.plan import plan_linear
+
+_DTYPES = {
+    "cpu": ("float32", "float64", "bfloat16"),
+    "cuda": ("float32", "float64", "bfloat16", "float16"),
+}
+_ROUNDS = 7
+
+Say = Callable[[str], None]
+
+
+def calibrate(device: str = "cpu", say: Say = print) -> Machine:
+    """Measure this machine and save the profile, which ``comera.plan`` then uses.
+
+    Takes some ten seconds on a CPU; what else runs on the machine meanwhile counts as slowness.
+
+    Args:
+        device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
+        say: Called with a line after each measurement.
+
+    Raises:
+        ValueError: If the device is neither, or there is no such GPU.
+    """
+    rough = default_machine(device)  # refuses what is neither
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch finds no CUDA device")
+    rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES[device]}
+    large, small = (1 << 26, 1 << 19) if device == "cpu" else (1 << 29, 1 << 22)
+    profile = dataclasses.replace(
+        rough,
+        name=processor_name() if device == "cpu" else torch.cuda.get_device_name(),
+        flops=tuple(rates.items()),
+        bandwidth=_copy_rate(device, large, say, "copy of a large tensor"),
+        strided_bandwidth=_transpose_rate(device, say),
+        cache_bandwidth=_copy_rate(device, small, say, "copy within the cache"),
+        call_overhead=_call_overhead(device, say),
+        half_width=_half_size(device, rates["float32"], say, "width", (4096, 768, 2 * rough.tile)),
+        half_depth=_half_size(device, rates["float32"], say, "depth", (1024, 2 * rough.tile, 768)),
+        threads=torch.get_num_threads() if device == "cpu" else None,
+        measured=True,
+    )
+    overhead = _operator_overhead(device, profile, say)
+    profile = dataclasses.replace(profile, operator_overhead=overhead)
+    say(f"saved as {save_machine(profile)}")
+    return profile
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Median of several runs after a warm-up."""
+    times = []
+    for _ in range(_ROUNDS + 2):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return median(times[2:])
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _product_rate(device: str, dtype: str, say: Say) -> float:
+    size = 1024 if device == "cpu" else 8192
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    rate = 2 * size**3 / _seconds(lambda: a @ a, device)
+    say(f"{dtype} product: {rate / 1e9:.4g} GFLOP/s")
+    return rate
+
+
+def _copy_rate(device: str, numbers: int, say: Say, what: str) -> float:
+    source = torch.ones(numbers, device=device)
+    target = torch.empty_like(source)
+    rate = 8 * numbers / _seconds(lambda: target.copy_(source), device)
+    say(f"{what}: {rate / 1e9:.4g} GB/s")
+    return rate
+
+
+def _transpose_rate(device: str, say: Say) -> float:
+    source = torch.ones(4096, 4096, device=device)
+    target = torch.empty_like(source)
+    rate = 8 * source.numel() / _seconds(lambda: target.copy_(source.T), device)
+    say(f"transposed copy: {rate / 1e9:.4g} GB/s")
+    return rate
+
+
+def _call_overhead(device: str, say: Say) -> float:
+    a, calls = torch.ones(8, device=device), 1000
+
+    def run() -> None:
+        for _ in range(calls):
+            torch.add(a, a, out=a)
+
+    overhead = _seconds(run, device) / calls
+    say(f"a call: {1e6 * overhead:.3g} us")
+    return overhead
+
+
+def _half_size(device: str, peak: float, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
+    """Where a product reaches half its peak rate: from ``share = n / (n + half)`` at one n."""
+    rows, depth, width = sizes
+    a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
+    out = torch.empty(rows, width, device=device)
+    rate = 2 * rows * depth * width / _seconds(lambda: torch.mm(a, b, out=out), device)
+    share, narrow = min(rate / peak, 1.0), min(depth, width)
+    say(f"product of {what} {narrow}: {share:.0%} of the peak rate")
+    return narrow / share - narrow
+
+
+def _operator_overhead(device: str, profile: Machine, say: Say) -> float:
+    """What a layer with next to no arithmetic takes beyond its predicted calls."""
+    layer = TTLinear(64, 64, rank=2, device=device)
+    x = torch.ones(1, 64, device=device, requires_grad=True)
+
+    def predicted(overhead: float) -> float:
+        machine = dataclasses.replace(profile, operator_overhead=overhead)
+        return plan_linear(layer.shape, 1, machine=machine).candidate("thin").seconds
+
+    taken = _seconds(lambda: layer(x).sum().backward(), device)
+    overhead = max(0.0, (taken - predicted(0.0)) / (predicted(1.0) - predicted(0.0)))
+    say(f"an operator: {1e6 * overhead:.3g} us")
+    return overhead

@@ -1,0 +1,131 @@
+"""Other packages that stand beside comera. They are imported here, in functions, and only here."""
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule
+from comera.nn.table import TTTable
+
+GALORE_RANK, GALORE_GAP, GALORE_SCALE = 128, 200, 0.25
+"""As in the experiments of GaLore, arXiv 2403.03507."""
+
+
+class MissingPeerError(Exception):
+    """A package that is not here; the message says how to get it."""
+
+
+@contextmanager
+def tensorly_on_torch() -> Iterator[None]:
+    """Inside, tensorly computes with torch; afterwards with what it did before.
+
+    Importing tensorly-torch switches tensorly over for the whole process. Nothing happens where
+    tensorly is not installed.
+    """
+    try:
+        tensorly = _load("tensorly", "tensorly-torch")
+    except MissingPeerError:
+        yield
+        return
+    before = tensorly.get_backend()
+    tensorly.set_backend("pytorch")
+    try:
+        yield
+    finally:
+        tensorly.set_backend(before)
+
+
+def tensorly_linear(layer: TTLinear, implementation: str) -> nn.Module:
+    """tensorly-torch's layer over the same modes, every bond as wide as the widest of ``layer``.
+
+    Its block tensor train pairs input and output modes, so it has other parameters at equal rank.
+    Used inside :func:`tensorly_on_torch`.
+
+    Args:
+        layer: Must not be padded.
+        implementation: ``"factorized"`` or ``"reconstructed"``.
+    """
+    tltorch = _load("tltorch", "tensorly-torch")
+    shape, core = layer.shape, layer.cores[0]
+    if (shape.in_width, shape.out_width) != (layer.in_features, layer.out_features):
+        raise ValueError(
+            f"it cannot pad {layer.in_features} -> {layer.out_features} to the modes "
+            f"{shape.describe_modes()}"
+        )
+    return tltorch.FactorizedLinear(
+        shape.in_modes,
+        shape.out_modes,
+        bias=layer.bias is not None,
+        factorization="blocktt",
+        rank=_block_ranks(shape.in_modes, layer),
+        implementation=implementation,
+        device=core.device,
+        dtype=core.dtype,
+    )
+
+
+def tensorly_embedding(layer: TTTable) -> nn.Module:
+    """tensorly-torch's table over the same modes, padding rows included.
+
+    Used inside :func:`tensorly_on_torch`.
+    """
+    tltorch = _load("tltorch", "tensorly-torch")
+    shape, core = layer.shape, layer.cores[0]
+    return tltorch.FactorizedEmbedding(
+        shape.num_rows,
+        shape.num_cols,
+        auto_tensorize=False,
+        tensorized_num_embeddings=shape.row_modes,
+        tensorized_embedding_dim=shape.col_modes,
+        factorization="blocktt",
+        rank=_block_ranks(shape.row_modes, layer),
+        device=core.device,
+        dtype=core.dtype,
+    )
+
+
+def galore_adamw(model: nn.Module, lr: float) -> Optimizer:
+    """GaLore's AdamW: gradients of all linear weights in a subspace, all else plain."""
+    galore = _load("galore_torch", "galore-torch")
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    chosen = {id(weight) for weight in linear}
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in model.parameters() if id(param) not in chosen]},
+        {
+            "params": linear,
+            "rank": GALORE_RANK,
+            "update_proj_gap": GALORE_GAP,
+            "scale": GALORE_SCALE,
+            "proj_type": "std",
+        },
+    ]
+    return galore.GaLoreAdamW(groups, lr=lr, no_deprecation_warning=True)
+
+
+def refresh_galore(optimizer: Optimizer) -> None:
+    """Let the next step find all subspaces anew, as every 200th does."""
+    for state in optimizer.state.values():
+        if "projector" in state:
+            state["step"] = GALORE_GAP
+
+
+def _load(module: str, package: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except Exception as problem:  # imports of others may fail in many ways
+        reason = (str(problem).splitlines() or [""])[0]
+        raise MissingPeerError(
+            f"without {package} ({reason}): pip install 'comera[bench]' brings it"
+        ) from None
+
+
+def _block_ranks(modes: tuple[int, ...], layer: TensorTrainModule) -> tuple[int, ...]:
+    return (1, *[max(layer.ranks)] * (len(modes) - 1), 1)

@@ -1,0 +1,161 @@
+"""What all benchmarks share: where they run, how often, what they say and what they write."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from comera.bench.machine import machine_facts, machine_line
+from comera.bench.numerics import Comparison
+from comera.bench.peers import MissingPeerError
+from comera.bench.timing import InterruptedTimingError, Timings, alternate
+from comera.files import replacing
+
+_SAMPLE_SECONDS = 0.02
+"""A sample takes at least this long, so that the clock and a stray interrupt do not show."""
+
+
+@dataclass
+class Session:
+    """One benchmark command.
+
+    Args:
+        console: Where to print.
+        device: Where to compute.
+        repeats: Rounds of every timing.
+        kept: Whether freed memory is kept in the process.
+        results: What the JSON file will hold.
+        failed: Whether some measurement could not be made.
+    """
+
+    console: Console
+    device: torch.device
+    repeats: int
+    kept: bool
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: bool = False
+
+    def introduce(self, dtype: str) -> None:
+        """Print the machine."""
+        self.print(machine_line(machine_facts(self.device, self.kept), dtype))
+
+    def print(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def note(self, text: str) -> None:
+        """One line that belongs to the results; said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.print(text)
+
+    def check(self, comparison: Comparison) -> None:
+        """Say how well numbers agree.
+
+        Raises:
+            DisagreementError: If they do not.
+        """
+        self.print(comparison.verdict())
+
+    def add_peer(
+        self,
+        runs: dict[str, Callable[[], object]],
+        name: str,
+        make: Callable[[], Callable[[], object]],
+    ) -> None:
+        """Add what ``make`` returns to ``runs``; if it is missing or fails, one line says so."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run = make()
+                run()
+        except MissingPeerError as missing:
+            self.note(str(missing))
+        except Exception as problem:
+            reason = (str(problem).splitlines() or [""])[0]
+            self.note(f"{name} fails here and is left out: {type(problem).__name__}: {reason}")
+        else:
+            runs[name] = run
+
+    def time(
+        self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str
+    ) -> Timings:
+        """Rounds of all runs, with a status line; warnings of peers are not shown."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        # A refreshing thread would take its share of the processor from what is being timed.
+        with (
+            Progress(
+                *columns,
+                console=self.console,
+                transient=True,
+                auto_refresh=False,
+                disable=not self.console.is_terminal,
+            ) as progress,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            task = progress.add_task(title, total=len(runs) * (self.repeats + 1))
+            progress.refresh()
+
+            def tick() -> None:
+                progress.advance(task)
+                progress.refresh()
+
+            return alternate(
+                runs,
+                self.repeats,
+                baseline,
+                at_least=_SAMPLE_SECONDS,
+                synchronize=self.synchronize,
+                tick=tick,
+            )
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, where there is one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def show(
+        self, title: str, timings: Timings, parameters: Mapping[str, int] | None = None
+    ) -> None:
+        """Print a table and keep it for the JSON file."""
+        self.console.print(timings.table(title, parameters))
+        self.results.append(
+            {"title": title, **timings.as_dict(), "parameters": dict(parameters or {})}
+        )
+
+    def measure(
+        self,
+        title: str,
+        runs: Mapping[str, Callable[[], object]],
+        baseline: str,
+        parameters: Mapping[str, int] | None = None,
+    ) -> Timings:
+        """Time and show; on Ctrl-C what there is by then."""
+        try:
+            timings = self.time(title, runs, baseline)
+        except InterruptedTimingError as interrupted:
+            self.show(f"{title} (interrupted)", interrupted.so_far, parameters)
+            raise
+        self.show(title, timings, parameters)
+        return timings
+
+    def write(self, path: Path, command: str, settings: Mapping[str, Any]) -> None:
+        """Write machine, settings and results as JSON."""
+        content = {
+            "benchmark": command,
+            "machine": machine_facts(self.device, self.kept),
+            "settings": dict(settings),
+            "results": self.results,
+            "notes": self.notes,
+        }
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+        self.print(f"wrote {path}")

@@ -1,0 +1,196 @@
+"""Time several callables side by side in one process, and compare them round by round."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+_MORE_ROOM = 1.2
+"""Calls of a sample are counted out for so many times its least duration."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of several runs, one number a round.
+
+    Args:
+        seconds: By name of the run; all runs have equally many rounds, and at least one.
+        baseline: Name of the run that the others are compared with.
+
+    Raises:
+        ValueError: If the baseline is no run, or the runs differ in rounds or have none.
+    """
+
+    seconds: Mapping[str, list[float]]
+    baseline: str
+
+    def __post_init__(self) -> None:
+        rounds = {len(values) for values in self.seconds.values()}
+        if len(rounds) != 1 or 0 in rounds:
+            raise ValueError(f"runs of {sorted(rounds)} rounds cannot be compared")
+        if self.baseline not in self.seconds:
+            raise ValueError(
+                f"baseline={self.baseline!r} must be one of {', '.join(map(repr, self.seconds))}"
+            )
+
+    def median(self, name: str) -> float:
+        """Median seconds of a run."""
+        return median(self.seconds[name])
+
+    def ratios(self, name: str) -> list[float]:
+        """Baseline over run in each round; above 1 the run is faster."""
+        pairs = zip(self.seconds[self.baseline], self.seconds[name], strict=True)
+        return [base / own for base, own in pairs]
+
+    def ratio(self, name: str) -> float:
+        """Median of the ratios."""
+        return median(self.ratios(name))
+
+    def quartiles(self, name: str) -> tuple[float, float]:
+        """The middle half of the ratios lies between these."""
+        values = self.ratios(name)
+        if len(values) == 1:
+            return values[0], values[0]
+        low, _, high = quantiles(values, method="inclusive")
+        return low, high
+
+    def with_seconds(self, name: str, seconds: list[float]) -> "Timings":
+        """The same with other numbers for one run."""
+        return Timings({**self.seconds, name: seconds}, self.baseline)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row a run: milliseconds and ratios, median and extremes."""
+        rows = []
+        for name, values in self.seconds.items():
+            ratios, (low, high) = self.ratios(name), self.quartiles(name)
+            rows.append(
+                {
+                    "run": name,
+                    "median_ms": 1e3 * median(values),
+                    "min_ms": 1e3 * min(values),
+                    "max_ms": 1e3 * max(values),
+                    "ratio": median(ratios),
+                    "ratio_min": min(ratios),
+                    "ratio_max": max(ratios),
+                    "ratio_q1": low,
+                    "ratio_q3": high,
+                }
+            )
+        return pd.DataFrame(rows).set_index("run")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for a JSON file."""
+        return {
+            "baseline": self.baseline,
+            "summary": self.to_pandas().to_dict("index"),
+            "seconds": {name: list(values) for name, values in self.seconds.items()},
+        }
+
+    def table(self, title: str, parameters: Mapping[str, int] | None = None) -> Table:
+        """For people; with a column of parameter counts where they are given."""
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        if parameters:
+            table.add_column("parameters", justify="right")
+        for heading in ("median ms", "min – max", f"{self.baseline} / run", "min – max"):
+            table.add_column(heading, justify="right")
+        for name, row in self.to_pandas().iterrows():
+            counted = [f"{parameters[str(name)]:,}"] if parameters else []
+            table.add_row(
+                str(name),
+                *counted,
+                milliseconds(row.median_ms),
+                f"{milliseconds(row.min_ms)} – {milliseconds(row.max_ms)}",
+                f"{row.ratio:.2f}",
+                f"{row.ratio_min:.2f} – {row.ratio_max:.2f}",
+            )
+        return table
+
+
+class InterruptedTimingError(KeyboardInterrupt):
+    """Ctrl-C; ``so_far`` holds the rounds that were complete by then."""
+
+    def __init__(self, so_far: Timings) -> None:
+        super().__init__()
+        self.so_far = so_far
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    baseline: str,
+    *,
+    warm_up: int = 1,
+    at_least: float = 0.0,
+    synchronize: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+    tick: Callable[[], object] = lambda: None,
+) -> Timings:
+    """Time each run once a round, in turn; each round begins with another one.
+
+    Args:
+        runs: What to time, by name.
+        repeats: Rounds that count.
+        baseline: Name of the run that the others are compared with.
+        warm_up: Rounds before, which do not count. At least one: it finds out how often a short
+            run has to be called.
+        at_least: Seconds a sample should take: a shorter run is called several times in a row,
+            and the sample is their mean.
+        synchronize: Waits until the device has finished.
+        clock: Seconds from any origin.
+        tick: Called after each sample, outside of it.
+
+    Raises:
+        ValueError: If ``repeats`` or ``warm_up`` is below one.
+        InterruptedTimingError: On Ctrl-C after at least one whole round.
+    """
+    for name, value in (("repeats", repeats), ("warm_up", warm_up)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    names = list(runs)
+    calls: dict[str, int] = {}
+
+    def sample(name: str, count: int) -> float:
+        run = runs[name]
+        synchronize()
+        began = clock()
+        for _ in range(count):
+            run()
+        synchronize()
+        return clock() - began
+
+    def warm(name: str) -> int:
+        count, took = 1, sample(name, 1)
+        while took < at_least:
+            count = max(count + 1, min(10 * count, int(_MORE_ROOM * at_least / took * count) + 1))
+            took = sample(name, count)
+        return count
+
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for number in range(warm_up + repeats):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                if number == 0:
+                    calls[name] = warm(name)
+                else:
+                    took = sample(name, calls[name]) / calls[name]
+                    if number >= warm_up:
+                        seconds[name].append(took)
+                tick()
+    except KeyboardInterrupt:
+        whole = min(map(len, seconds.values()))
+        if whole == 0:
+            raise
+        done = {name: values[:whole] for name, values in seconds.items()}
+        raise InterruptedTimingError(Timings(done, baseline)) from None
+    return Timings(seconds, baseline)
+
+
+def milliseconds(value: float) -> str:
+    """Three digits or so, whatever the magnitude."""
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
