@@ -191,7 +191,8 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
             together=len(members),
         )
         if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
-            log.warning("tensorize_: %s: %s", _listed([name for name, _ in members]), found)
+            names = _listed([name for name, _ in members], most=2)
+            log.warning("tensorize_: %s: %s", names, found)
 
 
 def _targets(

@@ -131,7 +131,7 @@ def _feed_forward_backward(
         u1 @ left1.T,
         grad_left1.contiguous(),
         grad_right1.to(x.dtype),
-        grad_left2.to(x.dtype, memory_format=torch.contiguous_format),
+        grad_left2.to(x.dtype).contiguous(),
         t2.T @ grad_y,
     )
 

@@ -1,0 +1,106 @@
+"""How many tensor operations a training step starts, and that the second one prepares nothing."""
+
+import pytest
+import torch
+from torch._library import custom_ops
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import comera
+from comera.models.transformer import Encoder, SequenceClassifier
+from comera.nn.linear import _dense_from
+from comera.planning.break_even import _dense_from as planned_dense_from
+
+PREPARE = {
+    "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "slice", "select",
+    "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided",
+    "_reshape_alias", "view_as", "lift_fresh", "_local_scalar_dense", "empty", "empty_like",
+    "empty_strided", "new_empty", "resolve_conj", "resolve_neg", "result_type", "item", "narrow",
+    "flatten", "unflatten", "matmul", "to", "numpy_T", "contiguous", "promote_types", "softmax",
+    "scalar_tensor",
+}  # fmt: skip
+"""Operations that compute nothing, or only call others: on a GPU they would start no kernel."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something, those inside this package's own ops included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func._schema.name.split("::")
+        if namespace == "comera":
+            with self:
+                return custom_ops.OPDEFS[f"comera::{name}"]._init_fn(*args, **(kwargs or {}))
+        self.count += name not in PREPARE
+        return func(*args, **(kwargs or {}))
+
+
+def launches(step):
+    """Of the second step."""
+    step(batch())
+    with Launches() as counter:
+        step(batch())
+    return counter.count
+
+
+def make_step(layers=6, late=False, **settings):
+    model = SequenceClassifier(Encoder(300, 64, layers, 2, 128, 16, 0.1, 2, "post"), 3)
+    comera.tensorize_(model, comera.TTConfig(rank=4, exclude_modules=["output"]))
+    optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-3), fused=True)
+    ranks = comera.TwoStage(model, 0.5, 0 if late else 100, 100)
+    return comera.TrainStep(model, loss_fn, optimizer, ranks, clip_norm=1.0, **settings)
+
+
+def loss_fn(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"])
+
+
+def batch():
+    return {"tokens": torch.randint(1, 300, (4, 16)), "labels": torch.randint(0, 3, (4,))}
+
+
+def test_launches_of_a_step_stay_within_their_budget():
+    """The paper's six encoders, 38 tensor trains. Raise a budget only for a reason."""
+    assert launches(make_step()) <= 1180
+    assert launches(make_step(late=True)) <= 1220
+
+
+def test_merging_does_not_grow_with_the_number_of_layers():
+    few, many = launches(make_step(2)), launches(make_step(6))
+    assert (many - few) / 4 <= 125  # what one encoder block adds, optimizer and clipping included
+
+
+def test_the_second_step_plans_nothing():
+    step = make_step()
+    step(batch())
+    before = planned_dense_from.cache_info().misses
+    step(batch())
+    assert planned_dense_from.cache_info().misses == before
+
+
+def test_a_compiled_step_breaks_no_graph_and_recompiles_nothing():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = make_step(1, compile=True)
+    eager = make_step(1)
+    eager.model.load_state_dict(step.model.state_dict())
+    for one in (step, eager):
+        one.model.eval()  # no dropout: the two draw different masks
+    data = batch()
+    torch.testing.assert_close(step(data), eager(data))
+    stats = torch._dynamo.utils.counters
+    graphs = stats["stats"]["unique_graphs"]
+    for _ in range(2):
+        torch.testing.assert_close(step(data), eager(data), rtol=1e-4, atol=1e-5)
+    assert not stats["graph_break"]
+    assert stats["stats"]["unique_graphs"] == graphs == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1 << 30], ids=["dense", "thin"])
+def test_the_dense_branch_is_chosen_by_rows(rows, monkeypatch):
+    assert callable(_dense_from)
+    monkeypatch.setattr("comera.nn.linear._dense_from", lambda *_: rows)
+    layer = comera.TTLinear(24, 24, rank=24)
+    assert layer.is_thin(torch.zeros(5, 24)) == (rows > 0)
