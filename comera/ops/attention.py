@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from comera.ops.dropout import draws_own_masks, keep_mask
+from comera.ops.dropout import keep_mask, keep_scale
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
@@ -39,48 +38,84 @@ def attend(
     lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.zeros_like(keep_BT, dtype=q_NME.dtype).masked_fill_(~keep_BT, lowest)
     bias_N1T = bias_BT.repeat_interleave(q_NME.shape[0] // keep_BT.shape[0], 0)[:, None]
-    if draws_own_masks(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
-        return _Attend.apply(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)
+    if q_NME.device.type == "cpu" and q_NME.dtype in (torch.float32, torch.float64):
+        return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
     return F.scaled_dot_product_attention(
         q_NME, k_NTE, v_NTE, attn_mask=bias_N1T, dropout_p=dropout, scale=scale
     )
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, bias, scale: float, dropout: float) -> Tensor:
-        weights = q.new_empty(*q.shape[:2], k.shape[1])
-        out = q.new_empty(*q.shape[:2], v.shape[2])
-        keep, ctx.keep_scale = keep_mask(weights.shape, dropout) if dropout else (None, 1.0)
-        for n in _slices(weights):
-            scores = torch.baddbmm(bias[n], q[n], k[n].mT, alpha=scale)
-            torch.softmax(scores, -1, out=weights[n])
-            kept = weights[n] if keep is None else _drop(weights[n], keep[n], ctx.keep_scale)
-            torch.bmm(kept, v[n], out=out[n])
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, weights, keep)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        q, k, v, weights, keep = ctx.saved_tensors
-        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-        for n in _slices(weights):
-            kept = weights[n] if keep is None else _drop(weights[n], keep[n], ctx.keep_scale)
-            torch.bmm(kept.mT, grad[n], out=grad_v[n])
-            per_weight = grad[n] @ v[n].mT
-            if keep is not None:
-                per_weight = _drop(per_weight, keep[n], ctx.keep_scale)
-            per_score = torch._softmax_backward_data(per_weight, weights[n], -1, q.dtype)
-            per_score *= ctx.scale
-            torch.bmm(per_score, k[n], out=grad_q[n])
-            torch.bmm(per_score.mT, q[n], out=grad_k[n])
-        return grad_q, grad_k, grad_v, None, None, None
+@torch.library.custom_op(
+    "comera::attend", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the softmax, and the mask of its dropout, which is empty without dropout."""
+    weights = q.new_empty(*q.shape[:2], k.shape[1])
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    keep = keep_mask(weights.shape if dropout else (0,), dropout)
+    for n in _slices(weights):
+        scores = torch.baddbmm(bias[n], q[n], k[n].mT, alpha=scale)
+        torch.softmax(scores, -1, out=weights[n])
+        torch.bmm(_drop(weights[n], keep, n, dropout), v[n], out=out[n])
+    return out, weights, keep
 
 
-def _drop(x: Tensor, keep: Tensor, scale: float) -> Tensor:
-    return keep.to(x.dtype).mul_(scale).mul_(x)
+@_attend.register_fake
+def _(q, k, v, bias, scale, dropout):
+    size = (*q.shape[:2], k.shape[1])
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    return out, q.new_empty(size), q.new_empty(size if dropout else (0,), dtype=torch.int8)
+
+
+@torch.library.custom_op("comera::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    keep: Tensor,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    for n in _slices(weights):
+        torch.bmm(_drop(weights[n], keep, n, dropout).mT, grad[n], out=grad_v[n])
+        per_weight = _drop(grad[n] @ v[n].mT, keep, n, dropout)
+        per_score = torch._softmax_backward_data(per_weight, weights[n], -1, q.dtype)
+        per_score *= scale
+        torch.bmm(per_score, k[n], out=grad_q[n])
+        torch.bmm(per_score.mT, q[n], out=grad_k[n])
+    return grad_q, grad_k, grad_v
+
+
+@_attend_backward.register_fake
+def _(grad, q, k, v, weights, keep, scale, dropout):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, _, ctx.scale, ctx.dropout = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _backward(ctx, grad: Tensor | None, *_):
+    if grad is None:
+        return (None,) * 6
+    grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.dropout)
+    return *grads, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _drop(x: Tensor, keep: Tensor, n: slice, dropout: float) -> Tensor:
+    if not dropout:
+        return x
+    return keep[n].to(x.dtype).mul_(keep_scale(dropout)).mul_(x)
 
 
 def _slices(weights: Tensor) -> Iterator[slice]:

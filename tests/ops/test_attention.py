@@ -3,7 +3,8 @@ import torch
 from torch.nn import functional as F
 
 from comera.ops import attention as module
-from comera.ops.attention import attend
+from comera.ops.attention import _attend, attend
+from comera.ops.dropout import keep_scale
 
 
 def make(heads=2, queries=6, keys=5):
@@ -49,12 +50,12 @@ def test_dropout_drops_weights_forward_and_backward(at_once, monkeypatch):
     def keep_mask(shape, p):
         if not fixed:
             fixed["mask"] = (torch.rand(shape) > p).to(torch.int8)
-        return fixed["mask"], 1 / (1 - p)
+        return fixed["mask"]
 
     monkeypatch.setattr(module, "keep_mask", keep_mask)
     q, k, v, keep = make()
     got = attend(q, k, v, keep, 0.4, 0.3)
-    want = torchs(q, k, v, keep, 0.4, fixed["mask"].double() / 0.7)
+    want = torchs(q, k, v, keep, 0.4, fixed["mask"].double() * keep_scale(0.3))
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     grad = torch.randn_like(got)
     torch.testing.assert_close(
@@ -71,3 +72,12 @@ def test_a_sequence_of_padding_alone_gives_numbers():
     torch.testing.assert_close(out[2], v[2].mean(0).expand(6, 7))
     out.sum().backward()
     assert all(torch.isfinite(t.grad).all() for t in (q, k, v))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_registered_soundly(dropout):
+    q, k, v, _ = make()
+    bias = torch.zeros(6, 1, 5, dtype=torch.float64)
+    # A random result cannot be compared between two runs.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_attend, (q, k, v, bias, 0.5, dropout), test_utils=checks)

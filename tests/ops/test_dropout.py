@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from comera.ops.dropout import dropout_add, keep_mask
+from comera.ops.dropout import _dropout_add, dropout_add, keep_mask
 
 
 def test_a_share_p_is_dropped_and_the_mean_kept():
@@ -14,7 +14,7 @@ def test_a_share_p_is_dropped_and_the_mean_kept():
 
 def test_neighbours_are_independent():
     """One random number serves four elements: their masks must not go together."""
-    keep, _ = keep_mask((400_000,), 0.5)
+    keep = keep_mask((400_000,), 0.5)
     quads = keep.double().view(-1, 4) - 0.5
     correlation = quads.T @ quads / quads.shape[0] / 0.25
     assert float((correlation - torch.eye(4)).abs().max()) < 0.02
@@ -50,6 +50,15 @@ def test_the_same_seed_gives_the_same_mask():
     masks = []
     for _ in range(2):
         torch.manual_seed(3)
-        masks.append(keep_mask((100,), 0.3)[0])
+        masks.append(keep_mask((100,), 0.3))
     assert torch.equal(*masks)
-    assert not torch.equal(masks[0], keep_mask((100,), 0.3)[0])
+    assert not torch.equal(masks[0], keep_mask((100,), 0.3))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_registered_soundly(residual):
+    x = torch.randn(5, 6, requires_grad=True)
+    other = torch.randn(5, 6, requires_grad=True) if residual else None
+    # A random result cannot be compared between two runs.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_dropout_add, (x, other, 0.3), test_utils=checks)
