@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dropout import keep_mask, keep_scale
+from comera.ops.dropout import keep_mask
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
@@ -50,23 +50,24 @@ def attend(
 )
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the softmax, and the mask of its dropout, which is empty without dropout."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, the softmax, the mask of its dropout, empty without dropout, and its scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    keep = keep_mask(weights.shape if dropout else (0,), dropout)
+    keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
     for n in _slices(weights):
         scores = torch.baddbmm(bias[n], q[n], k[n].mT, alpha=scale)
         torch.softmax(scores, -1, out=weights[n])
-        torch.bmm(_drop(weights[n], keep, n, dropout), v[n], out=out[n])
-    return out, weights, keep
+        torch.bmm(_drop(weights[n], keep, n, scale_kept), v[n], out=out[n])
+    return out, weights, keep, scale_kept
 
 
 @_attend.register_fake
 def _(q, k, v, bias, scale, dropout):
     size = (*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    return out, q.new_empty(size), q.new_empty(size if dropout else (0,), dtype=torch.int8)
+    keep = q.new_empty(size if dropout else (0,), dtype=torch.int8)
+    return out, q.new_empty(size), keep, q.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("comera::attend_backward", mutates_args=())
@@ -77,13 +78,13 @@ def _attend_backward(
     v: Tensor,
     weights: Tensor,
     keep: Tensor,
+    scale_kept: Tensor,
     scale: float,
-    dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     for n in _slices(weights):
-        torch.bmm(_drop(weights[n], keep, n, dropout).mT, grad[n], out=grad_v[n])
-        per_weight = _drop(grad[n] @ v[n].mT, keep, n, dropout)
+        torch.bmm(_drop(weights[n], keep, n, scale_kept).mT, grad[n], out=grad_v[n])
+        per_weight = _drop(grad[n] @ v[n].mT, keep, n, scale_kept)
         per_score = torch._softmax_backward_data(per_weight, weights[n], -1, q.dtype)
         per_score *= scale
         torch.bmm(per_score, k[n], out=grad_q[n])
@@ -92,30 +93,30 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, q, k, v, weights, keep, scale, dropout):
+def _(grad, q, k, v, weights, keep, scale_kept, scale):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, _, ctx.scale, ctx.dropout = inputs
+    q, k, v, _, ctx.scale, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(q, k, v, *output[1:])
 
 
 def _backward(ctx, grad: Tensor | None, *_):
     if grad is None:
         return (None,) * 6
-    grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.dropout)
+    grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)
     return *grads, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _drop(x: Tensor, keep: Tensor, n: slice, dropout: float) -> Tensor:
-    if not dropout:
+def _drop(x: Tensor, keep: Tensor, n: slice, scale_kept: Tensor) -> Tensor:
+    if not keep.numel():
         return x
-    return keep[n].to(x.dtype).mul_(keep_scale(dropout)).mul_(x)
+    return keep[n].to(x.dtype).mul_(float(scale_kept)).mul_(x)
 
 
 def _slices(weights: Tensor) -> Iterator[slice]:

@@ -2,7 +2,11 @@
 
 torch draws one random number for each element on a CPU and keeps the mask in the type of the
 input; once the linear layers are thin, that is a quarter of a training step. Here one random
-number serves four elements, and the mask takes a byte.
+number of 64 bits serves eight elements, and the mask takes a byte.
+
+Eight bits know only multiples of 1/256. So each mask is drawn at one of the two multiples next to
+the probability asked for, at random, such that on average it is met exactly; what is kept is
+scaled by what was really drawn.
 """
 
 import math
@@ -11,8 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEPS = 1 << 16
-"""Probabilities are rounded to multiples of one in this many."""
+_STEPS = 1 << 8
 
 
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
@@ -21,11 +24,11 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     Args:
         x: Any shape.
         residual: Of the same shape; None for dropout alone.
-        p: Probability of dropping an element; on a CPU rounded to 16 bits.
+        p: Probability of dropping an element.
         training: Without it nothing is dropped.
 
     Returns:
-        A tensor like x, whose kept elements are scaled by ``1 / (1 - p)``.
+        A tensor like x, whose kept elements are scaled so that its mean stays.
     """
     if not training or p == 0:
         return x if residual is None else residual + x
@@ -35,50 +38,42 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     return dropped if residual is None else residual + dropped
 
 
-def keep_mask(shape: Sequence[int], p: float) -> Tensor:
-    """A random int8 mask on the CPU, zero with probability p."""
-    dropped, count = _dropped_steps(p), math.prod(shape)
+def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
+    """A random int8 mask on the CPU, zero with probability p, and the scale of what it keeps."""
+    lower = math.floor(p * _STEPS)
+    dropped = lower + int(torch.rand(()) < p * _STEPS - lower)
+    count = math.prod(shape)
     if dropped == _STEPS:
-        return torch.zeros(shape, dtype=torch.int8)
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
-    keep = words.view(torch.int16).ge_(dropped - _STEPS // 2)
-    return keep[:count].to(torch.int8).view(shape)
-
-
-def keep_scale(p: float) -> float:
-    """What the kept elements are multiplied by, so that the mean stays."""
-    dropped = _dropped_steps(p)
-    return _STEPS / (_STEPS - dropped) if dropped < _STEPS else 0.0
-
-
-def _dropped_steps(p: float) -> int:
-    return round(p * _STEPS)
+        return torch.zeros(shape, dtype=torch.int8), torch.zeros(())
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None)
+    keep = words.view(torch.int8).ge_(dropped - _STEPS // 2)
+    return keep[:count].view(shape), torch.tensor(_STEPS / (_STEPS - dropped))
 
 
 @torch.library.custom_op(
     "comera::dropout_add", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
-def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
-    keep = keep_mask(x.shape, p)
-    kept, scale = keep.to(x.dtype), keep_scale(p)
+def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    keep, scale = keep_mask(x.shape, p)
+    kept = keep.to(x.dtype)
     if residual is None:
-        return kept.mul_(scale).mul_(x), keep
-    return torch.addcmul(residual, x, kept, value=scale), keep
+        return kept.mul_(float(scale)).mul_(x), keep, scale
+    return torch.addcmul(residual, x, kept, value=float(scale)), keep, scale
 
 
 @_dropout_add.register_fake
 def _(x, residual, p):
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int8)
+    keep = x.new_empty(x.shape, dtype=torch.int8)
+    return x.new_empty(x.shape), keep, x.new_empty((), dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ctx.scale = keep_scale(inputs[2])
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx, grad: Tensor, _):
-    (keep,) = ctx.saved_tensors
-    grad_x = keep.to(grad.dtype) * ctx.scale * grad
+def _backward(ctx, grad: Tensor, *_):
+    keep, scale = ctx.saved_tensors
+    grad_x = keep.to(grad.dtype) * scale.to(grad.dtype) * grad
     return grad_x, grad if ctx.needs_input_grad[1] else None, None
 
 

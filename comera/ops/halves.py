@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from comera.ops.chain import (
     gate_chains,
@@ -54,16 +55,14 @@ def merge_halves(
     with without_autocast(cores[0]):
         stacked, open_gates, _ = _stack(cores, gates, num_layers, threshold)
         gated = gate_chains(stacked, open_gates)
+        rank = cores[split].shape[0]
+        more = padded_rank(rank, bool(biases)) - rank
+        gated[split - 1] = F.pad(gated[split - 1], (0, more))  # copies, even where more is 0
+        gated[split] = F.pad(gated[split], (0, 0, 0, 0, 0, more))
         left, right = join(gated[:split])[:, 0], join(gated[split:])[..., 0]
-        rank = right.shape[1]
-        width = padded_rank(rank, bool(biases))
-        padded_left = cores[0].new_zeros(num_layers, left.shape[1], width)
-        padded_left[..., :rank] = left
-        padded_right = cores[0].new_zeros(num_layers, width, right.shape[2])
-        padded_right[:, :rank] = right
         if biases:
-            padded_right[:, -1, : biases[0].shape[0]] = torch.stack(list(biases))
-        return padded_left, padded_right
+            right[:, -1, : biases[0].shape[0]] = torch.stack(list(biases))
+        return left.to(cores[0].dtype), right.to(cores[0].dtype)
 
 
 @merge_halves.register_fake

@@ -4,7 +4,6 @@ from torch.nn import functional as F
 
 from comera.ops import attention as module
 from comera.ops.attention import _attend, attend
-from comera.ops.dropout import keep_scale
 
 
 def make(heads=2, queries=6, keys=5):
@@ -50,12 +49,12 @@ def test_dropout_drops_weights_forward_and_backward(at_once, monkeypatch):
     def keep_mask(shape, p):
         if not fixed:
             fixed["mask"] = (torch.rand(shape) > p).to(torch.int8)
-        return fixed["mask"]
+        return fixed["mask"], torch.tensor(1 / (1 - p), dtype=torch.float64)
 
     monkeypatch.setattr(module, "keep_mask", keep_mask)
     q, k, v, keep = make()
     got = attend(q, k, v, keep, 0.4, 0.3)
-    want = torchs(q, k, v, keep, 0.4, fixed["mask"].double() * keep_scale(0.3))
+    want = torchs(q, k, v, keep, 0.4, fixed["mask"].double() / 0.7)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     grad = torch.randn_like(got)
     torch.testing.assert_close(

@@ -5,19 +5,24 @@ from comera.ops.dropout import _dropout_add, dropout_add, keep_mask
 
 
 def test_a_share_p_is_dropped_and_the_mean_kept():
-    x = torch.ones(1000, 1000)
-    y = dropout_add(x, None, 0.1, True)
-    assert abs(float((y == 0).double().mean()) - 0.1) < 0.002
-    assert abs(float(y.double().mean()) - 1) < 0.002
-    assert y.unique().numel() == 2
+    """Each mask is drawn at 25 or 26 in 256; both occur, and on average it is 0.1."""
+    shares = []
+    for _ in range(300):
+        y = dropout_add(torch.ones(100, 100), None, 0.1, True)
+        assert y.unique().numel() == 2
+        assert abs(float(y.double().mean()) - 1) < 0.02
+        shares.append(float((y == 0).double().mean()))
+    assert abs(sum(shares) / len(shares) - 0.1) < 0.001
+    drawn = {float(keep_mask((8,), 0.1)[1]) for _ in range(100)}
+    assert drawn == {float(torch.tensor(256 / kept)) for kept in (230, 231)}
 
 
 def test_neighbours_are_independent():
     """One random number serves four elements: their masks must not go together."""
-    keep = keep_mask((400_000,), 0.5)
-    quads = keep.double().view(-1, 4) - 0.5
+    keep, _ = keep_mask((400_000,), 0.5)
+    quads = keep.double().view(-1, 8) - 0.5
     correlation = quads.T @ quads / quads.shape[0] / 0.25
-    assert float((correlation - torch.eye(4)).abs().max()) < 0.02
+    assert float((correlation - torch.eye(8)).abs().max()) < 0.02
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -27,14 +32,14 @@ def test_gradients_go_where_the_values_went(residual):
     y = dropout_add(x, other, 0.4, True)
     part = y if other is None else y - other
     scale = torch.where(part.detach().abs() > 1e-12, part.detach() / x.detach(), 0)
-    torch.testing.assert_close(scale.unique()[-1].item(), 1 / 0.6, rtol=1e-4, atol=0)
+    torch.testing.assert_close(scale.unique()[-1].item(), 1 / 0.6, rtol=5e-3, atol=0)
     y.backward(torch.full_like(y, 2.0))
     torch.testing.assert_close(x.grad, 2 * scale)
     assert other is None or torch.equal(other.grad, torch.full_like(other, 2.0))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 5])
-def test_sizes_that_are_not_multiples_of_four(count):
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9])
+def test_sizes_that_are_not_multiples_of_eight(count):
     assert dropout_add(torch.ones(count), None, 0.5, True).shape == (count,)
 
 
@@ -50,9 +55,9 @@ def test_the_same_seed_gives_the_same_mask():
     masks = []
     for _ in range(2):
         torch.manual_seed(3)
-        masks.append(keep_mask((100,), 0.3))
+        masks.append(keep_mask((100,), 0.3)[0])
     assert torch.equal(*masks)
-    assert not torch.equal(masks[0], keep_mask((100,), 0.3))
+    assert not torch.equal(masks[0], keep_mask((100,), 0.3)[0])
 
 
 @pytest.mark.parametrize("residual", [False, True])

