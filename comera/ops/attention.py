@@ -58,7 +58,7 @@ def _attend(
     for n in _slices(weights):
         scores = torch.baddbmm(bias[n], q[n], k[n].mT, alpha=scale)
         torch.softmax(scores, -1, out=weights[n])
-        torch.bmm(_drop(weights[n], keep, n, scale_kept), v[n], out=out[n])
+        _product_into(out[n], _drop(weights[n], keep, n), v[n], float(scale_kept))
     return out, weights, keep, scale_kept
 
 
@@ -82,13 +82,13 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    kept = float(scale_kept)
     for n in _slices(weights):
-        torch.bmm(_drop(weights[n], keep, n, scale_kept).mT, grad[n], out=grad_v[n])
-        per_weight = _drop(grad[n] @ v[n].mT, keep, n, scale_kept)
+        _product_into(grad_v[n], _drop(weights[n], keep, n).mT, grad[n], kept)
+        per_weight = _drop(grad[n] @ v[n].mT, keep, n)
         per_score = torch._softmax_backward_data(per_weight, weights[n], -1, q.dtype)
-        per_score *= scale
-        torch.bmm(per_score, k[n], out=grad_q[n])
-        torch.bmm(per_score.mT, q[n], out=grad_k[n])
+        _product_into(grad_q[n], per_score, k[n], kept * scale)
+        _product_into(grad_k[n], per_score.mT, q[n], kept * scale)
     return grad_q, grad_k, grad_v
 
 
@@ -113,12 +113,16 @@ def _backward(ctx, grad: Tensor | None, *_):
 _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _drop(x: Tensor, keep: Tensor, n: slice, scale_kept: Tensor) -> Tensor:
-    if not keep.numel():
-        return x
-    return keep[n].to(x.dtype).mul_(float(scale_kept)).mul_(x)
+def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
+    """Without the scale: multiplying the thin results by it saves a pass over all scores."""
+    return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _slices(weights: Tensor) -> Iterator[slice]:
-    at_once = max(1, _SCORES // max(1, weights[0].numel())) if weights.shape[0] else 1
-    return (slice(n, n + at_once) for n in range(0, weights.shape[0], at_once))
+    count = -(-weights.numel() // _SCORES)
+    at_once = -(-weights.shape[0] // max(1, count))
+    return (slice(n, n + at_once) for n in range(0, weights.shape[0], max(1, at_once)))

@@ -55,10 +55,8 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
 )
 def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor, Tensor]:
     keep, scale = keep_mask(x.shape, p)
-    kept = keep.to(x.dtype)
-    if residual is None:
-        return kept.mul_(float(scale)).mul_(x), keep, scale
-    return torch.addcmul(residual, x, kept, value=float(scale)), keep, scale
+    base = x.new_zeros(()) if residual is None else residual
+    return torch.addcmul(base, x, keep.to(x.dtype), value=float(scale)), keep, scale
 
 
 @_dropout_add.register_fake
@@ -67,14 +65,23 @@ def _(x, residual, p):
     return x.new_empty(x.shape), keep, x.new_empty((), dtype=torch.float32)
 
 
+@torch.library.custom_op("comera::dropout_backward", mutates_args=())
+def _dropout_backward(grad: Tensor, keep: Tensor, scale: Tensor) -> Tensor:
+    return torch.addcmul(grad.new_zeros(()), grad, keep.to(grad.dtype), value=float(scale))
+
+
+@_dropout_backward.register_fake
+def _(grad, keep, scale):
+    return grad.new_empty(grad.shape)
+
+
 def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx, grad: Tensor, *_):
-    keep, scale = ctx.saved_tensors
-    grad_x = keep.to(grad.dtype) * scale.to(grad.dtype) * grad
-    return grad_x, grad if ctx.needs_input_grad[1] else None, None
+    grad_residual = grad if ctx.needs_input_grad[1] else None
+    return _dropout_backward(grad, *ctx.saved_tensors), grad_residual, None
 
 
 _dropout_add.register_autograd(_backward, setup_context=_setup_context)

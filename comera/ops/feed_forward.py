@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }  # fmt: skip
 """Value into ``out=``, and gradient from that of the output and the input into ``grad_input=``."""
 
-_HIDDEN_NUMBERS = 1 << 20
+_HIDDEN_NUMBERS = 1 << 21
 """Numbers of the hidden activation at a time on a CPU: a few megabytes, the size of a cache."""
 
 
@@ -166,8 +166,12 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
+    """On a CPU pieces of equal size, none much below 64 rows."""
     rows = max(1, x.shape[0])
-    return rows if x.device.type != "cpu" else min(rows, max(64, _HIDDEN_NUMBERS // hidden))
+    if x.device.type != "cpu":
+        return rows
+    pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
+    return -(-rows // max(1, pieces))
 
 
 def _slices(x: Tensor, hidden: int) -> Iterator[slice]:
