@@ -15,6 +15,10 @@ _DTYPES = {
     "cpu": ("float32", "float64", "bfloat16"),
     "cuda": ("float32", "float64", "bfloat16", "float16"),
 }
+_LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
+"""Numbers in a tensor beyond any cache."""
+
+_IN_CACHE = {"cpu": 1 << 19, "cuda": 1 << 22}
 _ROUNDS = 7
 
 Say = Callable[[str], None]
@@ -36,14 +40,13 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
     rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES[device]}
-    large, small = (1 << 26, 1 << 19) if device == "cpu" else (1 << 29, 1 << 22)
     profile = dataclasses.replace(
         rough,
         name=processor_name() if device == "cpu" else torch.cuda.get_device_name(),
         flops=tuple(rates.items()),
-        bandwidth=_copy_rate(device, large, say, "copy of a large tensor"),
+        bandwidth=_copy_rate(device, _LARGE[device], say, "copy of a large tensor"),
         strided_bandwidth=_transpose_rate(device, say),
-        cache_bandwidth=_copy_rate(device, small, say, "copy within the cache"),
+        cache_bandwidth=_copy_rate(device, _IN_CACHE[device], say, "copy within the cache"),
         call_overhead=_call_overhead(device, say),
         half_width=_half_size(device, rates["float32"], say, "width", (4096, 768, 2 * rough.tile)),
         half_depth=_half_size(device, rates["float32"], say, "depth", (1024, 2 * rough.tile, 768)),

@@ -361,3 +361,19 @@ def test_a_subclass_is_left_alone_and_named(caplog):
     model = tensorize_(nn.Sequential(nn.Linear(64, 64), Special(64, 64)), TTConfig(rank=4))
     assert type(model[1]) is Special
     assert "leaves 1 dense: a subclass" in caplog.text
+
+
+def test_layers_that_would_be_slower_than_dense_are_named_with_a_rank_that_is_not(caplog):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    tensorize_(model, TTConfig(rank=480, tokens=512))
+    (said,) = [r.message for r in caplog.records if "tensor train takes" in r.message]
+    assert "tensorize_: 0, 1: at 512 tokens" in said
+    assert "rank=" in said
+    caplog.clear()
+    tensorize_(nn.Sequential(nn.Linear(768, 768)), TTConfig(rank=16, tokens=4096))
+    assert not caplog.records
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
+        TTConfig(tokens=0)

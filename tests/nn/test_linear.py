@@ -228,3 +228,31 @@ def test_exports_for_any_batch():
     exported = torch.export.export(layer, (torch.randn(3, 24),), dynamic_shapes=({0: batch},))
     x = torch.randn(11, 24)
     torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("widths", [(24, 24), (23, 22)], ids=str)
+def test_the_dense_branch_gives_the_same(widths, bias, monkeypatch):
+    """Forming the dense matrix, as the planner may choose at high ranks, changes only the time."""
+    layer = TTLinear(*widths, bias, dtype=torch.float64, rank=24, shape=((6, 4), (4, 6)))
+    with torch.no_grad():
+        for gate in layer.gates:
+            gate.uniform_(0.5, 1.5)
+            gate[1] = 0.001  # pruned
+    x = torch.randn(2, 5, widths[0], dtype=torch.float64, requires_grad=True)
+    results = []
+    for rows in (0, 1 << 30):
+        monkeypatch.setattr("comera.nn.linear._dense_from", lambda *_, rows=rows: rows)
+        assert layer.is_thin(x) == (rows > 0)
+        y = layer(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        results.append([y.detach(), *grads])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def test_the_planner_decides_by_rank_and_batch():
+    low, high = TTLinear(768, 768, rank=30), TTLinear(768, 768, rank=768)
+    many = torch.empty(1 << 20, 768, device="meta")
+    assert low.is_thin(many)
+    assert not high.is_thin(many)
+    assert high.is_thin(many[:1])

@@ -1,0 +1,36 @@
+import pytest
+
+from comera.bench import calibrate as module
+from comera.bench.calibrate import calibrate
+from comera.planning.machine import load_machine
+from comera.recipes.cli import main
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Few and small measurements, saved elsewhere."""
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_ROUNDS", 1)
+    monkeypatch.setattr(module, "_DTYPES", {"cpu": ("float32",)})
+    monkeypatch.setattr(module, "_LARGE", {"cpu": 1 << 20})
+    return tmp_path
+
+
+def test_a_profile_is_measured_saved_and_used(quick):
+    said = []
+    profile = calibrate("cpu", said.append)
+    assert profile.measured
+    assert profile.threads is not None
+    assert all(rate > 0 for _, rate in profile.flops)
+    assert load_machine("cpu", profile.name, profile.threads) == profile
+    assert str(quick) in said[-1]
+
+
+def test_from_the_command_line(quick, capsys):
+    assert main(["calibrate"]) == 0
+    assert "GFLOP/s" in capsys.readouterr().out
+
+
+def test_what_is_no_device_is_named(quick):
+    with pytest.raises(ValueError, match="kind='tpu' must be 'cpu' or 'cuda'"):
+        calibrate("tpu")

@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.planning.plan import Plan
+from comera.report.plan import ModelPlan
+
+
+def model():
+    made = nn.Sequential(
+        nn.Embedding(5000, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1000)
+    )
+    return comera.tensorize_(made, comera.TTConfig(rank=8))
+
+
+def test_a_layer_gets_a_table_of_its_contractions():
+    plan = comera.plan(model()[1], tokens=4096)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.name == "thin"
+    text = str(plan)
+    assert "linear 256 -> 256" in text
+    assert "against nn.Linear" in text
+    assert "<table>" in plan._repr_html_()
+
+
+def test_a_model_gets_one_line_for_layers_that_are_alike():
+    plan = comera.plan(model(), tokens=512)
+    assert isinstance(plan, ModelPlan)
+    assert [layer.names for layer in plan.layers] == [("0",), ("1", "2"), ("3",)]
+    assert plan.seconds == pytest.approx(
+        sum(len(one.names) * one.plan.chosen.seconds for one in plan.layers)
+    )
+    text = str(plan)
+    assert "1 and 1 more" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 100
+    assert "<td>1 and 1 more</td>" in plan._repr_html_()
+
+
+def test_an_embedding_alone():
+    assert "embedding 5000 x 256" in str(comera.plan(model()[0], tokens=64))
+
+
+def test_a_layer_that_loses_is_told_what_would_win():
+    layer = comera.TTLinear(512, 512, rank=480)
+    plan = comera.plan(nn.Sequential(layer), tokens=512)
+    assert plan.layers[0].plan.time_ratio > 1
+    assert plan.layers[0].suggestion.startswith("rank=")
+    assert "instead" in str(plan)
+
+
+def test_live_precision_and_padding_reach_the_planner():
+    layer = comera.TTLinear(250, 99, rank=4, dtype=torch.bfloat16)
+    plan = comera.plan(layer, tokens=10)
+    assert plan.dtype == "bfloat16"
+    assert "250 -> 99" in plan.title
+
+
+def test_bad_input_is_named():
+    with pytest.raises(
+        ValueError, match="Linear has no tensor-train layer: call comera.tensorize_"
+    ):
+        comera.plan(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
+        comera.plan(model(), tokens=0)
