@@ -22,10 +22,27 @@ def reuse_freed_memory() -> bool:
     Returns:
         Whether the setting was made.
     """
+    library = _c_library()
+    if library is None:
+        return False
+    done = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) == 1
+    return done and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_AT_MOST) == 1
+
+
+def return_freed_memory() -> None:
+    """Give what is free now back to the system, such as the dense weights of a converted model.
+
+    ``TrainStep`` does it once, before the first step. Nothing happens elsewhere than with glibc.
+    """
+    library = _c_library()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL | None:
+    """glibc, or None where the C library is another one."""
     if sys.platform != "linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    done = mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) == 1
-    return done and mallopt(_M_TRIM_THRESHOLD, _KEPT_AT_MOST) == 1
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

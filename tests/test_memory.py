@@ -21,3 +21,24 @@ assert faults() < 12288, faults()  # less than one buffer's pages for twenty buf
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_large_buffers_are_reused():
     subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+CODE_OF_RETURN = """
+import torch, comera
+from comera.memory import return_freed_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+comera.reuse_freed_memory()
+before = resident()
+parts = [torch.ones(1 << 18) for _ in range(200)]  # 1 MiB each
+del parts
+kept = resident() - before
+return_freed_memory()
+assert kept > 150 << 20, kept
+assert resident() - before < 50 << 20, resident() - before
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a call of glibc")
+def test_freed_memory_is_returned_on_request():
+    subprocess.run([sys.executable, "-c", CODE_OF_RETURN], check=True)

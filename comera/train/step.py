@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map
 
+from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
 from comera.rank.schedule import TwoStage
@@ -65,6 +66,7 @@ class TrainStep:
         _check_holds_cores(optimizer, model)
         if ranks is not None:
             ranks.check_schedule(optimizer)
+        return_freed_memory()
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one batch.
