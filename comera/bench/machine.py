@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from comera.planning.machine import Machine, load_machine, processor_name, usable_threads
+from comera.planning.machine import processor_name, usable_threads
 
 
 def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
@@ -30,18 +30,11 @@ def machine_line(facts: dict[str, Any], dtype: str) -> str:
         [
             *gpu,
             facts["processor"],
-            f"{facts['cores']} cores",
-            f"{facts['threads']} threads",
+            f"cores {facts['cores']}",
+            f"threads {facts['threads']}",
             f"torch {facts['torch']}",
             dtype,
             f"freed memory {facts['freed_memory']}",
             facts["date"],
         ]
     )
-
-
-def planned_machine(device: torch.device) -> Machine:
-    """The profile by which the planner predicts times here."""
-    if device.type == "cuda":
-        return load_machine("cuda", torch.cuda.get_device_name(device))
-    return load_machine("cpu", threads=torch.get_num_threads())

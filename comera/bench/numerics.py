@@ -6,8 +6,10 @@ float64, from the very same cores.
 """
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ _ALLOWED = {
     torch.bfloat16: 1e-1,
 }
 """Largest relative error, by the dtype that is timed."""
+
+_VANISHING = 1e-9
+"""Size of a reference, in units of the median one, that is rounding and nothing else."""
 
 _ROWS = 128
 _LARGEST_TABLE = 1 << 26
@@ -46,13 +51,16 @@ class Comparison:
     Attributes:
         what: The layer or model in words.
         errors: Norm of the difference over the norm of the reference, infinite where the shapes
-            differ or a number is not finite.
+            differ or a number is not finite. Where the reference vanishes, as the gradient of a
+            key's bias does, the median size of all references stands in for its own.
         allowed: The largest that passes.
+        against: What the references are, in words.
     """
 
     what: str
     errors: dict[str, float]
     allowed: float
+    against: str
 
     def verdict(self) -> str:
         """One line about tensors that agree.
@@ -64,20 +72,22 @@ class Comparison:
         if off:
             listed = ", ".join(f"{name} by {error:.1e}" for name, error in off.items())
             raise DisagreementError(
-                f"{self.what} is not timed: it disagrees with the dense layer it stands for. "
+                f"{self.what} is not timed: it disagrees with {self.against}. "
                 f"Off are {listed} (relative error, at most {self.allowed:.0e} is allowed)"
             )
         return (
-            f"numerics of {self.what}: output and gradients, {len(self.errors)} tensors, agree "
-            f"with dense in float64 to {max(self.errors.values()):.1e} "
-            f"(allowed {self.allowed:.0e})"
+            f"{self.what} agrees with {self.against} to {max(self.errors.values()):.1e} "
+            f"(allowed {self.allowed:.0e}): {_listed(list(self.errors))}"
         )
 
 
-def compare(what: str, pairs: Pairs, dtype: torch.dtype) -> Comparison:
+def compare(
+    what: str, pairs: Pairs, dtype: torch.dtype, against: str = "dense in float64"
+) -> Comparison:
     """Compare each tensor with its reference."""
-    errors = {name: _error(own, reference) for name, (own, reference) in pairs.items()}
-    return Comparison(what, errors, _ALLOWED[dtype])
+    usual = median(_size(reference) for _, reference in pairs.values())
+    errors = {name: _error(own, reference, usual) for name, (own, reference) in pairs.items()}
+    return Comparison(what, errors, _ALLOWED[dtype], against)
 
 
 def compare_linear(layer: TTLinear, x: Tensor) -> Comparison:
@@ -94,11 +104,11 @@ def compare_linear(layer: TTLinear, x: Tensor) -> Comparison:
     x_rows = x.detach()[rows].double().requires_grad_()
     y_rows = dense(x_rows)
     y_rows.backward(toward[rows].double())
-    expected = _through_weight(exact, dense.weight.grad)
+    expected = _through_weight(exact, _gradient(dense.weight))
     if dense.bias is not None:
-        expected["bias"] = dense.bias.grad
+        expected["bias"] = _gradient(dense.bias)
     pairs: Pairs = {"the output": (y[rows], y_rows)}
-    pairs["the gradient of the input"] = (grad_x[rows], x_rows.grad)
+    pairs["the gradient of the input"] = (grad_x[rows], _gradient(x_rows))
     for name, grad in zip(own, grads, strict=True):
         pairs[f"the gradient of {name}"] = (grad, expected[name])
     return compare(
@@ -158,13 +168,13 @@ def compare_model(
     dense.zero_grad()
     dense_loss = loss_fn(dense, tuple(part[rows] for part in batch), slice(None))
     dense_loss.backward()
-    expected = {name: param.grad for name, param in dense.named_parameters()}
+    expected = {name: _gradient(param) for name, param in dense.named_parameters()}
     for name, layer in tensor_trains(exact).items():
-        through = _through_weight(layer, dense.get_submodule(name).weight.grad)
+        through = _through_weight(layer, expected[f"{name}.weight"])
         expected |= {f"{name}.{part}": grad for part, grad in through.items()}
     pairs: Pairs = {"the loss": (loss, dense_loss)}
     for name, param in model.named_parameters():
-        pairs[f"the gradient of {name}"] = (_or_zeros(param), expected[name])
+        pairs[f"the gradient of {name}"] = (_gradient(param), expected[name])
     comparison = compare(what, pairs, next(model.parameters()).dtype)
     model.zero_grad(set_to_none=True)
     model.train()
@@ -195,19 +205,31 @@ def _rows(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tensor:
     return made[:, : layer.embedding_dim, 0]
 
 
+def _listed(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _some(count: int, most: int = _ROWS) -> Tensor:
     """At most so many of ``count`` rows, evenly spaced, the first and the last among them."""
     return torch.linspace(0, count - 1, min(count, most)).round().long().unique()
 
 
-def _or_zeros(param: Tensor) -> Tensor:
+def _gradient(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad.clone()
 
 
 @torch.no_grad()
-def _error(own: Tensor, reference: Tensor) -> float:
+def _size(tensor: Tensor) -> float:
+    """Root mean square."""
+    return float(tensor.double().square().mean().sqrt())
+
+
+@torch.no_grad()
+def _error(own: Tensor, reference: Tensor, usual: float) -> float:
     if own.shape != reference.shape:
-        return float("inf")
-    size = reference.double().norm()
-    off = (own.double() - reference.double()).norm() / (size if size > 0 else 1)
-    return float(off.nan_to_num(nan=float("inf")))
+        return math.inf
+    size = _size(reference)
+    off = _size(own.double() - reference.double())
+    error = off / (size if size > _VANISHING * usual else usual)
+    return error if math.isfinite(error) else math.inf

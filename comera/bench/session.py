@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 from comera.bench.machine import machine_facts, machine_line
+from comera.bench.neighbours import watch_neighbours
 from comera.bench.numerics import Comparison
 from comera.bench.peers import MissingPeerError
 from comera.bench.timing import InterruptedTimingError, Timings, alternate
@@ -50,6 +52,11 @@ class Session:
         """One line."""
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
+    def show_table(self, title: str, table: Table) -> None:
+        """A line and a table."""
+        self.print(title)
+        self.console.print(table)
+
     def note(self, text: str) -> None:
         """One line that belongs to the results; said once."""
         if text not in self.notes:
@@ -84,9 +91,7 @@ class Session:
         else:
             runs[name] = run
 
-    def time(
-        self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str
-    ) -> Timings:
+    def time(self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str) -> Timings:
         """Rounds of all runs, with a status line; warnings of peers are not shown."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         # A refreshing thread would take its share of the processor from what is being timed.
@@ -108,14 +113,20 @@ class Session:
                 progress.advance(task)
                 progress.refresh()
 
-            return alternate(
-                runs,
-                self.repeats,
-                baseline,
-                at_least=_SAMPLE_SECONDS,
-                synchronize=self.synchronize,
-                tick=tick,
-            )
+            neighbours = watch_neighbours()
+            try:
+                return alternate(
+                    runs,
+                    self.repeats,
+                    baseline,
+                    at_least=_SAMPLE_SECONDS,
+                    synchronize=self.synchronize,
+                    tick=tick,
+                )
+            finally:
+                busy = neighbours(torch.get_num_threads())
+                if busy is not None:
+                    self.note(f"{title}: {busy}")
 
     def synchronize(self) -> None:
         """Wait for the GPU, where there is one."""
@@ -126,7 +137,7 @@ class Session:
         self, title: str, timings: Timings, parameters: Mapping[str, int] | None = None
     ) -> None:
         """Print a table and keep it for the JSON file."""
-        self.console.print(timings.table(title, parameters))
+        self.show_table(title, timings.table(parameters))
         self.results.append(
             {"title": title, **timings.as_dict(), "parameters": dict(parameters or {})}
         )
@@ -137,12 +148,14 @@ class Session:
         runs: Mapping[str, Callable[[], object]],
         baseline: str,
         parameters: Mapping[str, int] | None = None,
+        adjust: Callable[[Timings], Timings] | None = None,
     ) -> Timings:
-        """Time and show; on Ctrl-C what there is by then."""
+        """Time, adjust and show; on Ctrl-C what there is by then."""
+        adjust = adjust or (lambda timings: timings)
         try:
-            timings = self.time(title, runs, baseline)
+            timings = adjust(self.time(title, runs, baseline))
         except InterruptedTimingError as interrupted:
-            self.show(f"{title} (interrupted)", interrupted.so_far, parameters)
+            self.show(f"{title} (interrupted)", adjust(interrupted.so_far), parameters)
             raise
         self.show(title, timings, parameters)
         return timings

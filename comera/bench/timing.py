@@ -90,13 +90,14 @@ class Timings:
             "seconds": {name: list(values) for name, values in self.seconds.items()},
         }
 
-    def table(self, title: str, parameters: Mapping[str, int] | None = None) -> Table:
+    def table(self, parameters: Mapping[str, int] | None = None) -> Table:
         """For people; with a column of parameter counts where they are given."""
-        table = Table(title=title, title_justify="left")
+        caption = f"ratio: {self.baseline} over the run, round by round; above 1 the run is faster"
+        table = Table(caption=caption, caption_justify="left")
         table.add_column("")
         if parameters:
             table.add_column("parameters", justify="right")
-        for heading in ("median ms", "min – max", f"{self.baseline} / run", "min – max"):
+        for heading in ("median ms", "min – max", "ratio", "min – max"):
             table.add_column(heading, justify="right")
         for name, row in self.to_pandas().iterrows():
             counted = [f"{parameters[str(name)]:,}"] if parameters else []

@@ -226,7 +226,6 @@ class TTLinear(TensorTrainModule):
         )
 
 
-@torch.compiler.assume_constant_result
 def _dense_from(
     in_modes: tuple[int, ...],
     out_modes: tuple[int, ...],
@@ -251,3 +250,8 @@ def _dense_from(
         train=train,
     )
     return sys.maxsize if rows is None else rows
+
+
+# What torch.compiler.assume_constant_result does: the planner runs when a graph is compiled and is
+# no part of it. Calling that would import the compiler, a second's work, with this package.
+_dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]

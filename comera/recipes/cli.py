@@ -1,4 +1,4 @@
-"""``comera train CONFIG``, ``plan CONFIG``, ``report RUN``, ``calibrate``."""
+"""``comera train CONFIG``, ``plan CONFIG``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
 
 import logging
 import sys
@@ -11,6 +11,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
 
 from comera.bench.calibrate import calibrate
+from comera.bench.cli import add_bench, run_bench
 from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import plan, run
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "report":
             console.print(f"wrote {write_report(Path(chosen.report.run))}")
             return 0
+        if chosen.command == "bench":
+            return run_bench(chosen.bench, console)
         if chosen.command == "calibrate":
             reuse_freed_memory()
             if chosen.calibrate.threads:
@@ -65,6 +68,7 @@ def make_parser() -> ArgumentParser:
     report = ArgumentParser(description="write one HTML file about a run")
     report.add_argument("run", type=str, help="folder of the run")
     commands.add_subcommand("report", report, help="write one HTML file about a run")
+    add_bench(commands)
     measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
     measure.add_argument(
         "--device", type=Literal["cpu", "cuda"], default="cpu", help="what to measure"

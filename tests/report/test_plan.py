@@ -57,9 +57,7 @@ def test_live_precision_and_padding_reach_the_planner():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(
-        ValueError, match="Linear has no tensor-train layer: call comera"
-    ):
+    with pytest.raises(ValueError, match="Linear has no tensor-train layer: call comera"):
         comera.plan(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
         comera.plan(model(), tokens=0)

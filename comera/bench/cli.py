@@ -1,0 +1,197 @@
+"""``comera bench WHAT``: from the command line to a benchmark and its exit status."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from comera.bench.curve import DEFAULT_POINTS, Axis, curve
+from comera.bench.embedding import embedding
+from comera.bench.linear import linear
+from comera.bench.memory import memory
+from comera.bench.numerics import DisagreementError
+from comera.bench.objective import objective
+from comera.bench.options import (
+    add_common,
+    add_embedding,
+    add_linear,
+    add_memory,
+    add_objective,
+    add_step,
+    add_truncation,
+    check_positive,
+    encoders_of,
+    numbers_of,
+    rank_of,
+    shape_of,
+)
+from comera.bench.peak import LayerShape
+from comera.bench.plot import check_plot, plot_curve
+from comera.bench.session import Session
+from comera.bench.step import step
+from comera.bench.truncation import truncation
+from comera.memory import reuse_freed_memory
+
+_INTERRUPTED = 130
+_FILE_WIDTH = 120
+"""Characters of a line where no terminal says how many."""
+
+_TOKENS, _WIDTH_TOKENS = 4096, 512
+"""Of a layer, where nothing is said; wide ones take fewer."""
+
+
+def add_bench(commands: Any) -> None:
+    """Add ``bench`` and its subcommands to the commands of ``comera``."""
+    parser = ArgumentParser(
+        description="Time and weigh compressed layers beside dense ones and other packages, in "
+        "one process and in turn. Compare the ratios, not the milliseconds.",
+        allow_abbrev=False,
+    )
+    # The outer level first, then the inner one: jsonargparse insists.
+    commands.add_subcommand("bench", parser, help="time and weigh layers beside dense ones")
+    benchmarks = parser.add_subcommands(dest="benchmark")
+    for name, (text, add, _) in _BENCHMARKS.items():
+        command = ArgumentParser(description=text, allow_abbrev=False)
+        add(command)
+        add_common(command, name)
+        benchmarks.add_subcommand(name, command, help=text)
+
+
+def run_bench(chosen: Namespace, console: Console) -> int:
+    """Run what was asked for; returns the exit status.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+    name = chosen.benchmark
+    options = chosen[name]
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    session = _session(options, console)
+    if options.json is not None:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+    session.introduce(options.get("dtype", "float32"))
+    status = 0
+    try:
+        _BENCHMARKS[name][2](session, options)
+    except DisagreementError as problem:
+        console.print(f"[bold red]refused:[/] {problem}", highlight=False, soft_wrap=True)
+        status = 1
+    except KeyboardInterrupt:
+        session.print("interrupted")
+        status = _INTERRUPTED
+    if options.json is not None:
+        session.write(Path(options.json), name, options.as_dict())
+    return status or int(session.failed)
+
+
+def _session(options: Namespace, console: Console) -> Session:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a GPU that torch can see; --device=cpu runs here")
+    if options.threads is not None:
+        check_positive("threads", options.threads)
+        torch.set_num_threads(options.threads)
+    repeats = options.get("repeats", 1)
+    check_positive("repeats", repeats)
+    kept = options.malloc == "keep" and reuse_freed_memory()
+    return Session(console, torch.device(options.device), repeats, kept)
+
+
+def _run_linear(session: Session, options: Namespace) -> None:
+    shape, rank = shape_of(options.shape), rank_of(options.rank)
+    dtype = getattr(torch, options.dtype)
+    tokens = numbers_of("tokens", options.tokens) if options.tokens else []
+    points = numbers_of("points", options.points) if options.points else []
+    axis: Axis | None = options.curve or ("tokens" if len(tokens) > 1 else None)
+    if axis is None:
+        for name in ("points", "plot"):
+            if options[name]:
+                axes = ", ".join(DEFAULT_POINTS)
+                raise ValueError(f"{name}={options[name]!r} needs --curve, one of {axes}")
+        linear(session, shape, rank, (tokens or [_TOKENS])[0], dtype, options.peers == "all")
+        return
+    if axis != "tokens" and len(tokens) > 1:
+        raise ValueError(f"tokens={tokens} must be one number beside --curve={axis}")
+    if axis == "tokens" and len(tokens) > 1:
+        points = points or tokens
+    if options.plot:
+        check_plot(Path(options.plot))
+    fixed = (tokens or [_WIDTH_TOKENS if axis == "width" else _TOKENS])[0]
+    points = points or DEFAULT_POINTS[axis]
+    title, measured = curve(session, axis, points, shape, rank, fixed, dtype)
+    if options.plot:
+        plot_curve(measured, axis, title, Path(options.plot))
+        session.print(f"wrote {options.plot}")
+
+
+def _run_embedding(session: Session, options: Namespace) -> None:
+    for name in ("rows", "width", "indices"):
+        check_positive(name, options[name])
+    embedding(
+        session,
+        options.rows,
+        options.width,
+        options.indices,
+        options.bag,
+        rank_of(options.rank),
+        options.zipf,
+        getattr(torch, options.dtype),
+        options.dense_limit,
+        options.peers == "all",
+    )
+
+
+def _run_step(session: Session, options: Namespace) -> None:
+    batches = numbers_of("batch", options.batch)
+    step(session, encoders_of(options), batches, options.peers == "all")
+
+
+def _run_memory(session: Session, options: Namespace) -> None:
+    batches = numbers_of("batch", options.batch)
+    layer = None
+    if options.layer:
+        check_positive("tokens", options.tokens)
+        layer = LayerShape(shape_of(options.shape), rank_of(options.rank), options.tokens)
+    memory(session, None if layer else encoders_of(options), batches, layer)
+
+
+def _run_objective(session: Session, options: Namespace) -> None:
+    check_positive("batch", options.batch)
+    objective(session, encoders_of(options), options.batch)
+
+
+def _run_truncation(session: Session, options: Namespace) -> None:
+    check_positive("batch", options.batch)
+    truncation(session, encoders_of(options), options.batch, options.keep)
+
+
+_BENCHMARKS: Mapping[
+    str,
+    tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
+] = {
+    "linear": (
+        "time one linear layer, forward and backward; or a curve of them",
+        add_linear,
+        _run_linear,
+    ),
+    "embedding": (
+        "time look-up, backward and optimizer step of an embedding table",
+        add_embedding,
+        _run_embedding,
+    ),
+    "step": ("time a training step of a transformer", add_step, _run_step),
+    "memory": ("peak memory of a training step", add_memory, _run_memory),
+    "objective": (
+        "time what the rank objective adds to a training step",
+        add_objective,
+        _run_objective,
+    ),
+    "truncation": (
+        "time a training step before and after truncation of its ranks",
+        add_truncation,
+        _run_truncation,
+    ),
+}

@@ -1,0 +1,112 @@
+"""The transformer whose training step is measured: by default that of CoMERA's section 5.1."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comera.models.transformer import Encoder, SequenceClassifier
+from comera.nn.convert import TTConfig, tensorize_
+from comera.nn.linear import TTLinear
+from comera.nn.table import TTTable
+from comera.rank.groups import param_groups
+from comera.rank.schedule import TwoStage
+from comera.train.step import TrainStep
+
+LEARNING_RATE = 1e-4
+TARGET = 0.2
+"""Of rank learning, as a share of the cores; any would take the same time."""
+
+_CLASSES, _DROPOUT, _SEGMENTS, _STD = 3, 0.1, 2, 0.02
+_PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
+
+Kind = Literal["dense", "comera"]
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """A classifier of sequences: embeddings, encoder blocks with post-norm, three classes.
+
+    Args:
+        layers: Blocks.
+        width: Of the model.
+        ffn: Hidden width of the feed-forward part.
+        heads: Attention heads.
+        vocab: Tokens.
+        length: Of every sequence.
+        rank: Bound on the bonds of the linear layers, or all of them.
+        embedding_rank: Bound on the bonds of the token table.
+    """
+
+    layers: int = 6
+    width: int = 768
+    ffn: int = 3072
+    heads: int = 12
+    vocab: int = 30522
+    length: int = 128
+    rank: int | list[int] = field(default_factory=lambda: [12, 30, 30, 30, 16])
+    embedding_rank: int = 30
+
+    def __str__(self) -> str:
+        return f"{self.layers} encoders of width {self.width}"
+
+    def model(self, kind: Kind, device: torch.device) -> nn.Module:
+        """The model with fresh weights. A compressed one is never dense, not even while built."""
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            encoder = Encoder(
+                self.vocab, self.width, self.layers, self.heads, self.ffn, self.length, _DROPOUT,
+                _SEGMENTS, "post",
+            )  # fmt: skip
+            model: nn.Module = SequenceClassifier(encoder, _CLASSES)
+        if kind == "comera":
+            table = _PAPER_TABLE.get((self.vocab, self.width))
+            config = TTConfig(
+                rank=self.rank,
+                embedding_rank=self.embedding_rank,
+                exclude_modules=["output"],
+                shape_pattern={r"encoder\.tokens": table} if table else {},
+            )
+            tensorize_(model, config)
+        model.to_empty(device=device)
+        for module in model.modules():
+            if isinstance(module, (TTLinear, nn.Linear, nn.LayerNorm)):
+                module.reset_parameters()
+            elif isinstance(module, TTTable):
+                module.reset_parameters(std=_STD)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=_STD)
+        for table_TD in (encoder.positions, encoder.segments):
+            nn.init.normal_(table_TD, std=_STD)  # type: ignore[arg-type]
+        return model
+
+    def batch(self, size: int, device: torch.device) -> Batch:
+        """Random tokens, segments and labels."""
+        tokens = torch.randint(5, self.vocab, (size, self.length))
+        labels = torch.randint(0, _CLASSES, (size,))
+        return tokens.to(device), torch.zeros_like(tokens).to(device), labels.to(device)
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy."""
+    return loss_of_rows(model, batch, slice(None))
+
+
+def loss_of_rows(model: nn.Module, batch: Batch, rows: slice | Tensor) -> Tensor:
+    """The same, of some sequences of the batch."""
+    tokens, segments, labels = batch
+    return F.cross_entropy(model(tokens, segments)[rows], labels[rows])
+
+
+def train_step(model: nn.Module, ranks: TwoStage | None = None) -> TrainStep:
+    """A step with fused AdamW."""
+    optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
+    return TrainStep(model, loss_fn, optimizer, ranks)
+
+
+def learned_ranks(model: nn.Module, early: bool = True) -> TwoStage:
+    """The rank objective, for good in its early or in its late stage."""
+    return TwoStage(model, TARGET, 10**6 if early else 0, 10**6)

@@ -1,0 +1,148 @@
+"""Peak memory of one training step, in a process of its own: ``python -m comera.bench.peak JOB``.
+
+The base is the resident size after all imports and one step of an 8 x 8 layer. The peak is the
+largest resident size from then on, while the model and its optimizer are built and two steps are
+taken. On a GPU it is what torch had allocated there at most.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from comera.bench.encoders import Encoders, Kind, learned_ranks, train_step
+from comera.bench.linear import count
+from comera.memory import reuse_freed_memory
+from comera.nn.linear import TTLinear
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
+_STEPS = 2
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A single linear layer and its batch."""
+
+    shape: tuple[int, int]
+    rank: int | list[int]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Args:
+        kind: ``"dense"`` or ``"comera"``.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: Of torch.
+        keep: Whether freed memory is kept in the process.
+        batch: Sequences; of ``encoders``.
+        encoders: The model, or None for ``layer``.
+        layer: The layer, or None for ``encoders``.
+    """
+
+    kind: Kind
+    device: str
+    threads: int
+    keep: bool
+    batch: int = 0
+    encoders: Encoders | None = None
+    layer: LayerShape | None = None
+
+    def to_json(self) -> str:
+        """One word of a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Back from there."""
+        content: dict[str, Any] = json.loads(text)
+        for name, kind in (("encoders", Encoders), ("layer", LayerShape)):
+            if content[name] is not None:
+                content[name] = kind(**content[name])
+        return cls(**content)
+
+
+def peak(job: Job) -> dict[str, int]:
+    """Bytes at the peak above the base, and the parameters."""
+    torch.set_num_threads(job.threads)
+    if job.keep:
+        reuse_freed_memory()
+    device = torch.device(job.device)
+    _train_tiny(device)
+    read = _cuda_peak(device) if device.type == "cuda" else resident_peak()
+    parameters = _train_layer(job, device) if job.layer else _train_model(job, device)
+    return {"peak": read(), "parameters": parameters}
+
+
+def resident_peak() -> Callable[[], int]:
+    """Start here; the result says by how many bytes the resident size has gone up at most.
+
+    Raises:
+        ValueError: Where the system does not say.
+    """
+    try:
+        base = _status("VmRSS")
+        _CLEAR.write_text(_FORGET_PEAK)
+    except OSError as problem:
+        raise ValueError(
+            f"device='cpu' needs Linux, where peak memory is read from {_STATUS.parent}; "
+            f"here, on {sys.platform}: {problem}"
+        ) from None
+    return lambda: _status("VmHWM") - base
+
+
+def _cuda_peak(device: torch.device) -> Callable[[], int]:
+    torch.cuda.synchronize(device)
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return lambda: torch.cuda.max_memory_allocated(device) - base
+
+
+def _status(entry: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(entry))
+    return int(line.split()[1]) * 1024
+
+
+def _train_tiny(device: torch.device) -> None:
+    layer = nn.Linear(8, 8).to(device)
+    layer(torch.ones(8, 8, device=device)).sum().backward()
+    torch.optim.AdamW(layer.parameters(), fused=True).step()
+
+
+def _train_model(job: Job, device: torch.device) -> int:
+    assert job.encoders is not None
+    model = job.encoders.model(job.kind, device)
+    step = train_step(model, learned_ranks(model) if job.kind == "comera" else None)
+    for _ in range(_STEPS):
+        step(job.encoders.batch(job.batch, device))
+    return count(model)
+
+
+def _train_layer(job: Job, device: torch.device) -> int:
+    """Without an optimizer; the input and its gradient are included."""
+    assert job.layer is not None
+    wide, high = job.layer.shape
+    layer: nn.Module = nn.Linear(wide, high) if job.kind == "dense" else _train(job.layer)
+    layer.to(device)
+    x = torch.randn(job.layer.tokens, wide, device=device, requires_grad=True)
+    for _ in range(_STEPS):
+        x.grad = None
+        layer.zero_grad()
+        layer(x).sum().backward()
+    return count(layer)
+
+
+def _train(layer: LayerShape) -> TTLinear:
+    return TTLinear(*layer.shape, rank=layer.rank)
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak(Job.from_json(sys.argv[1]))))

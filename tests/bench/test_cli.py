@@ -1,0 +1,289 @@
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from comera.bench import memory, peak
+from comera.bench.curve import Point, hits
+from comera.bench.timing import Timings
+from comera.nn.linear import TTLinear
+from comera.recipes.cli import main
+
+LAYER = ["--shape", "48", "32", "--rank", "4", "--repeats", "2"]
+SIZES = "layers=1 width=16 ffn=32 heads=2 vocab=40 length=6 rank=4 embedding_rank=4"
+MODEL = [f"--{size}" for size in SIZES.split()]
+TABLE = ["--rows", "60", "--width", "16", "--indices", "24", "--rank", "4", "--repeats", "2"]
+tensorly = pytest.mark.skipif(find_spec("tltorch") is None, reason="needs tensorly-torch")
+galore = pytest.mark.skipif(find_spec("galore_torch") is None, reason="needs galore-torch")
+
+
+@pytest.fixture(autouse=True)
+def _threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bench(*words):
+    return main(["bench", *words])
+
+
+def results(path):
+    return json.loads(path.read_text())["results"]
+
+
+def test_linear(tmp_path, capsys):
+    out = tmp_path / "out" / "linear.json"
+    assert bench("linear", *LAYER, "--tokens", "20", "--threads", "1", f"--json={out}") == 0
+    written = json.loads(out.read_text())
+    assert written["machine"]["threads"] == 1
+    assert written["machine"]["freed_memory"] == "kept"
+    assert written["settings"]["tokens"] == ["20"]
+    (result,) = written["results"]
+    assert {"dense", "comera"} <= set(result["summary"])
+    assert result["parameters"]["dense"] == 48 * 32 + 32
+    assert all(len(values) == 2 for values in result["seconds"].values())
+    shown = capsys.readouterr().out
+    assert "TTLinear 48 -> 32 agrees with dense in float64" in shown
+    assert "threads 1, torch" in shown
+
+
+@tensorly
+def test_tensorly_stands_beside_and_its_backend_is_restored(tmp_path):
+    import tensorly
+
+    before = tensorly.get_backend()
+    out = tmp_path / "linear.json"
+    assert bench("linear", *LAYER, "--tokens", "20", f"--json={out}") == 0
+    (result,) = results(out)
+    assert len([name for name in result["summary"] if name.startswith("tensorly-torch")]) == 2
+    assert bench("embedding", *TABLE, f"--json={out}") == 0
+    (result,) = results(out)
+    assert "tensorly-torch, rank 4, AdamW" in result["summary"]
+    assert tensorly.get_backend() == before
+
+
+def test_a_missing_peer_is_one_line(monkeypatch, tmp_path, capsys):
+    for module in ("tltorch", "galore_torch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    out = tmp_path / "out.json"
+    assert bench("linear", *LAYER, "--tokens", "20", f"--json={out}") == 0
+    assert set(results(out)[0]["summary"]) == {"dense", "comera"}
+    assert bench("step", *MODEL, "--batch", "2", "--repeats", "1", f"--json={out}") == 0
+    assert len(results(out)[0]["summary"]) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("without tensorly-torch") == 1
+    assert shown.count("without galore-torch") == 1
+    assert "pip install 'comera[bench]'" in shown
+
+
+def test_a_peer_that_fails_is_one_line(monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("not today\nnor tomorrow")
+
+    monkeypatch.setattr("comera.bench.peers.tensorly_linear", fails)
+    assert bench("linear", *LAYER, "--tokens", "20") == 0
+    shown = capsys.readouterr().out
+    assert "left out: RuntimeError: not today\n" in shown
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch, tmp_path, capsys):
+    right = TTLinear.forward
+    monkeypatch.setattr(TTLinear, "forward", lambda self, x: right(self, x) + 0.01)
+    out = tmp_path / "out.json"
+    assert bench("linear", *LAYER, "--tokens", "20", f"--json={out}") == 1
+    shown = capsys.readouterr().out
+    assert "refused: TTLinear 48 -> 32 is not timed" in shown
+    assert "Off are the output by" in shown
+    assert "median" not in shown
+    assert results(out) == []
+    assert bench("linear", *LAYER, "--curve", "tokens", "--points", "4") == 1
+
+
+def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
+    right = TTLinear.halves
+
+    def wrong(self):
+        left, right_half = right(self)
+        return left * 1.1, right_half
+
+    monkeypatch.setattr(TTLinear, "halves", wrong)
+    for command in ("step", "objective", "truncation"):
+        assert bench(command, *MODEL, "--batch", "2", "--repeats", "1") == 1
+        shown = capsys.readouterr().out
+        assert "Off are the loss by" in shown
+        assert "median" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "axis", "at"),
+    [
+        (["--tokens", "1,8", "32"], "tokens", [1, 8, 32]),
+        (["--curve", "rank", "--points", "2", "4", "--tokens", "8"], "rank", [2, 4]),
+        (["--curve", "width", "--points", "16,32", "--tokens", "8"], "width", [16, 32]),
+    ],
+)
+def test_curves(options, axis, at, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "pictures" / "curve.png"
+    assert bench("linear", *LAYER, *options, f"--json={out}", f"--plot={plot}") == 0
+    (result,) = results(out)
+    assert result["axis"] == axis
+    assert [point["at"] for point in result["points"]] == at
+    assert all(point["predicted_ratio"] > 0 for point in result["points"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "the planner named the winner at" in capsys.readouterr().out
+
+
+def test_a_curve_that_is_interrupted_shows_what_there_is(monkeypatch, tmp_path, capsys):
+    from comera.bench import curve
+
+    right = curve.make_layers
+    widths = []
+
+    def stops(session, shape, rank, dtype):
+        widths.append(shape)
+        if len(widths) == 3:
+            raise KeyboardInterrupt
+        return right(session, shape, rank, dtype)
+
+    monkeypatch.setattr(curve, "make_layers", stops)
+    out = tmp_path / "out.json"
+    options = ["--curve", "width", "--points", "16", "32", "48", "--tokens", "4"]
+    assert bench("linear", *LAYER, *options, f"--json={out}") == 130
+    assert [point["at"] for point in results(out)[0]["points"]] == [16, 32]
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_the_hit_rate_leaves_even_points_out():
+    def point(ratios, predicted):
+        return Point(1, Timings({"dense": ratios, "comera": [1.0] * 3}, "dense"), predicted)
+
+    won, lost, even = point([2, 2, 3], 1.5), point([0.5, 0.5, 0.4], 1.1), point([0.9, 1, 1.1], 2)
+    assert [p.winner for p in (won, lost, even)] == ["comera", "dense", "even"]
+    assert hits([won, lost, even]) == (
+        "the planner named the winner at 1 of 2 points (1 even left out)"
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--bag", "4"]])
+def test_embedding(more, tmp_path):
+    out = tmp_path / "out.json"
+    assert bench("embedding", *TABLE, *more, "--peers=none", f"--json={out}") == 0
+    (result,) = results(out)
+    assert list(result["summary"]) == ["dense, AdamW", "sparse, SparseAdam", "comera, AdamW"]
+
+
+def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    options = ["--dense_limit", "1e-9", "--peers=none", f"--json={out}"]
+    assert bench("embedding", *TABLE, *options) == 0
+    (result,) = results(out)
+    assert result["baseline"] == "sparse, SparseAdam"
+    assert list(result["summary"]) == ["sparse, SparseAdam", "comera, AdamW"]
+    assert "more than --dense_limit=1e-09" in capsys.readouterr().out
+
+
+@galore
+def test_step_beside_galore(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert bench("step", *MODEL, "--batch", "1,2", "--repeats", "1", f"--json={out}") == 0
+    one, two = results(out)
+    assert "1 sequences of 6 tokens" in one["title"]
+    assert list(two["summary"]) == [
+        "dense, AdamW",
+        "comera, AdamW, rank objective",
+        "dense, GaLoreAdamW, rank 128",
+    ]
+    assert capsys.readouterr().out.count("every 200th does") == 2
+
+
+def test_objective_and_truncation(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert bench("objective", *MODEL, "--batch", "2", "--repeats", "1", f"--json={out}") == 0
+    assert [result["baseline"] for result in results(out)] == ["step", "step"]
+    assert bench("truncation", *MODEL, "--batch", "2", "--repeats", "1", f"--json={out}") == 0
+    (result,) = results(out)
+    assert result["parameters"]["truncated"] < result["parameters"]["masked"]
+    shown = capsys.readouterr().out
+    assert "late stage: the objective adds" in shown
+    assert "truncated agrees with the masked model" in shown
+
+
+def in_this_process(words, **_):
+    """Instead of a fresh one, which takes seconds to import everything."""
+    if peak.Job.from_json(words[-1]).batch == 3:
+        return subprocess.CompletedProcess(words, -9, "", "Killed")
+    text = json.dumps(peak.peak(peak.Job.from_json(words[-1])))
+    return subprocess.CompletedProcess(words, 0, text, "")
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+def test_memory(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(memory.subprocess, "run", in_this_process)
+    out = tmp_path / "out.json"
+    assert bench("memory", *MODEL, "--batch", "1", "2", f"--json={out}") == 0
+    assert [row["at"] for row in results(out)[0]["rows"]] == ["batch 1", "batch 2"]
+    layer = ["--layer", "--shape", "48", "32", "--rank", "4", "--tokens", "20"]
+    assert bench("memory", *layer, f"--json={out}") == 0
+    assert results(out)[0]["rows"][0]["at"] == "20 tokens"
+    capsys.readouterr()
+    assert bench("memory", *MODEL, "--batch", "3", "1", f"--json={out}") == 1
+    assert results(out)[0]["rows"][0]["dense"] is None
+    assert "status -9, most likely for lack of memory: Killed" in capsys.readouterr().out
+
+
+@linux
+def test_memory_is_measured_in_a_process_of_its_own():
+    job = peak.Job("dense", "cpu", 1, True, layer=peak.LayerShape((256, 512), 4, 2048))
+    words = [sys.executable, "-m", "comera.bench.peak", job.to_json()]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    activations = 4 * 2048 * (256 + 512 + 256)
+    assert found["parameters"] == 256 * 512 + 512
+    assert activations < found["peak"] < 10 * activations
+
+
+def test_memory_says_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(peak, "_STATUS", tmp_path / "status")
+    assert bench("memory", *MODEL) == 1
+    assert "device='cpu' needs Linux" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["linear", "--shape", "8"], r"shape=[8] must be two numbers"),
+        (["linear", "--tokens", "1,x"], "tokens='1,x' must be whole numbers"),
+        (["linear", "--tokens", "0"], "tokens=0 must be at least 1"),
+        (["linear", "--repeats", "0"], "repeats=0 must be at least 1"),
+        (["linear", "--plot", "x.png"], "plot='x.png' needs --curve"),
+        (["linear", "--curve", "rank", "--plot", "x.gif"], "plot='x.gif' must end in .png"),
+        (["linear", "--curve", "rank", "--tokens", "1,2"], "must be one number beside"),
+        (["embedding", "--indices", "10", "--bag", "4"], "indices=10 is not a multiple of bag=4"),
+        (["truncation", *MODEL, "--keep", "2"], "keep=2.0 must be in (0, 1]"),
+    ],
+)
+def test_bad_options_are_refused(words, message, capsys):
+    assert bench(*words) == 1
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    assert bench("linear", "--device", "cuda") == 1
+    assert "device='cuda' needs a GPU" in capsys.readouterr().out
+
+
+def test_help_reads_well(capsys):
+    for words in ([], ["linear"], ["memory"]):
+        with pytest.raises(SystemExit) as stopped:
+            bench(*words, "--help")
+        assert stopped.value.code == 0
+    assert "--curve" in capsys.readouterr().out
