@@ -20,6 +20,7 @@ from comera.bench.options import (
     add_linear,
     add_memory,
     add_objective,
+    add_ranking,
     add_step,
     add_truncation,
     check_positive,
@@ -27,9 +28,11 @@ from comera.bench.options import (
     numbers_of,
     rank_of,
     shape_of,
+    widths_of,
 )
 from comera.bench.peak import LayerShape
 from comera.bench.plot import check_plot, plot_curve
+from comera.bench.ranking import ranking
 from comera.bench.session import Session
 from comera.bench.step import step
 from comera.bench.truncation import truncation
@@ -168,6 +171,11 @@ def _run_truncation(session: Session, options: Namespace) -> None:
     truncation(session, encoders_of(options), options.batch, options.keep)
 
 
+def _run_ranking(session: Session, options: Namespace) -> None:
+    ranks = numbers_of("rank", options.rank)
+    ranking(session, widths_of(options.widths), ranks, numbers_of("tokens", options.tokens))
+
+
 _BENCHMARKS: Mapping[
     str,
     tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
@@ -193,5 +201,10 @@ _BENCHMARKS: Mapping[
         "time a training step before and after truncation of its ranks",
         add_truncation,
         _run_truncation,
+    ),
+    "ranking": (
+        "measure all ways to compute a layer, and whether the planner's order is right",
+        add_ranking,
+        _run_ranking,
     ),
 }

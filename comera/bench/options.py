@@ -91,6 +91,20 @@ def add_truncation(parser: ArgumentParser) -> None:
     parser.add_argument("--keep", type=float, default=0.2, help="share of the cores that remains")
 
 
+def add_ranking(parser: ArgumentParser) -> None:
+    """Of ``ranking``: each option a list, all combinations are measured."""
+    parser.add_argument(
+        "--widths",
+        nargs="+",
+        type=str,
+        metavar="IN:OUT",
+        default=["256:256", "768:768", "768:3072", "2048:512"],
+        help="pairs of widths",
+    )
+    parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["8,32,128,512"])
+    parser.add_argument("--tokens", nargs="+", type=str, metavar="N", default=["8,128,2048"])
+
+
 def _add_shape(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
@@ -154,6 +168,14 @@ def shape_of(words: Sequence[str]) -> tuple[int, int]:
     if len(sizes) != 2:
         raise ValueError(f"shape={sizes} must be two numbers, width in and width out")
     return sizes[0], sizes[1]
+
+
+def widths_of(words: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs such as ``768:3072``, separated by commas or spaces."""
+    pairs = ",".join(words).replace(" ", ",").split(",")
+    if not all(pair.count(":") == 1 for pair in pairs):
+        raise ValueError(f"widths={','.join(pairs)!r} must be pairs of widths, such as 768:3072")
+    return [shape_of(pair.split(":")) for pair in pairs]
 
 
 def rank_of(words: Sequence[str]) -> int | list[int]:

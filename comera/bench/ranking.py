@@ -18,10 +18,6 @@ from comera.ops.tt_linear import thin_linears, wide_linear
 from comera.planning.network import linear_network
 from comera.planning.plan import Plan, plan_linear
 
-SHAPES = [(256, 256), (768, 768), (768, 3072), (2048, 512)]
-RANKS = [8, 32, 128, 512]
-TOKENS = [8, 128, 2048]
-
 _DENSE = "nn.Linear"
 _APART = 1.15
 """Medians closer than this are even: neither order would be wrong."""
