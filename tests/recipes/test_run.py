@@ -126,7 +126,9 @@ def test_every_configuration_can_be_planned(path, capsys):
 
 
 def test_plan_says_what_a_run_will_end_at(config):
-    report, layers, target = plan(config)
+    report, planned, target = plan(config)
+    assert planned is not None
+    assert planned.layers
     compressed, _ = quiet_run(config)
     assert target == compressed.ranks["target_size"]
     assert report.tt_dense_params == compressed.layer_dense_params
