@@ -131,7 +131,7 @@ def train(
                     result.ranks = step.ranks.finish_(step.optimizer)  # type: ignore[union-attr]
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
-                    result.metrics = _evaluate(step.model, evaluate)
+                    result.metrics = _evaluate(step, evaluate)
                     run_log.write(done, **{f"eval/{k}": v for k, v in result.metrics.items()})
                 if save_every and done % save_every == 0 and done < steps:
                     save()
@@ -162,14 +162,14 @@ def _figures(step: TrainStep) -> dict[str, Any]:
 
 
 def _evaluate(
-    model: nn.Module, evaluate: Callable[[nn.Module], dict[str, float]]
+    step: TrainStep, evaluate: Callable[[nn.Module], dict[str, float]]
 ) -> dict[str, float]:
-    model.eval()
+    step.model.eval()
     try:
-        with torch.no_grad():
-            return evaluate(model)
+        with torch.no_grad(), step.merged:  # the cores are joined once for all batches
+            return evaluate(step.model)
     finally:
-        model.train()
+        step.model.train()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,9 @@ class TrainStep:
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
 
+    Attributes:
+        merged: The context in which the layers join their cores together; each step enters it.
+
     Raises:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
     """
@@ -58,7 +61,7 @@ class TrainStep:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
-        self._merged = GroupedMerge(model)
+        self.merged = GroupedMerge(model)
         self.steps_done = 0
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
@@ -80,7 +83,7 @@ class TrainStep:
         """
         total = torch.zeros((), device=self._device)
         for part, share in self._parts(batch):
-            with self._merged:
+            with self.merged:
                 loss = self._loss(part)
                 self._check_loss(loss)
                 objective = loss if self.ranks is None else self.ranks.objective(loss)

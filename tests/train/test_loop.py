@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 
+from comera.nn import grouped
 from comera.nn.module import tensor_trains
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import read_metrics
@@ -191,3 +192,19 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}]
     with pytest.raises(FileNotFoundError, match="not a run"):
         read_metrics(tmp_path / "nowhere")
+
+
+def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
+    joined = []
+    original = grouped.merge_halves
+    monkeypatch.setattr(
+        grouped, "merge_halves", lambda *args: joined.append("together") or original(*args)
+    )
+    monkeypatch.setattr("comera.nn.linear.merge_halves", lambda *args: joined.append("alone"))
+
+    def many(model):
+        joined.clear()
+        return [evaluate(model) for _ in range(3)][-1]
+
+    run(tmp_path, steps=2, evaluate=many)
+    assert joined == ["together"]
