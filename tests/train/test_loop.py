@@ -203,8 +203,10 @@ def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     monkeypatch.setattr("comera.nn.linear.merge_halves", lambda *args: joined.append("alone"))
 
     def many(model):
-        joined.clear()
-        return [evaluate(model) for _ in range(3)][-1]
+        before = len(joined)
+        figures = [evaluate(model) for _ in range(3)][-1]
+        assert len(joined) == before
+        return figures
 
     run(tmp_path, steps=2, evaluate=many)
-    assert joined == ["together"]
+    assert joined == ["together"] * 3  # two steps and one evaluation
