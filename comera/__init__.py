@@ -13,7 +13,8 @@ The public names, in the order one meets them::
 """
 
 from comera.memory import reuse_freed_memory
-from comera.nn.convert import TTConfig, densify_, tensorize_
+from comera.nn.config import TTConfig
+from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge

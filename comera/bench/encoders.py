@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.nn.convert import TTConfig, tensorize_
+from comera.nn.config import TTConfig
+from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
 from comera.nn.table import TTTable
 from comera.rank.groups import param_groups

@@ -1,95 +1,34 @@
 """Swap the layers of an existing model for tensor-train layers, and back."""
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule
+from comera.nn.module import TensorTrainModule
 from comera.nn.table import TTTable
+from comera.nn.targets import (
+    check_patterns,
+    find_targets,
+    listed,
+    matches,
+    other_holders,
+    tied_groups,
+)
 from comera.nn.tied import TiedTTLinear
 from comera.ops.machine import machine_of
 from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
 
-_NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
-    "all": (nn.Linear, nn.Embedding, nn.EmbeddingBag),
-    "all-linear": (nn.Linear,),
-    "all-embedding": (nn.Embedding, nn.EmbeddingBag),
-}
-
 _WORTH_SAYING = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
-
-Rank = int | list[int]
-Modes = Sequence[Sequence[int]]
-
-
-@dataclass
-class TTConfig:
-    """How :func:`tensorize_` picks layers and shapes them.
-
-    Args:
-        rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
-            every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
-            given.
-        embedding_rank: The same for embeddings; ``rank`` where that is an int and this is None.
-        compression: Instead of ``rank``: how many times smaller each layer becomes.
-        tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
-        order: Modes a side of a linear layer.
-        embedding_order: Cores of an embedding.
-        target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
-            regular expression that must match the whole module name; a list holds names or ends
-            of names (``"fc1"`` takes ``layers.0.fc1``).
-        exclude_modules: A regular expression or a list, like ``target_modules``; wins over it.
-        rank_pattern: Regular expression over the whole module name, to a rank that replaces
-            ``rank`` there. The first match counts.
-        shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
-        hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
-        init: ``"fresh"`` draws new cores that give the dense weight the standard deviation it has
-            now; ``"svd"`` approximates the present weight by TT-SVD.
-        tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
-            dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
-        prune_below: A gate at or below this is a pruned rank.
-        tokens: Rows of a training batch, that is batch size times length. Layers that are
-            predicted to be slower or larger than dense at this batch are named in the log, with a
-            rank that would not be.
-    """
-
-    rank: Rank | None = None
-    embedding_rank: Rank | None = None
-    compression: float | None = None
-    tolerance: float | None = None
-    order: int = 3
-    embedding_order: int = 4
-    target_modules: str | list[str] = "all"
-    exclude_modules: str | list[str] | None = None
-    rank_pattern: dict[str, Rank] = field(default_factory=dict)
-    shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
-    hot_rows: int = 0
-    init: Literal["fresh", "svd"] = "fresh"
-    tied: Literal["skip", "share", "untie"] = "skip"
-    prune_below: float = PRUNE_BELOW
-    tokens: int = 4096
-
-    def __post_init__(self) -> None:
-        _one_of("init", self.init, ("fresh", "svd"))
-        _one_of("tied", self.tied, ("skip", "share", "untie"))
-        if self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be at least 1")
-        if self.tolerance is not None and self.init != "svd":
-            raise ValueError(
-                f"tolerance={self.tolerance} is an error against the present weight: "
-                f'it needs init="svd", not init={self.init!r}'
-            )
 
 
 def tensorize_(
@@ -116,15 +55,15 @@ def tensorize_(
             the module. The model is then unchanged.
     """
     config = config or TTConfig()
-    targets = _targets(model, config, filter_fn)
-    _check_patterns(config, targets)
-    groups = _tied_groups(targets)
+    targets = find_targets(model, config, filter_fn)
+    check_patterns(config, targets)
+    groups = tied_groups(targets)
     replacements: dict[int, nn.Module] = {}
     skipped: dict[str, list[str]] = {}
     for names, modules in groups:
-        outside = _other_holders(model, modules)
+        outside = other_holders(model, modules)
         if outside and config.tied != "untie":
-            reason = f'{_listed(outside)} holds the same weight and is no target (tied="untie"?)'
+            reason = f'{listed(outside)} holds the same weight and is no target (tied="untie"?)'
             skipped.setdefault(reason, []).extend(names)
             continue
         if len(modules) > 1 and config.tied == "skip":
@@ -141,7 +80,7 @@ def tensorize_(
             else:
                 replacements[id(module)] = new
     for reason, names in skipped.items():
-        log.warning("tensorize_ leaves %s dense: %s", _listed(names), reason)
+        log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     name_of = {id(module): name for name, module in targets.items()}
     _say_what_loses({name_of[key]: new for key, new in replacements.items()}, config.tokens)
     return _swap(model, replacements)
@@ -191,113 +130,8 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
             together=len(members),
         )
         if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
-            names = _listed([name for name, _ in members], most=2)
+            names = listed([name for name, _ in members], most=2)
             log.warning("tensorize_: %s: %s", names, found)
-
-
-def _targets(
-    model: nn.Module, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
-) -> dict[str, nn.Module]:
-    """Modules to convert by name, each once however many names it has."""
-    inside_attention = {
-        id(part)
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for part in module.modules()
-    }
-    known, chosen, attention, subclasses = [], {}, [], []
-    for name, module in model.named_modules():
-        if not isinstance(module, _NAMED_TARGETS["all"]):
-            continue
-        known.append(name)
-        if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
-            continue
-        if id(module) in inside_attention:
-            attention.append(name)
-        elif type(module) not in _NAMED_TARGETS["all"]:
-            subclasses.append(name)
-        else:
-            chosen[name] = module
-    for names, reason in (
-        (attention, "nn.MultiheadAttention reads its weight directly"),
-        (subclasses, "a subclass of the torch layer may do more than the layer"),
-    ):
-        if names:
-            log.warning("tensorize_ leaves %s dense: %s", _listed(names), reason)
-    if not chosen:
-        raise ValueError(
-            f"target_modules={config.target_modules!r} with "
-            f"exclude_modules={config.exclude_modules!r}"
-            f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted; "
-            f"the model's linear and embedding layers are {_listed(known) or 'none at all'}"
-        )
-    return chosen
-
-
-def _check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
-    """A pattern that fits no target is most likely misspelt."""
-    names = list(targets)
-    for setting in ("rank_pattern", "shape_pattern"):
-        for pattern in getattr(config, setting):
-            if not any(_matches(name, pattern) for name in names):
-                raise ValueError(
-                    f"{setting} {pattern!r} matches none of the targeted layers {_listed(names)}"
-                )
-    if isinstance(config.target_modules, list):
-        for end in config.target_modules:
-            if not any(_matches(name, [end]) for name in names):
-                raise ValueError(
-                    f"target_modules entry {end!r} matches no layer that can be converted; "
-                    f"the others match {_listed(names)}"
-                )
-
-
-def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:
-    wanted = config.target_modules
-    if isinstance(wanted, str) and wanted in _NAMED_TARGETS:
-        hit = isinstance(module, _NAMED_TARGETS[wanted])
-    else:
-        hit = _matches(name, wanted)
-    return hit and not (config.exclude_modules and _matches(name, config.exclude_modules))
-
-
-def _matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """A string is a regular expression over the whole name, a list holds names or their ends."""
-    if isinstance(pattern, str):
-        return _regex(pattern).fullmatch(name) is not None
-    return any(name == end or name.endswith(f".{end}") for end in pattern)
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as problem:
-        raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
-
-
-def _tied_groups(
-    targets: Mapping[str, nn.Module],
-) -> list[tuple[list[str], list[nn.Module]]]:
-    """Targets grouped by the weight they hold, in order; most groups have one member."""
-    groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
-    for name, module in targets.items():
-        weight: object = module.weight
-        names, modules = groups.setdefault(id(weight), ([], []))
-        names.append(name)
-        modules.append(module)
-    return list(groups.values())
-
-
-def _other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """Names under which modules other than these hold the weight that these share."""
-    weight: object = modules[0].weight
-    return [
-        f"{name}.{key}".lstrip(".")
-        for name, other in model.named_modules()
-        if not any(other is module for module in modules)
-        for key, param in other._parameters.items()
-        if param is weight
-    ]
 
 
 def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
@@ -344,7 +178,7 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
 
 
 def _first(patterns: Mapping[str, Any], name: str) -> Any:
-    return next((value for key, value in patterns.items() if _matches(name, key)), None)
+    return next((value for key, value in patterns.items() if matches(name, key)), None)
 
 
 def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModule:
@@ -400,7 +234,7 @@ def _convert_tied(
     first = tables[0] if tables else 0
     lead = _convert(names[first], modules[first], config)
     if isinstance(lead, str):
-        log.warning("tensorize_ leaves %s dense: %s", _listed(names), lead)
+        log.warning("tensorize_ leaves %s dense: %s", listed(names), lead)
         return {}
     made: dict[int, nn.Module] = {id(modules[first]): lead}
     for k, module in enumerate(modules):
@@ -430,13 +264,3 @@ def _swap(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
             if id(child) in replacements:
                 setattr(parent, name, replacements[id(child)])
     return model
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from comera.data.masked_text import MaskedTextData
 from comera.data.nli import NliData
-from comera.nn.convert import TTConfig
+from comera.nn.config import TTConfig
 
 
 @dataclass

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from comera.nn.convert import TTConfig, densify_, tensorize_
+from comera.nn.config import TTConfig
+from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear

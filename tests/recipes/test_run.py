@@ -8,7 +8,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from comera.data.masked_text import MaskedTextData
-from comera.nn.convert import TTConfig, tensorize_
+from comera.nn.config import TTConfig
+from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig

@@ -1,0 +1,72 @@
+"""Which layers :func:`~comera.tensorize_` picks, and how it shapes them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from comera.nn.module import PRUNE_BELOW
+
+Rank = int | list[int]
+
+
+@dataclass
+class TTConfig:
+    """How :func:`tensorize_` picks layers and shapes them.
+
+    Args:
+        rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
+            every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
+            given.
+        embedding_rank: The same for embeddings; ``rank`` where that is an int and this is None.
+        compression: Instead of ``rank``: how many times smaller each layer becomes.
+        tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
+        order: Modes a side of a linear layer.
+        embedding_order: Cores of an embedding.
+        target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
+            regular expression that must match the whole module name; a list holds names or ends
+            of names (``"fc1"`` takes ``layers.0.fc1``).
+        exclude_modules: A regular expression or a list, like ``target_modules``; wins over it.
+        rank_pattern: Regular expression over the whole module name, to a rank that replaces
+            ``rank`` there. The first match counts.
+        shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
+        hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
+        init: ``"fresh"`` draws new cores that give the dense weight the standard deviation it has
+            now; ``"svd"`` approximates the present weight by TT-SVD.
+        tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
+            dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
+        prune_below: A gate at or below this is a pruned rank.
+        tokens: Rows of a training batch, that is batch size times length. Layers that are
+            predicted to be slower or larger than dense at this batch are named in the log, with a
+            rank that would not be.
+    """
+
+    rank: Rank | None = None
+    embedding_rank: Rank | None = None
+    compression: float | None = None
+    tolerance: float | None = None
+    order: int = 3
+    embedding_order: int = 4
+    target_modules: str | list[str] = "all"
+    exclude_modules: str | list[str] | None = None
+    rank_pattern: dict[str, Rank] = field(default_factory=dict)
+    shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
+    hot_rows: int = 0
+    init: Literal["fresh", "svd"] = "fresh"
+    tied: Literal["skip", "share", "untie"] = "skip"
+    prune_below: float = PRUNE_BELOW
+    tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        _one_of("init", self.init, ("fresh", "svd"))
+        _one_of("tied", self.tied, ("skip", "share", "untie"))
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least 1")
+        if self.tolerance is not None and self.init != "svd":
+            raise ValueError(
+                f"tolerance={self.tolerance} is an error against the present weight: "
+                f'it needs init="svd", not init={self.init!r}'
+            )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,128 @@
+"""The layers of a model that a configuration means, and the weights they share."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import nn
+
+from comera.nn.config import TTConfig
+
+log = logging.getLogger("comera")
+
+_NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
+    "all": (nn.Linear, nn.Embedding, nn.EmbeddingBag),
+    "all-linear": (nn.Linear,),
+    "all-embedding": (nn.Embedding, nn.EmbeddingBag),
+}
+
+
+def find_targets(
+    model: nn.Module, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
+) -> dict[str, nn.Module]:
+    """Modules to convert by name, each once however many names it has."""
+    inside_attention = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for part in module.modules()
+    }
+    known, chosen, attention, subclasses = [], {}, [], []
+    for name, module in model.named_modules():
+        if not isinstance(module, _NAMED_TARGETS["all"]):
+            continue
+        known.append(name)
+        if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
+            continue
+        if id(module) in inside_attention:
+            attention.append(name)
+        elif type(module) not in _NAMED_TARGETS["all"]:
+            subclasses.append(name)
+        else:
+            chosen[name] = module
+    for names, reason in (
+        (attention, "nn.MultiheadAttention reads its weight directly"),
+        (subclasses, "a subclass of the torch layer may do more than the layer"),
+    ):
+        if names:
+            log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
+    if not chosen:
+        raise ValueError(
+            f"target_modules={config.target_modules!r} with "
+            f"exclude_modules={config.exclude_modules!r}"
+            f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted; "
+            f"the model's linear and embedding layers are {listed(known) or 'none at all'}"
+        )
+    return chosen
+
+
+def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
+    """A pattern that fits no target is most likely misspelt."""
+    names = list(targets)
+    for setting in ("rank_pattern", "shape_pattern"):
+        for pattern in getattr(config, setting):
+            if not any(matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"{setting} {pattern!r} matches none of the targeted layers {listed(names)}"
+                )
+    if isinstance(config.target_modules, list):
+        for end in config.target_modules:
+            if not any(matches(name, [end]) for name in names):
+                raise ValueError(
+                    f"target_modules entry {end!r} matches no layer that can be converted; "
+                    f"the others match {listed(names)}"
+                )
+
+
+def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:
+    wanted = config.target_modules
+    if isinstance(wanted, str) and wanted in _NAMED_TARGETS:
+        hit = isinstance(module, _NAMED_TARGETS[wanted])
+    else:
+        hit = matches(name, wanted)
+    return hit and not (config.exclude_modules and matches(name, config.exclude_modules))
+
+
+def matches(name: str, pattern: str | Sequence[str]) -> bool:
+    """A string is a regular expression over the whole name, a list holds names or their ends."""
+    if isinstance(pattern, str):
+        return _regex(pattern).fullmatch(name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in pattern)
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
+
+
+def tied_groups(
+    targets: Mapping[str, nn.Module],
+) -> list[tuple[list[str], list[nn.Module]]]:
+    """Targets grouped by the weight they hold, in order; most groups have one member."""
+    groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
+    for name, module in targets.items():
+        weight: object = module.weight
+        names, modules = groups.setdefault(id(weight), ([], []))
+        names.append(name)
+        modules.append(module)
+    return list(groups.values())
+
+
+def other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """Names under which modules other than these hold the weight that these share."""
+    weight: object = modules[0].weight
+    return [
+        f"{name}.{key}".lstrip(".")
+        for name, other in model.named_modules()
+        if not any(other is module for module in modules)
+        for key, param in other._parameters.items()
+        if param is weight
+    ]
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first ``most`` names, and how many more there are."""
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
