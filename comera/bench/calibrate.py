@@ -12,7 +12,7 @@ from comera.planning.machine import Machine, default_machine, processor_name, sa
 from comera.planning.plan import plan_linear
 
 _DTYPES = {
-    "cpu": ("float32", "float64", "bfloat16"),
+    "cpu": ("float32", "float64", "bfloat16", "float16"),
     "cuda": ("float32", "float64", "bfloat16", "float16"),
 }
 _LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
@@ -77,8 +77,10 @@ def _wait(device: str) -> None:
 
 
 def _product_rate(device: str, dtype: str, say: Say) -> float:
-    size = 1024 if device == "cpu" else 8192
-    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    kind = getattr(torch, dtype)
+    on_cpu = 1024 if kind.itemsize > 2 else 256  # of narrow numbers a CPU may take seconds for more
+    size = on_cpu if device == "cpu" else 8192
+    a = torch.randn(size, size, device=device).to(kind)
     rate = 2 * size**3 / _seconds(lambda: a @ a, device)
     say(f"{dtype} product: {rate / 1e9:.4g} GFLOP/s")
     return rate

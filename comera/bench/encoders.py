@@ -17,6 +17,9 @@ from comera.rank.schedule import TwoStage
 from comera.train.step import TrainStep
 
 LEARNING_RATE = 1e-4
+FIRST_WORD = 5
+"""Numbers below stand for padding and other marks."""
+
 TARGET = 0.2
 """Of rank learning, as a share of the cores; any would take the same time."""
 
@@ -86,7 +89,7 @@ class Encoders:
 
     def batch(self, size: int, device: torch.device) -> Batch:
         """Random tokens, segments and labels."""
-        tokens = torch.randint(5, self.vocab, (size, self.length))
+        tokens = torch.randint(FIRST_WORD, self.vocab, (size, self.length))
         labels = torch.randint(0, _CLASSES, (size,))
         return tokens.to(device), torch.zeros_like(tokens).to(device), labels.to(device)
 

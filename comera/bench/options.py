@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser, Namespace
 
 from comera.bench.curve import DEFAULT_POINTS
-from comera.bench.encoders import Encoders
+from comera.bench.encoders import FIRST_WORD, Encoders
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]
 _PAPER_RANKS = ["12", "30", "30", "30", "16"]
@@ -156,6 +156,10 @@ def add_common(parser: ArgumentParser, name: str) -> None:
 
 def encoders_of(options: Namespace) -> Encoders:
     """The transformer that was asked for."""
+    if options.vocab <= FIRST_WORD:
+        raise ValueError(
+            f"vocab={options.vocab} must be above {FIRST_WORD}, the first word's number"
+        )
     sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "embedding_rank")
     for name in sizes:
         check_positive(name, options[name])

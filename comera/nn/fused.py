@@ -24,6 +24,7 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         x: ``(*, in_features)``.
         layers: For example the query, key and value projections of an attention.
     """
+    layers = list(layers)
     trains = _thin(x, layers)
     if trains is None:
         return [layer(x) for layer in layers]
@@ -82,15 +83,25 @@ def self_attention(
         num_heads: Divides D.
         keep_BT: Which positions may be attended to.
         dropout: Probability of dropping an attention weight.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide the width, ``keep_BT`` has another shape than
+            the sequences, or ``dropout`` is no probability.
     """
     batch, length, width = x_BTD.shape
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide the width {width}")
+    if keep_BT.shape != (batch, length):
+        raise ValueError(
+            f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
+        )
     trains = _thin(x_BTD, [query, key, value, out])
     if trains is not None and max(m.halves()[1].shape[0] for m in trains) * num_heads <= width:
         return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:
         split = y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-        return split.reshape(batch * num_heads, length, -1)
+        return split.reshape(batch * num_heads, length, y_BTD.shape[-1] // num_heads)
 
     q, k, v = map(heads, linears(x_BTD, [query, key, value]))
     mixed = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
@@ -116,15 +127,16 @@ def _attention_in_rank_space(
     values_HRR = by_head(right_v) @ left_o.unflatten(0, (num_heads, -1))
     q = t_q @ scores_HRR.transpose(0, 1).flatten(1)
     z = attend(
-        q.view(batch, length * num_heads, -1),
+        q.view(batch, length * num_heads, t_k.shape[1]),
         t_k.unflatten(0, (batch, length)),
         t_v.unflatten(0, (batch, length)),
         keep_BT,
         (width // num_heads) ** -0.5,
         dropout,
     )
-    t_o = _times_left(z.view(batch * length, -1), [values_HRR.flatten(0, 1)], bias)
-    return (t_o @ right_o).view(batch, length, -1)
+    left = values_HRR.flatten(0, 1)
+    t_o = _times_left(z.view(batch * length, left.shape[0]), [left], bias)
+    return (t_o @ right_o).view(batch, length, right_o.shape[1])
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
@@ -143,12 +155,15 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
 def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
     """The layers, if all are tensor trains that are worth keeping thin and nothing hooks in."""
     trains = [layer for layer in layers if type(layer) is TTLinear]
-    if len(trains) < len(layers):
+    if not trains or len(trains) < len(layers):
         return None
     bias = trains[0].bias is not None
     for layer in trains:
-        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        if hooked or (layer.bias is not None) != bias or not layer.is_thin(x):
+        hooks = (
+            layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks,
+            layer._backward_pre_hooks,
+        )  # fmt: skip
+        if any(hooks) or (layer.bias is not None) != bias or not layer.is_thin(x):
             return None
     if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
         return None  # a frozen layer needs fewer products by itself

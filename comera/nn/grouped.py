@@ -22,7 +22,8 @@ class GroupedMerge:
         model: Its layers are found once, here; their ranks may change between two uses.
 
     Note:
-        Change no core inside. Where activation checkpointing is used, call ``backward`` inside.
+        Change no parameter inside, its dtype or device included, and call ``backward`` once for
+        each time it is entered; inside, where activation checkpointing is used.
         The cores of a layer that the forward pass left out get a gradient of zeros, not None.
 
     Example::

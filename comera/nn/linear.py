@@ -105,7 +105,7 @@ class TTLinear(TensorTrainModule):
         R is padded as :func:`~comera.ops.halves.merge_halves` says; a bias is the last row of the
         second. Inside a :class:`~comera.GroupedMerge` they are those it has made.
         """
-        if self.shared_halves is not None:
+        if self.shared_halves is not None and self._may_share(self.shared_halves[0]):
             left, right = self.shared_halves
         else:
             biases = [] if self.bias is None else [self.bias]
@@ -118,6 +118,15 @@ class TTLinear(TensorTrainModule):
         if right.shape[1] != self.out_features:
             right = right[:, : self.out_features]
         return left, right
+
+    def _may_share(self, left: Tensor) -> bool:
+        """Not when it was joined without gradients and they are wanted now."""
+        wanted = torch.is_grad_enabled() and self.cores[0].requires_grad
+        return left.requires_grad or not wanted
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what a :class:`~comera.GroupedMerge` lends: copies are made of parameters."""
+        return {key: value for key, value in self.__dict__.items() if key != "shared_halves"}
 
     def is_thin(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dropout import keep_mask
+from comera.ops.dropout import check_probability, keep_mask
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
@@ -34,10 +34,14 @@ def attend(
 
     Returns:
         ``(N, M, width of v)``. On a CPU it can be differentiated once.
+
+    Raises:
+        ValueError: If ``dropout`` is no probability.
     """
+    check_probability(dropout)
     lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.zeros_like(keep_BT, dtype=q_NME.dtype).masked_fill_(~keep_BT, lowest)
-    bias_N1T = bias_BT.repeat_interleave(q_NME.shape[0] // keep_BT.shape[0], 0)[:, None]
+    bias_N1T = bias_BT.repeat_interleave(q_NME.shape[0] // max(1, keep_BT.shape[0]), 0)[:, None]
     if q_NME.device.type == "cpu" and q_NME.dtype in (torch.float32, torch.float64):
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
     return F.scaled_dot_product_attention(

@@ -30,13 +30,23 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
 
     Returns:
         A tensor like x, whose kept elements are scaled so that its mean stays.
+
+    Raises:
+        ValueError: If p is no probability.
     """
+    check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
     if x.device.type == "cpu":
         return _dropout_add(x, residual, p)[0]
     dropped = torch.nn.functional.dropout(x, p, training)
     return dropped if residual is None else residual + dropped
+
+
+def check_probability(p: float) -> None:
+    """Raise ``ValueError`` for a number outside of [0, 1]."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability {p} must be between 0 and 1")
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:

@@ -229,6 +229,8 @@ def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _check_count(name: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ValueError(f"{name}={count!r} must be a whole number")
     if count < 1:
         raise ValueError(f"{name}={count} must be at least 1")
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from comera.bench.calibrate import calibrate
 from comera.bench.cli import add_bench, run_bench
+from comera.bench.options import check_positive
 from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import plan, run
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_bench(chosen.bench, console)
         if chosen.command == "calibrate":
             reuse_freed_memory()
-            if chosen.calibrate.threads:
+            if chosen.calibrate.threads is not None:
+                check_positive("threads", chosen.calibrate.threads)
                 torch.set_num_threads(chosen.calibrate.threads)
             calibrate(chosen.calibrate.device, console.print)
             return 0

@@ -94,7 +94,6 @@ class ModelPlan:
                 name,
                 justify="right" if 3 <= k < 6 else "left",
                 overflow="fold",
-                min_width=30 if k == 1 else None,
             )
         for row in rows:
             table.add_row(*row[:shown])

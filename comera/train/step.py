@@ -58,6 +58,8 @@ class TrainStep:
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate} must be at least 1")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler

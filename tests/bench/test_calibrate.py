@@ -2,7 +2,7 @@ import pytest
 
 from comera.bench import calibrate as module
 from comera.bench.calibrate import calibrate
-from comera.planning.machine import load_machine
+from comera.planning.machine import default_machine, load_machine
 from comera.recipes.cli import main
 
 
@@ -34,3 +34,15 @@ def test_from_the_command_line(quick, capsys):
 def test_what_is_no_device_is_named(quick):
     with pytest.raises(ValueError, match="kind='tpu' must be 'cpu' or 'cuda'"):
         calibrate("tpu")
+
+
+def test_threads_below_one_are_named(quick, capsys):
+    for threads in (0, -1):
+        assert main(["calibrate", f"--threads={threads}"]) == 1
+        assert f"threads={threads} must be at least 1" in capsys.readouterr().out
+
+
+def test_every_dtype_the_defaults_know_is_measured():
+    for device in ("cpu", "cuda"):
+        known = {dtype for dtype, _ in default_machine(device).flops}
+        assert set(module._DTYPES[device]) == known

@@ -89,6 +89,37 @@ def test_self_attention_equals_its_layers(kind, rank):
     assert_equal(got, plain_attention(x, modules, 2, keep), inputs_of(x, modules))
 
 
+@pytest.mark.parametrize("kind", ["tt", "dense"])
+@pytest.mark.parametrize("size", [(0, 5, 24), (2, 0, 24)], ids=str)
+def test_batches_without_rows(size, kind):
+    x, modules = torch.randn(size, dtype=torch.float64), layers(4, kind=kind)
+    keep = torch.ones(size[:2], dtype=torch.bool)
+    assert self_attention(x, *modules, 2, keep, 0.1).shape == size
+    assert feed_forward(x, *modules[:2], "gelu").shape == size
+    assert [y.shape for y in linears(x, modules)] == [size] * 4
+    assert linears(x, []) == []
+
+
+def test_attention_names_what_does_not_fit():
+    x, modules = torch.randn(2, 5, 24, dtype=torch.float64), layers(4)
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="num_heads=5 does not divide the width 24"):
+        self_attention(x, *modules, 5, keep, 0.0)
+    with pytest.raises(ValueError, match=r"keep_BT has shape \(3, 5\), the sequences \(2, 5\)"):
+        self_attention(x, *modules, 2, torch.ones(3, 5, dtype=torch.bool), 0.0)
+    with pytest.raises(ValueError, match=r"dropout probability 1\.5 must be between 0 and 1"):
+        self_attention(x, *modules, 2, keep, 1.5)
+
+
+def test_backward_hooks_on_a_layer_are_called():
+    x, seen = torch.randn(2, 24, dtype=torch.float64, requires_grad=True), []
+    modules = layers(2)
+    for module in modules:
+        module.register_full_backward_pre_hook(lambda *_: seen.append(1))
+    sum(y.sum() for y in linears(x, modules)).backward()
+    assert len(seen) == 2
+
+
 def test_hooks_on_a_layer_are_called():
     x, seen = torch.randn(2, 4, 24, dtype=torch.float64), []
     modules = layers(4)

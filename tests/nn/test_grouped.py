@@ -80,3 +80,22 @@ def test_a_model_without_tensor_trains_is_left_alone():
     model = nn.Linear(3, 3)
     with comera.GroupedMerge(model):
         assert model(torch.zeros(1, 3)).shape == (1, 3)
+
+
+def test_joined_without_gradients_they_are_not_used_where_gradients_are_wanted():
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    merged = comera.GroupedMerge(model)
+    with torch.no_grad():
+        merged.__enter__()
+    model(tokens).sum().backward()
+    merged.__exit__(None, None, None)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_copy_made_inside_is_a_copy_of_the_parameters():
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    with comera.GroupedMerge(model):
+        model(tokens).sum().backward()
+        twin = copy.deepcopy(model)
+        torch.testing.assert_close(twin(tokens), model(tokens))
+    assert all(m.shared_halves is None for m in twin.modules() if isinstance(m, comera.TTLinear))

@@ -59,5 +59,14 @@ def test_live_precision_and_padding_reach_the_planner():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="Linear has no tensor-train layer: call comera"):
         comera.plan(nn.Linear(3, 3))
+    for tokens in (True, 1.5, "12"):
+        with pytest.raises(ValueError, match=f"tokens={tokens!r} must be a whole number"):
+            comera.plan(model()[1], tokens=tokens)
     with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
         comera.plan(model(), tokens=0)
+
+
+def test_the_table_is_shown_whole():
+    lines = str(comera.plan(model(), tokens=512)).splitlines()
+    assert "peak" in lines[2]
+    assert len({len(line) for line in lines[1:-1]}) == 1

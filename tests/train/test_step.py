@@ -125,3 +125,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(step):
     with pytest.raises(NonFiniteLossError, match="gradient norm is nan at step 1"):
         step(get_batch(0))
     torch.testing.assert_close(dict(step.model.named_parameters()), before)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_cannot_be_clipped_to_is_refused(clip_norm):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=f"clip_norm={clip_norm} must be above 0"):
+        comera.TrainStep(model, loss_fn, optimizer, clip_norm=clip_norm)
