@@ -22,7 +22,6 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear
-from comera.ops.machine import machine_of
 from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
@@ -115,20 +114,10 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
     alike: dict[object, list[tuple[str, TTLinear]]] = {}
     for name, layer in layers.items():
         if isinstance(layer, TTLinear):
-            alike.setdefault((layer.kind(), layer.in_features), []).append((name, layer))
+            alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
-        core = layer.cores[0]
-        found = break_even(
-            layer.shape,
-            tokens,
-            dtype=str(core.dtype).removeprefix("torch."),
-            machine=machine_of(core.device),
-            in_features=layer.in_features,
-            out_features=layer.out_features,
-            bias=layer.bias is not None,
-            together=len(members),
-        )
+        found = break_even(layer.shape, tokens, together=len(members), **layer.planner_arguments())
         if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
             names = listed([name for name, _ in members], most=2)
             log.warning("tensorize_: %s: %s", names, found)

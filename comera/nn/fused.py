@@ -96,7 +96,7 @@ def self_attention(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
     trains = _thin(x_BTD, [query, key, value, out])
-    if trains is not None and max(m.halves()[1].shape[0] for m in trains) * num_heads <= width:
+    if trains is not None and max(m.thin_width for m in trains) * num_heads <= width:
         return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from comera.nn.decompose import decompose_matrix
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.ops.halves import merge_halves
 from comera.ops.machine import machine_of
-from comera.ops.tt_linear import check_width, thin_linears, tt_to_dense, wide_linear
+from comera.ops.tt_linear import thin_linears, tt_to_dense, wide_linear
 from comera.planning.break_even import dense_from
+from comera.planning.padding import padded_rank
 from comera.shapes import TTShape, only_one
 
 
@@ -94,7 +96,6 @@ class TTLinear(TensorTrainModule):
 
     def forward(self, input: Tensor) -> Tensor:
         left, right = self.halves()
-        check_width(input, left)
         if not self.is_thin(input):
             return wide_linear(input, left, right, self.bias is not None)
         return thin_linears(input, [left], [right], self.bias is not None)[0]
@@ -130,8 +131,7 @@ class TTLinear(TensorTrainModule):
 
     def is_thin(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""
-        rank = self.gates[self._modes.split - 1].shape[0]
-        if 2 * rank * (self.in_features + self.out_features) <= self.num_dense:
+        if 2 * self._middle_rank * (self.in_features + self.out_features) <= self.num_dense:
             return True
         rows = input.numel() // max(1, input.shape[-1])
         core = self.cores[0]
@@ -152,9 +152,30 @@ class TTLinear(TensorTrainModule):
     def kind(self) -> tuple[object, ...]:
         """What layers must agree in for their cores to be joined together."""
         core = self.cores[0]
-        return self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, (
-            core.dtype, core.device, None if self.bias is None else self.out_features,
+        return (
+            self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
+            core.device, self.in_features, self.out_features, self.bias is not None,
         )  # fmt: skip
+
+    def planner_arguments(self) -> dict[str, Any]:
+        """What the planner's functions take by name, for this layer on its device."""
+        core = self.cores[0]
+        return {
+            "dtype": str(core.dtype).removeprefix("torch."),
+            "machine": machine_of(core.device),
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+        }
+
+    @property
+    def thin_width(self) -> int:
+        """R of :meth:`halves`, without joining them."""
+        return padded_rank(self._middle_rank, self.bias is not None)
+
+    @property
+    def _middle_rank(self) -> int:
+        return self.gates[self._modes.split - 1].shape[0]
 
     @property
     def weight(self) -> Tensor:

@@ -101,6 +101,7 @@ def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> 
 
     The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
     """
+    check_width(x_BI, left_IR)
     weight = (left_IR @ right_RO).T  # the bias' row of right meets a column of zeros in left
     return torch.nn.functional.linear(x_BI, weight, right_RO[-1] if bias else None)
 

@@ -141,7 +141,9 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
         )
     alike: dict[object, list[tuple[str, TensorTrainModule]]] = {}
     for name, layer in layers.items():
-        alike.setdefault(_kind(layer), []).append((name, layer))
+        alike.setdefault(layer.kind() if isinstance(layer, TTLinear) else name, []).append(
+            (name, layer)
+        )
     made = []
     for members in alike.values():
         names, (layer, *_) = zip(*members, strict=True)
@@ -151,24 +153,16 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
 
 
 def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
-    machine, dtype = machine_of(layer.cores[0].device), _dtype(layer)
     if isinstance(layer, TTLinear):
-        return plan_linear(
-            layer.shape,
-            tokens,
-            dtype=dtype,
-            machine=machine,
-            in_features=layer.in_features,
-            out_features=layer.out_features,
-            bias=layer.bias is not None,
-            together=together,
-        )
+        arguments = layer.planner_arguments()
+        return plan_linear(layer.shape, tokens, together=together, **arguments)
     assert isinstance(layer, TTTable), "there are two formats"
+    core = layer.cores[0]
     return plan_embedding(
         layer.shape,
         tokens,
-        dtype=dtype,
-        machine=machine,
+        dtype=str(core.dtype).removeprefix("torch."),
+        machine=machine_of(core.device),
         num_embeddings=layer.num_embeddings - layer.hot_rows,
         embedding_dim=layer.embedding_dim,
     )
@@ -177,27 +171,9 @@ def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
 def _instead(layer: TensorTrainModule, layer_plan: Plan, together: int) -> str:
     if layer_plan.time_ratio <= 1 or not isinstance(layer, TTLinear):
         return ""
-    better = suggest(
-        layer.shape,
-        layer_plan.tokens,
-        dtype=layer_plan.dtype,
-        machine=layer_plan.machine,
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-        bias=layer.bias is not None,
-        together=together,
-    )
+    arguments = layer.planner_arguments()
+    better = suggest(layer.shape, layer_plan.tokens, together=together, **arguments)
     return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
-
-
-def _kind(layer: TensorTrainModule) -> object:
-    if isinstance(layer, TTLinear):
-        return layer.kind(), layer.in_features, layer.out_features
-    return id(layer)
-
-
-def _dtype(layer: TensorTrainModule) -> str:
-    return str(layer.cores[0].dtype).removeprefix("torch.")
 
 
 def _names(names: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
+from comera.nn import linear
 from comera.nn.fused import feed_forward, linears, self_attention
 
 
@@ -138,3 +139,11 @@ def test_a_frozen_layer_gets_no_gradient():
     sum(y.sum() for y in linears(x, modules)).backward()
     assert all(p.grad is None for p in modules[1].parameters())
     assert all(p.grad is not None for m in modules[::2] for p in m.parameters())
+
+
+def test_each_layer_joins_its_cores_once(monkeypatch):
+    x, modules, joined = torch.randn(2, 5, 24, dtype=torch.float64), layers(4), []
+    original = linear.merge_halves
+    monkeypatch.setattr(linear, "merge_halves", lambda *a: joined.append(1) or original(*a))
+    self_attention(x, *modules, 2, torch.ones(2, 5, dtype=torch.bool), 0.0)
+    assert len(joined) == 4
