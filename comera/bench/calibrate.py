@@ -3,11 +3,13 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 
 from comera.nn.linear import TTLinear
+from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
 from comera.planning.plan import plan_linear
 
@@ -48,10 +50,14 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
         strided_bandwidth=_transpose_rate(device, say),
         cache_bandwidth=_copy_rate(device, _IN_CACHE[device], say, "copy within the cache"),
         call_overhead=_call_overhead(device, say),
-        half_width=_half_size(device, rates["float32"], say, "width", (4096, 768, 2 * rough.tile)),
-        half_depth=_half_size(device, rates["float32"], say, "depth", (1024, 2 * rough.tile, 768)),
+        onednn=_onednn_gain(say) if device == "cpu" else 1.0,
         threads=torch.get_num_threads() if device == "cpu" else None,
         measured=True,
+    )
+    profile = dataclasses.replace(
+        profile,
+        half_width=_half_size(profile, say, "width", (4096, 768, 2 * rough.tile)),
+        half_depth=_half_size(profile, say, "depth", (1024, 2 * rough.tile, 768)),
     )
     overhead = _operator_overhead(device, profile, say)
     profile = dataclasses.replace(profile, operator_overhead=overhead)
@@ -114,13 +120,27 @@ def _call_overhead(device: str, say: Say) -> float:
     return overhead
 
 
-def _half_size(device: str, peak: float, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
+def _onednn_gain(say: Say) -> float:
+    """Speed of oneDNN against that of torch's own at a thin product and at a wide one."""
+    if not has_onednn():
+        return 1.0
+    gains = []
+    for width in (32, 768):
+        pair = torch.randn(4096, 768), torch.randn(768, width)
+        theirs, its = (_seconds(partial(run, *pair), "cpu") for run in (torch.mm, by_onednn))
+        gains.append(theirs / its)
+    say(f"oneDNN: {gains[0]:.2f} times as fast at thin products, {gains[1]:.2f} times at wide ones")
+    return min(gains)
+
+
+def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
     """Where a product reaches half its peak rate: from ``share = n / (n + half)`` at one n."""
     rows, depth, width = sizes
+    device, multiply = machine.kind, by_onednn if machine.prefers_onednn else torch.mm
     a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
-    out = torch.empty(rows, width, device=device)
-    rate = 2 * rows * depth * width / _seconds(lambda: torch.mm(a, b, out=out), device)
-    share, narrow = min(rate / peak, 1.0), min(depth, width)
+    rate = 2 * rows * depth * width / _seconds(lambda: multiply(a, b), device)
+    share = min(rate / machine.product_rate("float32", rows * depth * width), 1.0)
+    narrow = min(depth, width)
     say(f"product of {what} {narrow}: {share:.0%} of the peak rate")
     return narrow / share - narrow
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
+from comera.ops.product import affine
 from comera.ops.tt_linear import thin_linears
 
 
@@ -125,7 +126,7 @@ def _attention_in_rank_space(
 
     scores_HRR = by_head(right_q) @ by_head(right_k).mT
     values_HRR = by_head(right_v) @ left_o.unflatten(0, (num_heads, -1))
-    q = t_q @ scores_HRR.transpose(0, 1).flatten(1)
+    q = affine(t_q, scores_HRR.transpose(0, 1).flatten(1))
     z = attend(
         q.view(batch, length * num_heads, t_k.shape[1]),
         t_k.unflatten(0, (batch, length)),
@@ -136,20 +137,20 @@ def _attention_in_rank_space(
     )
     left = values_HRR.flatten(0, 1)
     t_o = _times_left(z.view(batch * length, left.shape[0]), [left], bias)
-    return (t_o @ right_o).view(batch, length, right_o.shape[1])
+    return affine(t_o, right_o).view(batch, length, right_o.shape[1])
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     """``x @ left`` side by side, with ones in the last column of each where there is a bias."""
     left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
     if not bias:
-        return x @ left
+        return affine(x, left)
     ones = x.new_zeros(left.shape[1])
     end = 0
     for each in lefts:
         end += each.shape[1]
         ones[end - 1] = 1
-    return torch.addmm(ones, x, left)
+    return affine(x, left, ones)
 
 
 def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.dropout import check_probability, keep_mask
+from comera.ops.operator import operator
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
@@ -49,9 +50,7 @@ def attend(
     )
 
 
-@torch.library.custom_op(
-    "comera::attend", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+@operator("comera::attend", tags=[torch.Tag.nondeterministic_seeded])
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,11 +12,12 @@ Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, 
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from comera.ops.autocast import without_autocast
+from comera.ops.operator import operator
 from comera.ops.rank_gate import rank_gate_reference
 
 
@@ -32,7 +33,7 @@ def merge_chain_reference(
     return out.flatten(1, -2)
 
 
-@torch.library.custom_op("comera::merge_chain", mutates_args=())
+@operator("comera::merge_chain")
 def merge_chain(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
 
@@ -78,14 +79,6 @@ def _backward(ctx, grad: Tensor):
 
 
 merge_chain.register_autograd(_backward, setup_context=_setup_context)
-
-
-def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast off on the tensor's device; the meta device has none to switch off."""
-    kind = like.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.ops.operator import operator
+
 _STEPS = 1 << 8
 
 
@@ -62,9 +64,7 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
     return keep[:count].view(shape), torch.tensor(_STEPS / (_STEPS - dropped))
 
 
-@torch.library.custom_op(
-    "comera::dropout_add", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+@operator("comera::dropout_add", tags=[torch.Tag.nondeterministic_seeded])
 def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor, Tensor]:
     keep, scale = keep_mask(x.shape, p)
     base = x.new_zeros(()) if residual is None else residual

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from comera.ops.chain import without_autocast
-from comera.ops.tt_linear import autocast_together
+from comera.ops.autocast import autocast_together, without_autocast
+from comera.ops.operator import operator
+from comera.ops.product import add_product_, product, product_into
 
 _aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def thin_feed_forward(
     return _feed_forward(x_BI, lefts[0], rights[0], lefts[1], rights[1], bias, activation)[0]
 
 
-@torch.library.custom_op("comera::thin_feed_forward", mutates_args=())
+@operator("comera::thin_feed_forward")
 def _feed_forward(
     x_BI: Tensor,
     left1: Tensor,
@@ -77,17 +78,17 @@ def _feed_forward(
     """``y``, and the thin products with both left halves, a bias' columns of ones in them."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
     value, _ = ACTIVATIONS[activation]
-    t1 = x @ left1
+    t1 = product(x, left1)
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     if bias:
         t1[:, -1] = 1
     (hidden,) = _buffers(x, right1.shape[1], 1)
     for rows in _slices(x, right1.shape[1]):
-        h = torch.mm(t1[rows], right1, out=hidden[: t1[rows].shape[0]])
-        torch.mm(value(h, out=h), left2, out=t2[rows])
+        h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
+        t2[rows] = product(value(h, out=h), left2)
     if bias:
         t2[:, -1] = 1
-    y = (t2 @ right2).reshape(*x_BI.shape[:-1], right2.shape[1])
+    y = product(t2, right2).reshape(*x_BI.shape[:-1], right2.shape[1])
     return y, t1, t2
 
 
@@ -112,27 +113,27 @@ def _feed_forward_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
     wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
-    u2 = grad_y @ right2.T
+    u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
-    grad_left2 = left2.new_zeros(left2.T.shape, dtype=wide)  # transposed: MKL is faster that way
+    grad_left2 = left2.new_zeros(left2.T.shape, dtype=wide)  # transposed: faster that way
     grad_right1 = right1.new_zeros(right1.shape, dtype=wide)
     hidden, active, grad = _buffers(x, right1.shape[1], 3)
     for rows in _slices(x, right1.shape[1]):
         count = t1[rows].shape[0]
-        h = torch.mm(t1[rows], right1, out=hidden[:count])
+        h = product_into(hidden[:count], t1[rows], right1)
         a = value(h, out=active[:count])
-        _add_product_(grad_left2, u2[rows].T, a)
-        ga = torch.mm(u2[rows], left2.T, out=grad[:count])
+        add_product_(grad_left2, u2[rows].T, a)
+        ga = product_into(grad[:count], u2[rows], left2.T)
         gh = grad_of(ga, h, grad_input=ga)
-        _add_product_(grad_right1, t1[rows].T, gh)
-        torch.mm(gh, right1.T, out=u1[rows])
-    grad_left1, grad_left2 = (u1.T @ x).T, grad_left2.T
+        add_product_(grad_right1, t1[rows].T, gh)
+        u1[rows] = product(gh, right1.T)
+    grad_left1, grad_left2 = product(u1.T, x).T, grad_left2.T
     return (
-        u1 @ left1.T,
+        product(u1, left1.T),
         grad_left1.contiguous(),
         grad_right1.to(x.dtype),
         grad_left2.to(x.dtype).contiguous(),
-        t2.T @ grad_y,
+        product(t2.T, grad_y),
     )
 
 
@@ -156,13 +157,6 @@ def _backward(ctx, grad_y: Tensor, grad_t1: Tensor, grad_t2: Tensor):
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.ops.autocast import without_autocast
 from comera.ops.chain import (
     gate_chains,
     gate_grads,
@@ -23,12 +24,12 @@ from comera.ops.chain import (
     stack_gates,
     unstack_chains,
     unstack_gates,
-    without_autocast,
 )
+from comera.ops.operator import operator
 from comera.planning.padding import padded_rank
 
 
-@torch.library.custom_op("comera::merge_halves", mutates_args=())
+@operator("comera::merge_halves")
 def merge_halves(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],

@@ -7,6 +7,8 @@ that a pruned rank would come back to life (CoMERA, arXiv 2405.14377, section 3)
 import torch
 from torch import Tensor
 
+from comera.ops.operator import operator
+
 
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
     """The gate where it lets its rank through, zero where the rank is pruned."""
@@ -17,7 +19,7 @@ def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tenso
     return core * open_gate(gate_R, threshold).to(core.dtype)
 
 
-@torch.library.custom_op("comera::rank_gate", mutates_args=())
+@operator("comera::rank_gate")
 def rank_gate(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
     """Multiply the last dimension of ``core`` by ``gate_R`` where that is above ``threshold``.
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.chain import merge_chain, without_autocast
+from comera.ops.autocast import without_autocast
+from comera.ops.chain import merge_chain
+from comera.ops.operator import operator
 
 
 def tt_embedding_reference(
@@ -92,7 +94,7 @@ def _rows_before_columns(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return apart.permute(order).reshape(merged.shape[0], rows, cols, merged.shape[-1])
 
 
-@torch.library.custom_op("comera::ttm_lookup", mutates_args=())
+@operator("comera::ttm_lookup")
 def _ttm_lookup(
     indices: Tensor,
     left_VPR: Tensor,

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.chain import merge_chain, without_autocast
+from comera.ops.autocast import autocast_together, without_autocast
+from comera.ops.chain import merge_chain
 from comera.ops.halves import merge_halves
+from comera.ops.operator import operator
+from comera.ops.product import affine, product
 
 
 def tt_linear_reference(
@@ -102,35 +105,24 @@ def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> 
     The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
     """
     check_width(x_BI, left_IR)
-    weight = (left_IR @ right_RO).T  # the bias' row of right meets a column of zeros in left
-    return torch.nn.functional.linear(x_BI, weight, right_RO[-1] if bias else None)
+    weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left
+    y = affine(x_BI.reshape(-1, x_BI.shape[-1]), weight_IO, right_RO[-1] if bias else None)
+    return y.view(*x_BI.shape[:-1], y.shape[-1])
 
 
-def autocast_together(
-    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """All in autocast's dtype where autocast is on; float64 is left as it is."""
-    kind = x.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if not autocast or lefts[0].dtype == torch.float64:
-        return x, list(lefts), list(rights)
-    dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
-
-
-@torch.library.custom_op("comera::thin_linears", mutates_args=())
+@operator("comera::thin_linears")
 def _thin_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
-    t = x @ _beside(lefts)
+    t = product(x, _beside(lefts))
     ys, end = [], 0
     for right in rights:
         begin, end = end, end + right.shape[0]
         if bias:
             t[:, end - 1] = 1
-        ys.append((t[:, begin:end] @ right).reshape(*x_BI.shape[:-1], right.shape[1]))
+        ys.append(product(t[:, begin:end], right).reshape(*x_BI.shape[:-1], right.shape[1]))
     return [*ys, t]
 
 
@@ -160,19 +152,21 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             else gy.reshape(-1, gy.shape[-1]).to(x.dtype)
             for gy, right in zip(grad_ys, rights, strict=True)
         ]
-        u = _beside([gy @ right.T for gy, right in zip(gys, rights, strict=True)])
+        u = _beside([product(gy, right.T) for gy, right in zip(gys, rights, strict=True)])
         if grad_t is not None:  # only when this backward pass is itself differentiated
             u = u + grad_t
         need_x, need_lefts, need_rights, _ = ctx.needs_input_grad
         widths = [right.shape[0] for right in rights]
-        grad_x = (u @ _beside(lefts).T).reshape(x_BI.shape) if need_x else None
+        grad_x = product(u, _beside(lefts).T).reshape(x_BI.shape) if need_x else None
         grad_lefts: list[Tensor | None] = [None] * ctx.count
         grad_rights: list[Tensor | None] = [None] * ctx.count
         if any(need_lefts):
-            # Transposed: MKL is up to twice as fast that way.
-            grad_lefts = [g.T for g in (u.T @ x).split(widths)]
+            # Transposed: faster that way.
+            grad_lefts = [g.T for g in product(u.T, x).split(widths)]
         if any(need_rights):
-            grad_rights = [tj.T @ gy for tj, gy in zip(t.split(widths, 1), gys, strict=True)]
+            grad_rights = [
+                product(tj.T, gy) for tj, gy in zip(t.split(widths, 1), gys, strict=True)
+            ]
     return grad_x, grad_lefts, grad_rights, None
 
 

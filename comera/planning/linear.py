@@ -154,7 +154,9 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
         *([_pass("grad(x)", "cut to the width", wide)] if pads_x else []),
         *_shared(layer, gate_gradients(shape, layer.operators)),
     ]
-    made = _linear("sequential", layer, machine, dtype, forward, backward, _cores(layer))
+    made = _linear(
+        "sequential", layer, machine.without_onednn, dtype, forward, backward, _cores(layer)
+    )
     return made, plan
 
 
@@ -168,7 +170,7 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         *_bias_gradient(layer),
     ]
     weight = {"weight": layer.in_features * layer.out_features}
-    return _linear("nn.Linear", layer, machine, dtype, forward, backward, weight)
+    return _linear("nn.Linear", layer, machine.without_onednn, dtype, forward, backward, weight)
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:

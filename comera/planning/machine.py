@@ -11,12 +11,15 @@ import math
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from comera.files import cache_folder, replacing
 
 log = logging.getLogger("comera")
+
+ONEDNN_FROM = 1 << 23
+"""Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
 _MAY_BE_ZERO = ("cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth")
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,6 +59,8 @@ class Machine:
         half_width: Narrower side of the result, in whole tiles, at which a product reaches half
             its peak rate.
         half_depth: The same for the side that is summed over.
+        onednn: How many times as fast oneDNN is at float32 products as what torch takes by itself,
+            which is what ``flops`` tells.
         threads: Threads the numbers hold for; None on a GPU.
         measured: False for the rough defaults.
 
@@ -76,6 +81,7 @@ class Machine:
     whole_tiles: bool
     half_width: float
     half_depth: float
+    onednn: float = 1.0
     threads: int | None = None
     measured: bool = True
 
@@ -84,7 +90,7 @@ class Machine:
         for dtype, rate in self.flops:
             item_size(dtype)
             _check_number(f"flops of {dtype}", rate, above_zero=True)
-        for name in ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile"):
+        for name in ("bandwidth", "strided_bandwidth", "cache_bandwidth", "tile", "onednn"):
             _check_number(name, getattr(self, name), above_zero=True)
         for name in _MAY_BE_ZERO:
             _check_number(name, getattr(self, name), above_zero=False)
@@ -100,6 +106,21 @@ class Machine:
                 return rate
         known = ", ".join(repr(name) for name, _ in self.flops)
         raise ValueError(f"dtype={dtype!r} must be one of {known} on {self.title}")
+
+    @property
+    def prefers_onednn(self) -> bool:
+        """Whether oneDNN is enough faster for its slower start of each product."""
+        return self.onednn > 1.1
+
+    def product_rate(self, dtype: str, multiply_adds: int) -> float:
+        """The rate of one product in the layers: large ones by the library that is faster."""
+        by_onednn = dtype == "float32" and self.prefers_onednn and multiply_adds >= ONEDNN_FROM
+        return self.rate(dtype) * (self.onednn if by_onednn else 1.0)
+
+    @property
+    def without_onednn(self) -> "Machine":
+        """The same, every product by what torch takes by itself."""
+        return replace(self, onednn=1.0)
 
     def share(self, narrow: int, depth: int) -> float:
         """Which share of its peak rate a matrix product reaches; at most 1.

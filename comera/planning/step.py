@@ -96,5 +96,7 @@ def product_seconds(
     if narrow == 1:
         return moving
     share = machine.share(narrow, depth)
-    computing = 2 * batch * rows * depth * columns / (machine.rate(dtype) * share)
+    each = rows * depth * columns
+    rate = machine.rate(dtype) if batch > 1 else machine.product_rate(dtype, each)
+    computing = 2 * batch * each / (rate * share)
     return computing if computing > moving else moving

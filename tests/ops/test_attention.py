@@ -79,4 +79,4 @@ def test_registered_soundly(dropout):
     bias = torch.zeros(6, 1, 5, dtype=torch.float64)
     # A random result cannot be compared between two runs.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_attend, (q, k, v, bias, 0.5, dropout), test_utils=checks)
+    torch.library.opcheck(_attend.custom_op, (q, k, v, bias, 0.5, dropout), test_utils=checks)

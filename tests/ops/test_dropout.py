@@ -66,4 +66,4 @@ def test_registered_soundly(residual):
     other = torch.randn(5, 6, requires_grad=True) if residual else None
     # A random result cannot be compared between two runs.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_dropout_add, (x, other, 0.3), test_utils=checks)
+    torch.library.opcheck(_dropout_add.custom_op, (x, other, 0.3), test_utils=checks)

@@ -94,4 +94,4 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_registered_soundly(bias, activation):
     inputs = make(torch.float32, bias=bias)
-    torch.library.opcheck(_feed_forward, (*inputs, bias, activation))
+    torch.library.opcheck(_feed_forward.custom_op, (*inputs, bias, activation))

@@ -118,7 +118,7 @@ def test_narrow_cores_are_rounded_once(dtype):
 @pytest.mark.parametrize("name", ["1+1", "no padding", "3+3"])
 def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
-    torch.library.opcheck(merge_halves, group.arguments())
+    torch.library.opcheck(merge_halves.custom_op, group.arguments())
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,9 @@ def test_registered_soundly(hot):
     problem = Problem("3 cores", hot=hot, dtype=torch.float32)
     halves = [half.detach().requires_grad_() for half in merge_table_halves(problem.cores)]
     indices = torch.tensor([0, 1, 7, 7, 22])
-    torch.library.opcheck(_ttm_lookup, (indices, *halves, problem.hot, problem.rows, problem.width))
+    torch.library.opcheck(
+        _ttm_lookup.custom_op, (indices, *halves, problem.hot, problem.rows, problem.width)
+    )
     frozen = [None if t is None else t.detach() for t in (*halves, problem.hot)]
     grad = torch.randn(5, problem.width)
     torch.library.opcheck(_ttm_lookup_backward, (grad, indices, *frozen))

@@ -169,3 +169,14 @@ def test_the_time_of_a_step():
     assert step.bytes("float32") == 4 * (10 * 20 + 20 * 30 + 10 * 30 + 2 * 500)
     sweep = Step("s", ("gy",), "sum", 10, moved=2500, operators=1)
     assert sweep.seconds(MINE, "float32") == pytest.approx(1e-6 + 1e-6 + 1e-4)
+
+
+def test_large_products_of_float32_run_at_the_rate_of_the_faster_library():
+    both = replace(MINE, onednn=2.0)
+    slow, fast = (product_seconds(m, "float32", 1, 300, 300, 300) for m in (MINE, both))
+    assert slow == pytest.approx(2 * fast)
+    for dtype, batch, size in (("float64", 1, 300), ("float32", 2, 300), ("float32", 1, 30)):
+        arguments = (dtype, batch, size, size, size)
+        assert product_seconds(MINE, *arguments) == product_seconds(both, *arguments)
+    assert both.without_onednn == MINE
+    assert not replace(MINE, onednn=1.05).prefers_onednn

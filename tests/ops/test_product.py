@@ -1,0 +1,143 @@
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comera.ops import product as module
+from comera.ops.product import (
+    _affine,
+    add_product_,
+    affine,
+    by_onednn,
+    has_onednn,
+    product,
+    product_into,
+)
+from comera.planning.machine import default_machine
+
+
+@pytest.fixture(params=["torch", "onednn"])
+def library(request, monkeypatch):
+    """Both libraries, whichever this machine prefers, for products of any size."""
+    if request.param == "onednn" and not has_onednn():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(module, "ONEDNN_FROM", 1)
+    monkeypatch.setattr(module, "prefers_onednn", lambda: request.param == "onednn")
+
+
+def layouts(rows, columns):
+    plain = torch.randn(rows, columns)
+    beside = torch.randn(rows, columns + 3)[:, 1:-2]
+    return [plain, torch.randn(columns, rows).T, beside, torch.randn(rows, 1).expand(rows, columns)]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "sizes", [(7, 40, 3), (40, 3, 7), (3, 7, 40), (1, 5, 1), (4, 0, 2), (0, 4, 2)]
+)
+def test_every_layout_equals_float64(sizes):
+    rows, depth, columns = sizes
+    for a in layouts(rows, depth):
+        for b in layouts(depth, columns):
+            want = a.double() @ b.double()
+            close = {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(product(a, b).double(), want, **close)
+            into = product_into(torch.empty(rows, columns), a, b)
+            torch.testing.assert_close(into.double(), want, **close)
+            total = torch.ones(rows, columns, dtype=torch.float64)
+            add_product_(total, a, b)
+            torch.testing.assert_close(total, want + 1, **close)
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("kind", range(4), ids=["plain", "transposed", "slice", "expanded"])
+def test_no_layout_is_slow(kind):
+    """oneDNN falls back on loops in which some layouts take a thousand times as long."""
+    a, plain = torch.randn(256, 256), torch.randn(256, 256)
+    b = layouts(256, 256)[kind]
+    for left, right in ((a, b), (b, a)):
+        by_onednn(left, right)
+        assert seconds(left, right) < 30 * seconds(a, plain)
+
+
+def seconds(a, b):
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        by_onednn(a, b)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torchs_own(dtype):
+    a, b = torch.randn(5, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    assert torch.equal(product(a, b), a @ b)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_affine_and_its_gradients(bias):
+    x, weight, row = (torch.randn(*s, requires_grad=True) for s in ((9, 4), (4, 5), (5,)))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, row)]
+    grad = torch.randn(9, 5)
+    got, want = affine(x, weight, row if bias else None), wide[0] @ wide[1]
+    want = want + wide[2] if bias else want
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    count = 3 if bias else 2
+    torch.testing.assert_close(
+        [g.double() for g in torch.autograd.grad(got, (x, weight, row)[:count], grad)],
+        list(torch.autograd.grad(want, wide[:count], grad.double())),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("library")
+def test_a_second_derivative_is_no_constant():
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    (first,) = torch.autograd.grad(affine(x, weight).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    plain = (x @ weight).square().sum()
+    (first,) = torch.autograd.grad(plain, x, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(first.sum(), weight)[0])
+
+
+def test_gradients_of_affine():
+    inputs = [
+        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4, 2), (2,))
+    ]
+    assert torch.autograd.gradcheck(affine, inputs)
+    assert torch.autograd.gradgradcheck(affine, inputs)
+
+
+def test_affine_follows_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert affine(torch.randn(3, 4), torch.randn(4, 2), torch.randn(2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(2)], ids=["no bias", "bias"])
+def test_registered_soundly(bias):
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    torch.library.opcheck(_affine.custom_op, (x, weight, bias))
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
+def test_the_profile_decides(monkeypatch):
+    for gain, wanted in ((0.9, False), (2.0, True)):
+        profile = replace(default_machine(), onednn=gain, measured=True)
+        monkeypatch.setattr(module, "machine_of", lambda device, profile=profile: profile)
+        assert module.prefers_onednn() == wanted
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")
+def test_onednn_can_be_switched_off(monkeypatch):
+    monkeypatch.setattr(module, "_mkl_leaves_avx512_unused", lambda: True)
+    monkeypatch.setattr(module, "machine_of", lambda device: default_machine())
+    assert module.prefers_onednn()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not module.prefers_onednn()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
