@@ -149,7 +149,7 @@ def _run_embedding(session: Session, options: Namespace) -> None:
 
 def _run_step(session: Session, options: Namespace) -> None:
     batches = numbers_of("batch", options.batch)
-    step(session, encoders_of(options), batches, options.peers == "all")
+    step(session, encoders_of(options), batches, options.peers == "all", options.compile)
 
 
 def _run_memory(session: Session, options: Namespace) -> None:

@@ -62,6 +62,9 @@ def add_step(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", nargs="+", type=str, metavar="N", default=["8"], help="sequences"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="comera under torch.compile beside it"
+    )
     _add_encoders(parser)
     _add_peers(parser)
 

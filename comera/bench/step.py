@@ -21,10 +21,17 @@ from comera.bench.timing import Timings
 from comera.train.step import TrainStep
 
 _DENSE, _COMERA = "dense, AdamW", "comera, AdamW, rank objective"
+_COMPILED = f"{_COMERA}, compiled"
 _GALORE = f"dense, GaLoreAdamW, rank {peers.GALORE_RANK}"
 
 
-def step(session: Session, encoders: Encoders, batches: Sequence[int], with_peers: bool) -> None:
+def step(
+    session: Session,
+    encoders: Encoders,
+    batches: Sequence[int],
+    with_peers: bool,
+    compile: bool = False,
+) -> None:
     """Dense, comera with the rank objective, and GaLore on dense, at every batch size."""
     model = encoders.model("comera", session.device)
     data = [encoders.batch(size, session.device) for size in batches]
@@ -32,7 +39,11 @@ def step(session: Session, encoders: Encoders, batches: Sequence[int], with_peer
         session.check(compare_model(f"{encoders}, batch {size}", model, loss_of_rows, batch))
     dense = encoders.model("dense", session.device)
     steps = {_DENSE: train_step(dense), _COMERA: train_step(model, learned_ranks(model))}
-    parameters = {_DENSE: count(dense), _COMERA: count(model), _GALORE: count(dense)}
+    if compile:
+        other = encoders.model("comera", session.device)
+        steps[_COMPILED] = train_step(other, learned_ranks(other), compile=True)
+    parameters = {_DENSE: count(dense), _GALORE: count(dense)}
+    parameters |= dict.fromkeys((_COMERA, _COMPILED), count(model))
 
     @functools.cache
     def galore() -> TrainStep:

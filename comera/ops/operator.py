@@ -44,9 +44,11 @@ class Operator:
             return self.custom_op(*args)
         lengths = [len(arg) if isinstance(arg, list | tuple) else None for arg in args]
         flat = _flat(lengths, args)
-        if not all(map(_is_plain, flat)):
+        if not all(map(is_plain, flat)):
             return self.custom_op(*args)
-        output = _Eager.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
+        transformed = torch._C._are_functorch_transforms_active()
+        function = _Transformed if transformed else _Eager
+        output = function.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
         return list(output) if self.returns_list else output
 
 
@@ -59,14 +61,10 @@ class _Eager(torch.autograd.Function):
     """An operator on its arguments, those in lists one by one, as autograd wants them."""
 
     @staticmethod
-    def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-        output = made.run(*_nested(lengths, flat))
-        return tuple(output) if made.returns_list else output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.made, ctx.lengths, *flat = inputs
-        ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+    def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
+        output = _run(made, lengths, *flat)
+        _prepare(ctx, (made, lengths, *flat), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -80,6 +78,28 @@ class _Eager(torch.autograd.Function):
         return None, None, *_flat(ctx.lengths, found)
 
 
+class _Transformed(_Eager):
+    """The same for ``torch.func``; in plain calls autograd would inspect a signature each time."""
+
+    @staticmethod
+    def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:  # type: ignore[override]
+        return _run(made, lengths, *flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _prepare(ctx, inputs, output)
+
+
+def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
+    output = made.run(*_nested(lengths, flat))
+    return tuple(output) if made.returns_list else output
+
+
+def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.made, ctx.lengths, *flat = inputs
+    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+
+
 class _Context:
     """Autograd's context, with ``needs_input_grad`` nested as the arguments are."""
 
@@ -91,8 +111,8 @@ class _Context:
         return getattr(self._ctx, name)
 
 
-def _is_plain(value: Any) -> bool:
-    """Not a tensor without numbers, such as one on the meta device or a FakeTensor."""
+def is_plain(value: Any) -> bool:
+    """Not a tensor without numbers: on the meta device, or while a graph is compiled."""
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta

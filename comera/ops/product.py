@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comera.ops.autocast import autocast_together, without_autocast
 from comera.ops.machine import machine_of
-from comera.ops.operator import operator
+from comera.ops.operator import is_plain, operator
 from comera.planning.machine import ONEDNN_FROM
 
 _CPU = torch.device("cpu")
@@ -26,11 +26,28 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     The result may lie transposed in memory. Where a gradient is wanted, torch's own product is
     what autograd knows.
     """
+    if not is_plain(a) and _may_be_onednns(a, b):
+        return _product_in_a_graph(a, b)
+    return _product(a, b)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
     if not _onednn_takes(a, b):
         return a @ b
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # oneDNN copies a left factor whose rows are not contiguous
+
+
+@torch.library.custom_op("comera::product", mutates_args=())
+def _product_in_a_graph(a: Tensor, b: Tensor) -> Tensor:
+    """As one node: which library it is depends on sizes, which a graph is not to be tied to."""
+    return _product(a, b).contiguous()
+
+
+@_product_in_a_graph.register_fake
+def _(a, b):
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -107,13 +124,13 @@ def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 def _onednn_takes(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.device.type == "cpu"
-        and a.dtype == b.dtype == torch.float32
-        and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
-        and a.numel() * b.shape[1] >= ONEDNN_FROM
-        and prefers_onednn()
-    )
+    large = a.numel() * b.shape[1] >= ONEDNN_FROM
+    return large and _may_be_onednns(a, b) and prefers_onednn()
+
+
+def _may_be_onednns(a: Tensor, b: Tensor) -> bool:
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    return a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and not differentiated
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from comera.files import cache_folder, replacing
 
 log = logging.getLogger("comera")
 
-ONEDNN_FROM = 1 << 23
+ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
 _MAY_BE_ZERO = ("cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth")

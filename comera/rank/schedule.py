@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.rank.size import SizeOfRanks
+from comera.rank.size import Gates, SizeOfRanks
 from comera.rank.truncate import check_min_rank, prune_to_, truncate_
 
 log = logging.getLogger("comera")
@@ -131,20 +131,23 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
-        self._live = self.size.live()
+        gates = self.size.read()
+        self._live = gates.live
         if stage == "early":
             total = loss
             if self.gamma:
-                total = total + self.gamma / self.start_size * self.size.relaxed().to(loss.device)
+                total = total + self.gamma / self.start_size * self.size.relaxed(gates).to(
+                    loss.device
+                )
         else:
-            total = self._late_objective(loss)
+            total = self._late_objective(loss, gates)
         if self.beta:
             total = total + self.beta * torch.stack(torch._foreach_norm(self._cores)).square().sum()
         return total
 
-    def _late_objective(self, loss: Tensor) -> Tensor:
-        relaxed = self.size.relaxed().to(loss.device)
-        exact = self.size.exact().clamp_min(1).to(loss)
+    def _late_objective(self, loss: Tensor, gates: Gates) -> Tensor:
+        relaxed = self.size.relaxed(gates).to(loss.device)
+        exact = self.size.exact(gates).clamp_min(1).to(loss)
         value = loss.detach().clamp_min(_SMALLEST_LOSS)
         loss_is_worse = self._goal(value) / value < self.target_size / exact
         press = ~loss_is_worse & (exact > self.target_size) & ~self._reached
@@ -187,7 +190,7 @@ class TwoStage:
             above 0.1 had to be closed; ``reached``, the size before any was.
         """
         reached = int(self.size.exact())
-        live = int(self.size.live().sum())
+        live = int(self.size.read().live.sum())
         closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)

@@ -5,11 +5,20 @@ however many layers there are, and no transfer from the device.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
+
+
+class Gates(NamedTuple):
+    """All gates of a model in one vector, which are above their threshold, how many a bond has."""
+
+    values: Tensor
+    live: Tensor
+    counts: Tensor
 
 
 class SizeOfRanks:
@@ -39,20 +48,27 @@ class SizeOfRanks:
         self._device: torch.device | None = None
         self._widths: tuple[int, ...] = ()
 
-    def relaxed(self) -> Tensor:
-        """The differentiable size, a scalar in entries, at the gates as they are now."""
-        flat, live = self._flat()
-        return self._weigh(self._bonds(torch.where(live, flat, 0), live))
+    def read(self) -> Gates:
+        """The gates as they are now."""
+        widths = tuple(gate.shape[0] for gate in self.gates)
+        if widths != self._widths or self.gates[0].device != self._device:
+            self._index(widths)
+        values = torch.cat(self.gates)
+        live = values.detach() > self._threshold
+        return Gates(values, live, self._sum_by_bond(live.double()))
+
+    def relaxed(self, gates: Gates | None = None) -> Tensor:
+        """The differentiable size, a scalar in entries; of the gates as they are now if None."""
+        values, live, counts = gates or self.read()
+        bonds = self._sum_by_bond(torch.where(live, values, 0))
+        bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
+        slices = self._slices.to(bonds.dtype)
+        return (bonds[self._before] * bonds[self._after] * slices).sum()
 
     @torch.no_grad()
-    def exact(self) -> Tensor:
+    def exact(self, gates: Gates | None = None) -> Tensor:
         """The size after pruning, a float64 scalar on the device; no gradient."""
-        return self._count(self._flat()[1])
-
-    @torch.no_grad()
-    def live(self) -> Tensor:
-        """Which of all gates, one after the other, are above their threshold."""
-        return self._flat()[1]
+        return self._size_at((gates or self.read()).counts)
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
@@ -63,54 +79,36 @@ class SizeOfRanks:
         next to nothing, and which of them goes first can be chosen later.
 
         Args:
-            before: What :meth:`live` returned before the optimizer step.
+            before: Which gates were live before the optimizer step.
             floor: Entries that the size may not fall below.
 
         Returns:
             Whether the floor was reached, a boolean on the device.
         """
-        flat, live = self._flat()
-        reached = self._count(live) < floor
+        values, live, counts = self.read()
+        reached = self._size_at(counts) < floor
         lifted = before & ~live & reached
         if self.min_rank:
-            dead = self._sum_by_bond((live | lifted).to(flat.dtype)) == 0
-            lowest = flat.new_full(dead.shape, -torch.inf)
-            best = lowest.scatter_reduce_(0, self._bond_of_gate, flat, "amax")
-            largest = flat == best[self._bond_of_gate]
+            dead = self._sum_by_bond((live | lifted).to(values.dtype)) == 0
+            lowest = values.new_full(dead.shape, -torch.inf)
+            best = lowest.scatter_reduce_(0, self._bond_of_gate, values, "amax")
+            largest = values == best[self._bond_of_gate]
             lifted = lifted | (dead[self._bond_of_gate] & largest)
-        rise = torch.where(lifted, 1.5 * self._threshold - flat, 0)
+        rise = torch.where(lifted, 1.5 * self._threshold - values, 0)
         parts = zip(rise.split(list(self._widths)), self.gates, strict=True)
         torch._foreach_add_(self.gates, [part.view_as(gate) for part, gate in parts])
         return reached
 
-    def _flat(self) -> tuple[Tensor, Tensor]:
-        """All gates in one vector, and which of them are live."""
-        widths = tuple(gate.shape[0] for gate in self.gates)
-        if widths != self._widths or self.gates[0].device != self._device:
-            self._index(widths)
-        flat = torch.cat(self.gates)
-        return flat, flat > self._threshold
-
-    def _count(self, live: Tensor) -> Tensor:
-        counts = self._sum_by_bond(live.double())
+    def _size_at(self, counts: Tensor) -> Tensor:
         size = counts[self._before] * counts[self._after] * self._slices
         empty = (counts == 0).double()
         holes = torch.zeros_like(counts).index_add_(0, self._layer_of_bond, empty)
         return torch.where(holes[self._layer_of_core] > 0, 0, size).sum()
 
-    def _bonds(self, open_gates: Tensor, live: Tensor) -> Tensor:
-        bonds = self._sum_by_bond(open_gates)
-        free = self._sum_by_bond(live.to(open_gates.dtype)) > self.min_rank
-        return torch.where(free, bonds, bonds.detach())
-
     def _sum_by_bond(self, values: Tensor) -> Tensor:
         """Slot 0 is the outer bond of every layer, which is one and has no gate."""
         slots = values.new_zeros(self._num_bonds + 1).index_add(0, self._bond_of_gate, values)
         return slots + self._outer.to(values.dtype)
-
-    def _weigh(self, bonds: Tensor) -> Tensor:
-        slices = self._slices.to(bonds.dtype)
-        return (bonds[self._before] * bonds[self._after] * slices).sum()
 
     def _index(self, widths: tuple[int, ...]) -> None:
         """Which bond each gate belongs to, and which two bonds each core lies between."""

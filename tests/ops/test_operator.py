@@ -83,7 +83,15 @@ def test_tensors_without_numbers_go_the_compilers_way(monkeypatch):
         assert scale_all(x, [x], [], 1.5)[0].shape == (4,)
 
 
+def test_function_transforms():
+    x, others, unused, factor = inputs(1)
+    grad = torch.func.grad(lambda o: scale_all(x, [o], unused, factor)[0].sum())(others[0])
+    torch.testing.assert_close(grad, x * factor)
+
+
 def test_forward_mode_says_that_it_is_not_there():
     x, others, unused, factor = inputs(1)
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(lambda o: scale_all(x, [o], unused, factor)[0], (others[0],), (others[0],))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(others[0].detach(), torch.ones(4).double())
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            scale_all(x, [dual], unused, factor)

@@ -104,6 +104,20 @@ def test_a_second_derivative_is_no_constant():
     torch.testing.assert_close(second, torch.autograd.grad(first.sum(), weight)[0])
 
 
+@pytest.mark.usefixtures("library")
+def test_compiled_it_is_one_node():
+    torch._dynamo.reset()
+    compiled = torch.compile(affine, fullgraph=True)
+    weight = torch.randn(4, 5, requires_grad=True)
+    for rows in (9, 7, 5):  # from the second on at any size
+        x = torch.randn(rows, 4, requires_grad=True)
+        grads = [
+            torch.autograd.grad(run(x, weight).square().sum(), (x, weight))
+            for run in (compiled, affine)
+        ]
+        torch.testing.assert_close(*grads)
+
+
 def test_gradients_of_affine():
     inputs = [
         torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4, 2), (2,))

@@ -80,7 +80,7 @@ def test_the_last_rank_is_pressed_only_where_layers_may_vanish(model, min_rank):
 def test_a_dying_bond_keeps_its_largest_gate(model):
     layer = next(iter(tensor_trains(model).values()))
     size = SizeOfRanks(model)
-    before = size.live()
+    before = size.read().live
     layer.gates[1].copy_(torch.linspace(0.001, 0.009, len(layer.gates[1])))
     others = [g.clone() for g in layer.gates]
     size.hold_(before, floor=0)
@@ -98,7 +98,7 @@ def test_a_size_does_not_fall_through_its_floor(model):
     start = size.exact()
     layers = list(tensor_trains(model).values())
     layers[0].gates[0][0] = 0.0  # closed earlier
-    before = size.live()
+    before = size.read().live
     now = size.exact()
     for layer in layers:
         layer.gates[1][2:] = 0.001
@@ -146,7 +146,7 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode():  # raises on every read of a value
         size = SizeOfRanks(nn.Sequential(comera.TTLinear(24, 36), comera.TTLinear(36, 24)))
         (size.relaxed() + size.exact()).backward()
-        size.hold_(size.live(), 3.0)
+        size.hold_(size.read().live, 3.0)
 
 
 def test_a_dense_model_is_refused():
