@@ -29,8 +29,8 @@ class TTConfig:
             ``rank`` there. The first match counts.
         shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
         hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
-        init: ``"fresh"`` draws new cores that give the dense weight the standard deviation it has
-            now; ``"svd"`` approximates the present weight by TT-SVD.
+        init: ``"fresh"`` draws new orthonormal cores that give the dense weight the root mean
+            square it has now; ``"svd"`` approximates the present weight by TT-SVD.
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.

@@ -1,12 +1,12 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from comera.nn.init import orthogonal_
 from comera.ops.rank_gate import rank_gate
 from comera.params import set_data_
 from comera.shapes import TTMShape, TTShape
@@ -109,18 +109,13 @@ class TensorTrainModule(nn.Module):
             resize_(gate, core.shape[-1:])
             gate.fill_(1)
 
+    @torch.no_grad()
     def _init_cores_(self, std: float) -> None:
-        """Independent normal cores whose product has standard deviation ``std`` in each entry.
-
-        An entry of the product is a sum over ``prod(ranks)`` paths of products of one entry a
-        core, so its variance is ``prod(ranks) * var ** num_cores``.
-        """
-        paths = max(1, math.prod(self.ranks))
-        each = (std**2 / paths) ** (0.5 / len(self.cores))
-        for core in self.cores:
-            nn.init.normal_(core, std=each)
+        """New cores whose product has the root mean square ``std``; gates of one."""
         for gate in self.gates:
-            nn.init.ones_(gate)
+            gate.fill_(1)
+        if not self.cores[0].is_meta:
+            orthogonal_(list(self.cores), self._modes.split, std)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Take the ranks of the file, so that a truncated model loads into a full-rank one."""

@@ -57,25 +57,18 @@ def test_weight_equals_that_of_tensorly(layer):
     torch.testing.assert_close(layer.weight.detach().cpu(), torch.from_numpy(want.copy()))
 
 
-@pytest.mark.parametrize(
-    ("shape", "draws"), [((768, 3072), 20), ((97, 101), 50), ((256, 10), 500)], ids=str
-)
-def test_dense_weight_starts_with_the_spread_of_torchs(shape, draws):
-    runs = [TTLinear(*shape, rank=16) for _ in range(draws)]
-    got = math.sqrt(sum(float(m.weight.detach().square().mean()) for m in runs) / len(runs))
-    # A product of small random cores varies from draw to draw; so many of them agree to 4 percent.
+@pytest.mark.parametrize("shape", [(768, 3072), (256, 10)], ids=str)
+def test_dense_weight_starts_with_the_spread_of_torchs(shape):
+    layer = TTLinear(*shape, rank=16)
+    got = float(layer.weight.detach().square().mean().sqrt())
     assert got == pytest.approx(float(nn.Linear(*shape).weight.detach().std()), rel=0.04)
-    bound = 1 / math.sqrt(shape[0])
-    assert all(m.bias.abs().max() <= bound for m in runs)
+    assert layer.bias.abs().max() <= 1 / math.sqrt(shape[0])
 
 
 def test_reset_parameters_takes_another_spread():
     layer = TTLinear(256, 256, rank=[8, 8, 16, 8, 8], bias=False)
-    squares = []
-    for _ in range(30):
-        layer.reset_parameters(std=0.5)
-        squares.append(float(layer.weight.detach().square().mean()))
-    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(0.5, rel=0.06)
+    layer.reset_parameters(std=0.5)
+    assert float(layer.weight.detach().square().mean().sqrt()) == pytest.approx(0.5)
 
 
 def low_rank(out_features, in_features, rank=4, dtype=torch.float32):

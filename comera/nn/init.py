@@ -1,0 +1,48 @@
+"""Draw the cores of a tensor train so that what they stand for is a well-conditioned matrix.
+
+Independent normal cores give entries of the right variance but a lopsided matrix: a product of
+normal factors has few large singular values, and its gradients differ tenfold between cores. A
+256 by 256 weight with a middle bond of 96 has a stable rank of 10 that way. Cores that are
+orthonormal from both ends towards the middle bond have 96 equal singular values, and gradients of
+one size.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
+    """Fill cores with random orthonormal ones, times one factor each.
+
+    Args:
+        cores: ``(left bond, mode(s), right bond)`` each.
+        split: Cores before it are orthonormal over everything but their right bond, the others
+            over everything but their left bond.
+        std: Root of the mean square entry of their product, met exactly.
+    """
+    drawn = [_orthonormal(core, k < split) for k, core in enumerate(cores)]
+    entries = math.prod(math.prod(core.shape[1:-1]) for core in cores)
+    factor = (std / math.sqrt(_squared_norm(drawn) / entries)) ** (1 / len(drawn))
+    for core, values in zip(cores, drawn, strict=True):
+        core.copy_(factor * values)
+
+
+def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
+    """Of the core's shape; as near to orthonormal as it can be where the bond is too wide."""
+    shape = like.shape
+    sides = (-1, shape[-1]) if to_the_right else (shape[0], -1)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return nn.init.orthogonal_(like.new_empty(shape, dtype=wide).reshape(sides)).reshape(shape)
+
+
+def _squared_norm(cores: Sequence[Tensor]) -> float:
+    """Of the product of all cores."""
+    gram = cores[0].new_ones(1, 1)
+    for core in cores:
+        core = core.flatten(1, -2)
+        gram = torch.einsum("ab,anr,bns->rs", gram, core, core)
+    return float(gram)

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+
+import comera
+from comera.nn.init import orthogonal_
+
+
+def singular_values(layer):
+    return torch.linalg.svdvals(layer.weight.detach().double())
+
+
+@pytest.mark.parametrize("rank", [16, [8, 16, 40, 16, 8], [4, 8, 3, 8, 4]], ids=str)
+def test_all_singular_values_are_equal(rank):
+    layer = comera.TTLinear(256, 384, rank=rank)
+    middle = layer.ranks[layer.shape.split - 1]
+    values = singular_values(layer)
+    torch.testing.assert_close(values[:middle], values[:1].expand(middle), rtol=1e-5, atol=0)
+    assert values[middle:].max() < 1e-5 * values[0]
+
+
+def test_gradients_of_all_cores_are_of_one_size():
+    """Normal cores of one spread differ more than tenfold here."""
+    torch.manual_seed(0)
+    layer = comera.TTLinear(256, 256, rank=[8, 32, 96, 32, 8])
+    y = layer(torch.randn(512, 256))
+    y.backward(torch.randn_like(y))
+    sizes = [float(core.grad.norm() / core.detach().norm()) for core in layer.cores]
+    assert max(sizes) < 3 * min(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [
+        ([(1, 4, 4), (4, 5, 7), (7, 6, 6), (6, 6, 1)], 2),
+        ([(1, 3, 2, 6), (6, 4, 2, 5), (5, 4, 3, 1)], 1),  # a table
+        ([(1, 2, 9), (9, 3, 4), (4, 2, 1)], 2),  # a bond wider than its modes allow
+        ([(1, 5, 1), (1, 4, 1)], 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_root_mean_square_is_met(sizes, split, dtype):
+    cores = [torch.empty(size, dtype=dtype) for size in sizes]
+    orthogonal_(cores, split, 0.3)
+    product = cores[0].double()
+    for core in cores[1:]:
+        product = torch.tensordot(product, core.double(), 1)
+    exact = dtype == torch.float64
+    assert float(product.square().mean()) == pytest.approx(0.09, rel=1e-9 if exact else 0.05)
+
+
+def test_a_table_starts_with_the_spread_asked_for():
+    table = comera.TTEmbedding(1000, 64, rank=8)
+    table.reset_parameters(std=0.02)
+    rows = table(torch.arange(1000)).detach()
+    assert float(rows.square().mean().sqrt()) == pytest.approx(0.02, rel=0.05)
+    assert math.isclose(float(rows.mean()), 0, abs_tol=2e-3)
