@@ -19,7 +19,8 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
-from comera.rank.groups import param_groups
+from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
@@ -30,6 +31,10 @@ from comera.train.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "GaLore",
+    "GaLoreAdafactor",
+    "GaLoreAdamW",
+    "GaLoreAdamW8bit",
     "GroupedMerge",
     "TTConfig",
     "TTEmbedding",
@@ -41,6 +46,7 @@ __all__ = [
     "TwoStage",
     "compression_report",
     "densify_",
+    "galore_param_groups",
     "param_groups",
     "plan",
     "reuse_freed_memory",

@@ -1,0 +1,128 @@
+"""The subspaces GaLore trains in: where they come from, and the way in and out.
+
+GaLore (arXiv 2403.03507) keeps the moments of a matrix in the span of its gradient's leading
+singular vectors. Shape suffixes: M and N = rows and columns of the gradient, R = rank.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ProjType = Literal["std", "reverse_std", "left", "right", "full", "random"]
+PROJ_TYPES = ("std", "reverse_std", "left", "right", "full", "random")
+Method = Literal["randomized", "svd"]
+METHODS = ("randomized", "svd")
+
+_OVERSAMPLING = 8
+_POWER_ITERATIONS = 1
+
+
+def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
+    """Whether a matrix is projected from the left (rows become R) and from the right.
+
+    ``std`` projects the shorter side, so that the moments are as small as can be, as does
+    ``random``; ``reverse_std`` the longer one. It depends on the shape alone and never changes.
+    """
+    rows, columns = shape
+    if proj_type == "full":
+        return True, True
+    if proj_type in ("left", "right"):
+        return proj_type == "left", proj_type == "right"
+    shorter_is_rows = rows < columns
+    left = not shorter_is_rows if proj_type == "reverse_std" else shorter_is_rows
+    return left, not left
+
+
+def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
+    """Shape of the projected gradient."""
+    left, right = sides(shape, proj_type)
+    return rank if left else shape[0], rank if right else shape[1]
+
+
+def new_bases(
+    grad_MN: Tensor, rank: int, proj_type: ProjType, method: Method, seed: int
+) -> dict[str, Tensor]:
+    """Orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+
+    Args:
+        grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
+        rank: Columns of each basis, below the sides it stands for.
+        proj_type: See :func:`sides`; ``random`` takes a random subspace, not the leading one.
+        method: ``"svd"``, or ``"randomized"``: a range finder with one power iteration (Halko,
+            Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4), many times faster.
+        seed: Of what is random; torch's own random state is left alone.
+
+    Returns:
+        ``left (M, R)`` and/or ``right (R, N)``.
+    """
+    left, right = sides((grad_MN.shape[0], grad_MN.shape[1]), proj_type)
+    with torch.autocast(grad_MN.device.type, enabled=False):
+        grad_MN = _widened(grad_MN)
+        generator = torch.Generator(grad_MN.device).manual_seed(seed)
+        bases: dict[str, Tensor] = {}
+        if proj_type == "random":
+            if left:
+                bases["left"] = _random(grad_MN.shape[0], rank, grad_MN, generator)
+            if right:
+                bases["right"] = _random(grad_MN.shape[1], rank, grad_MN, generator).T.contiguous()
+        elif method == "svd":
+            u_MK, _, v_KN = torch.linalg.svd(grad_MN, full_matrices=False)
+            if left:
+                bases["left"] = u_MK[:, :rank].contiguous()
+            if right:
+                bases["right"] = v_KN[:rank].contiguous()
+        else:
+            if left:
+                bases["left"] = _range(grad_MN, rank, generator)
+            if right:
+                bases["right"] = _range(grad_MN.T, rank, generator).T.contiguous()
+    return bases
+
+
+def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
+    """The gradient in the subspace, in float32 or wider."""
+    grad_MN = _widened(grad_MN)
+    if "left" in bases:
+        grad_MN = bases["left"].T @ grad_MN
+    if "right" in bases:
+        grad_MN = grad_MN @ bases["right"].T
+    return grad_MN
+
+
+def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
+    """A step in the subspace as a step of the whole matrix."""
+    if "left" in bases:
+        low = bases["left"] @ low
+    if "right" in bases:
+        low = low @ bases["right"]
+    return low
+
+
+def rotate(low: Tensor, old: dict[str, Tensor], new: dict[str, Tensor]) -> Tensor:
+    """A first moment in the old subspace, seen from the new one."""
+    return into(out_of(_widened(low), old), new).to(low.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    """``(M, R)``: the leading left singular vectors, nearly."""
+    width = min(rank + _OVERSAMPLING, *grad_MN.shape)
+    sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
+    sketch = sketch.to(grad_MN.dtype)
+    basis = torch.linalg.qr(grad_MN @ sketch).Q
+    for _ in range(_POWER_ITERATIONS):
+        basis = torch.linalg.qr(grad_MN.T @ basis).Q
+        basis = torch.linalg.qr(grad_MN @ basis).Q
+    # the leading directions within the sketch, from a small symmetric problem
+    inner = basis.T @ grad_MN
+    _, vectors = torch.linalg.eigh(inner @ inner.T)
+    return basis @ vectors.flip(1)[:, :rank]
+
+
+def _random(size: int, rank: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(size, rank, generator=generator, device=like.device)
+    return torch.linalg.qr(normal.to(like.dtype)).Q

@@ -1,0 +1,328 @@
+import io
+import math
+from statistics import median
+from time import perf_counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import comera
+from comera.models.transformer import Encoder, SequenceClassifier
+from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW
+from comera.optim.projection import PROJ_TYPES, into, low_shape, new_bases, out_of
+
+RANK = 8
+
+
+def make_model(dtype=torch.float32, dropout=0.0):
+    torch.manual_seed(0)
+    encoder = Encoder(300, 64, 2, 2, 128, 16, dropout, 2, "post")
+    return SequenceClassifier(encoder, 3, dropout).to(dtype)
+
+
+def groups(model, **settings):
+    settings = {"rank": RANK, "update_proj_gap": 10, **settings}
+    return comera.galore_param_groups(model, 1e-3, settings.pop("rank"), **settings)
+
+
+def backward(model, k):
+    generator = torch.Generator().manual_seed(k)
+    tokens = torch.randint(1, 300, (8, 16), generator=generator)
+    labels = torch.randint(0, 3, (8,), generator=generator)
+    loss = F.cross_entropy(model(tokens).float(), labels)
+    loss.backward()
+    return float(loss.detach())
+
+
+def train(model, optimizer, first, last):
+    losses = []
+    for k in range(first, last):
+        losses.append(backward(model, k))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
+def test_trajectory_equals_that_of_galore_torch(proj_type):
+    theirs = pytest.importorskip("galore_torch", reason="galore-torch is not installed")
+    a, b = make_model(), make_model()
+    eps = 1e-12  # theirs is not divided by the bias correction, as torch's is
+    other = theirs.GaLoreAdamW(
+        groups(a, proj_type=proj_type), lr=1e-3, eps=eps, no_deprecation_warning=True
+    )
+    ours = GaLoreAdamW(groups(b, proj_type=proj_type), eps=eps, projection="svd", stagger=False)
+    for k in range(50):  # on the same gradients: a closed loop would multiply its rounding errors
+        backward(a, k)
+        for mine, its in zip(b.parameters(), a.parameters(), strict=True):
+            mine.grad = None if its.grad is None else its.grad.clone()
+        other.step()
+        ours.step()
+        other.zero_grad()
+    for mine, its in zip(b.parameters(), a.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=2e-5)
+
+
+def test_a_bfloat16_subspace_stays_orthonormal_where_theirs_does_not():
+    """galore-torch rounds the basis to the parameter's dtype; ours stays float32."""
+    grad = torch.randn(64, 96).bfloat16()
+    basis = new_bases(grad, RANK, "std", "svd", 0)["left"]
+    off = basis.T @ basis - torch.eye(RANK)
+    rounded = basis.bfloat16().float()
+    assert off.abs().max() < 1e-5 < (rounded.T @ rounded - torch.eye(RANK)).abs().max()
+
+
+@pytest.mark.parametrize("proj_type", PROJ_TYPES)
+@pytest.mark.parametrize("method", ["svd", "randomized"])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (30, 30)], ids=str)
+def test_subspaces(shape, method, proj_type):
+    torch.manual_seed(0)
+    signal = torch.randn(shape[0], 4) @ torch.randn(4, shape[1])
+    grad = signal + 1e-3 * torch.randn(shape)
+    state = torch.get_rng_state()
+    bases = new_bases(grad, 6, proj_type, method, 3)
+    assert torch.equal(state, torch.get_rng_state())
+    low = into(grad, bases)
+    assert low.shape == low_shape(shape, 6, proj_type)
+    for basis in bases.values():
+        small = basis.T @ basis if basis.shape[0] > 6 else basis @ basis.T
+        torch.testing.assert_close(small, torch.eye(6), rtol=0, atol=1e-5)
+    if proj_type != "random":  # the leading directions are all in it
+        torch.testing.assert_close(out_of(low, bases), grad, rtol=0, atol=2e-2)
+    again = new_bases(grad, 6, proj_type, method, 3)
+    assert all(torch.equal(bases[side], again[side]) for side in bases)
+
+
+def test_a_full_rank_is_the_plain_inner_optimizer():
+    a, b = make_model(), make_model()
+    plain = torch.optim.AdamW(a.parameters(), lr=1e-3, weight_decay=0.1)
+    ours = GaLore([{"params": list(b.parameters())}], lr=1e-3, weight_decay=0.1)
+    matrices = [p for p in b.parameters() if p.dim() == 2]
+    vectors = [p for p in b.parameters() if p.dim() < 2]
+    wide = GaLore(
+        [{"params": matrices, "rank": 1000, "scale": 3.0}, {"params": vectors}],
+        lr=1e-3, weight_decay=0.1,
+    )  # fmt: skip
+    c_losses = train(b, wide, 0, 5)
+    assert train(a, plain, 0, 5) == pytest.approx(c_losses, abs=1e-6)
+    assert "galore_left" not in str(wide.state_dict())
+    assert len(ours.param_groups) == 1
+
+
+def test_weight_decay_is_that_of_the_inner_optimizer():
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(20, 30))
+    start = param.detach().clone()
+    group = {"params": [param], "rank": 4, "update_proj_gap": 5}
+    optimizer = GaLoreAdamW([group], lr=0.1, weight_decay=0.5)
+    param.grad = torch.zeros_like(param)  # no step is taken, but the decay is
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), start * (1 - 0.1 * 0.5))
+    coupled = GaLore([group], torch.optim.SGD, lr=0.1, weight_decay=0.5)
+    param.grad = torch.zeros_like(param)
+    before = param.detach().clone()
+    coupled.step()  # an L2 penalty is part of the gradient, and so is projected
+    assert torch.linalg.matrix_rank(before - param.detach()) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [GaLoreAdamW, GaLoreAdafactor])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_resume_is_exact(kind, dtype, rotate):
+    if kind is GaLoreAdafactor and rotate:
+        pytest.skip("Adafactor has no first moment")
+    a = make_model(dtype)
+    first = kind(groups(a), rotate_moments=rotate)
+    train(a, first, 0, 17)
+    file = io.BytesIO()
+    torch.save((a.state_dict(), first.state_dict()), file)
+    train(a, first, 17, 30)
+    b = make_model(dtype)
+    second = kind(groups(b), rotate_moments=rotate)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    b.load_state_dict(weights)
+    second.load_state_dict(state)
+    train(b, second, 17, 30)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+    for mine, theirs in zip(
+        *(o.state_dict()["state"].values() for o in (first, second)), strict=True
+    ):
+        assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
+
+
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
+    a, b = make_model(), make_model()
+    first, second = GaLoreAdamW(groups(a)), GaLoreAdamW(groups(b, rank=4))
+    train(a, first, 0, 2)
+    train(b, second, 0, 2)
+    before = str(second.state_dict())
+    with pytest.raises(ValueError, match=r"do not fit a parameter of shape \(64, 64\) at rank=4"):
+        second.load_state_dict(first.state_dict())
+    assert str(second.state_dict()) == before
+
+
+def test_bad_gradients():
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(20, 30))
+    start = param.detach().clone()
+    optimizer = GaLoreAdamW(
+        [{"params": [param], "rank": 4, "update_proj_gap": 2}],
+        lr=0.1, weight_decay=0.0, stagger=False,
+    )  # fmt: skip
+    param.grad = torch.zeros(20, 30)
+    optimizer.step()  # as torch.distributed.checkpoint does to find the names of the state
+    assert torch.equal(param, start)
+    assert "galore_left" not in optimizer.state[param]
+    for _ in range(2):
+        param.grad = torch.randn(20, 30)
+        optimizer.step()
+    basis = optimizer.state[param]["galore_left"].clone()
+    param.grad = torch.full((20, 30), torch.nan)
+    optimizer.step()  # when the subspace is due
+    assert torch.equal(optimizer.state[param]["galore_left"], basis)
+    for bad, kind in ((torch.randn(20, 30).to_sparse(), "sparse"),):
+        param.grad = bad
+        with pytest.raises(RuntimeError, match=rf"a {kind} gradient of shape \(20, 30\)"):
+            optimizer.step()
+
+
+def test_convolutions_are_matrices_of_their_filters():
+    conv = nn.Conv2d(6, 12, 3)
+    optimizer = GaLoreAdamW(comera.galore_param_groups(conv, 1e-2, 4))
+    conv(torch.randn(2, 6, 8, 8)).square().mean().backward()
+    before = conv.weight.detach().clone()
+    optimizer.step()
+    assert optimizer.state[conv.weight]["galore_left"].shape == (12, 4)
+    assert torch.linalg.matrix_rank((conv.weight - before).flatten(1).detach()) == 4
+
+
+def test_learning_rates_are_read_in_each_step():
+    param = nn.Parameter(torch.randn(20, 30))
+    optimizer = GaLoreAdamW([{"params": [param], "rank": 4}], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    for moved in (True, False):
+        before = param.detach().clone()
+        param.grad = torch.randn(20, 30)
+        optimizer.step()
+        assert torch.equal(param, before) != moved
+        schedule.step()
+
+
+def test_staggered_refreshes_come_in_different_steps():
+    params = [nn.Parameter(torch.randn(20, 30)) for _ in range(12)]
+    optimizer = GaLoreAdamW([{"params": params, "rank": 4, "update_proj_gap": 6}], lr=0.0)
+    changed = []
+    for _ in range(13):
+        old = [optimizer.state.get(p, {}).get("galore_left") for p in params]
+        for p in params:
+            p.grad = torch.randn(20, 30)
+        optimizer.step()
+        new = [optimizer.state[p]["galore_left"] for p in params]
+        changed.append(sum(a is not b for a, b in zip(old, new, strict=True)))
+    assert changed[0] == 12
+    assert sum(changed[1:]) == 24
+    assert max(changed[1:]) <= 4
+
+
+def test_state_of_the_paper():
+    """m r + 2 n r numbers where Adam has 2 m n, and nothing between the steps."""
+    param = nn.Parameter(torch.randn(64, 256))
+    optimizer = GaLoreAdamW([{"params": [param], "rank": 16}])
+    param.grad = torch.randn(64, 256)
+    optimizer.step()
+    entries = optimizer.state_dict()["state"][0]
+    assert sum(v.numel() for v in entries.values() if v.dim()) == 64 * 16 + 2 * 16 * 256
+    (stand_in,) = optimizer._stand_ins.values()
+    assert stand_in.numel() == 0
+    assert stand_in.grad is None
+
+
+def test_groups_leave_alone_what_is_small_or_shared():
+    model = make_model()
+    comera.tensorize_(model, comera.TTConfig(rank=4, target_modules=["fc1", "query"]))
+    model.encoder.blocks[0].fc2.weight.requires_grad_(False)
+    listed = comera.galore_param_groups(model, 1e-3, 8, gate_lr=2e-3, weight_decay=0.1)
+    by_name = {group["name"]: group for group in listed}
+    assert set(by_name) == {"cores", "gates", "dense", "vectors", "galore"}
+    names = {id(p): n for n, p in model.named_parameters()}
+    projected = [names[id(p)] for p in by_name["galore"]["params"]]
+    assert all(
+        n.endswith("weight") and ("attention" in n or "fc2" in n or "pooler" in n)
+        for n in projected
+    )
+    assert "encoder.blocks.0.fc2.weight" not in projected
+    assert "output.weight" not in projected  # three rows
+    everything = [id(p) for group in listed for p in group["params"]]
+    assert len(everything) == len(set(everything))
+    assert set(everything) == {id(p) for p in model.parameters() if p.requires_grad}
+    few = comera.galore_param_groups(model, 1e-3, 8, target_modules=["value"])
+    assert len({g["name"]: g for g in few}["galore"]["params"]) == 2
+    with pytest.raises(
+        ValueError, match=r"target_modules='nothing' names no dense layer .* rank=8"
+    ):
+        comera.galore_param_groups(model, 1e-3, 8, target_modules="nothing")
+
+
+def test_a_half_tensorised_model_trains_truncates_and_goes_on():
+    model = make_model()
+    comera.tensorize_(model, comera.TTConfig(rank=8, target_modules=["fc1", "fc2"]))
+    optimizer = GaLoreAdamW(comera.galore_param_groups(model, 3e-3, RANK, update_proj_gap=5))
+    train(model, optimizer, 0, 4)
+    with torch.no_grad():
+        model.encoder.blocks[0].fc1.gates[2][3:] = 0
+    comera.truncate_(model, optimizer)
+    assert model.encoder.blocks[0].fc1.ranks[2] == 3
+    moments = optimizer.state[model.encoder.blocks[0].fc1.cores[2]]["exp_avg"]
+    assert moments.shape == model.encoder.blocks[0].fc1.cores[2].shape
+    assert all(math.isfinite(loss) for loss in train(model, optimizer, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"rank": 0}, "rank=0 must be a whole number of at least 1"),
+        ({"rank": 4, "proj_type": "both"}, "proj_type='both' must be one of 'std'"),
+        ({"rank": 4, "update_proj_gap": 0}, "update_proj_gap=0 must be"),
+        ({"rank": 4, "scale": -1.0}, r"scale=-1.0 must be above 0"),
+        ({"rank": 4, "gap": 3}, r"unknown keys \['gap'\] .* AdamW in GaLore takes"),
+        ({"scale": 0.5}, r"has \['scale'\] but no rank"),
+    ],
+)
+def test_bad_groups(group, message):
+    with pytest.raises(ValueError, match=message):
+        GaLoreAdamW([{"params": [nn.Parameter(torch.randn(20, 30))], **group}])
+
+
+def test_a_vector_in_a_projected_group_is_named():
+    with pytest.raises(ValueError, match=r"shape \(7,\) is in a group with rank=4"):
+        GaLoreAdamW([{"params": [nn.Parameter(torch.randn(7))], "rank": 4}])
+    with pytest.raises(ValueError, match="projection='qr' must be one of"):
+        GaLoreAdamW([nn.Parameter(torch.randn(7))], projection="qr")
+
+
+def test_a_step_costs_little_more_than_adamws():
+    torch.manual_seed(0)
+    shapes = [(512, 512)] * 6 + [(1024, 512)] * 4
+
+    def make(kind, **settings):
+        params = [nn.Parameter(torch.randn(s)) for s in shapes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        return params, kind(params, settings)
+
+    plain, adamw = make(lambda p, _: torch.optim.AdamW(p))
+    low, galore = make(
+        lambda p, s: GaLoreAdamW([{"params": p, **s}]), rank=32, update_proj_gap=1000
+    )
+    times = {"adamw": [], "galore": []}
+    for _ in range(7):
+        for name, optimizer in (("adamw", adamw), ("galore", galore)):
+            began = perf_counter()
+            optimizer.step()
+            times[name].append(perf_counter() - began)
+    assert median(times["galore"]) < 10 * median(times["adamw"])
+    assert len(plain) == len(low)
