@@ -49,7 +49,7 @@ def train(model, optimizer, first, last):
 def test_trajectory_equals_that_of_galore_torch(proj_type):
     theirs = pytest.importorskip("galore_torch", reason="galore-torch is not installed")
     a, b = make_model(), make_model()
-    eps = 1e-12  # theirs is not divided by the bias correction, as torch's is
+    eps = 1e-20  # next to nothing: theirs lacks the bias correction that torch gives it
     other = theirs.GaLoreAdamW(
         groups(a, proj_type=proj_type), lr=1e-3, eps=eps, no_deprecation_warning=True
     )
@@ -61,8 +61,11 @@ def test_trajectory_equals_that_of_galore_torch(proj_type):
         other.step()
         ours.step()
         other.zero_grad()
+    # In both its singular bases a gradient is diagonal: off it is rounding noise, which Adam scales
+    # to full steps.
+    atol = 5e-4 if proj_type == "full" else 2e-5
     for mine, its in zip(b.parameters(), a.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=atol)
 
 
 def test_a_bfloat16_subspace_stays_orthonormal_where_theirs_does_not():
