@@ -4,7 +4,7 @@ Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, 
 after the authors' package came-pytorch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -252,21 +252,25 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"lr has shape {tuple(lr.shape)}; a tensor lr must have one entry")
     elif not lr >= 0:
         raise ValueError(f"lr={lr} must be at least 0")
-    if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
+    if not _all(betas, 3, lambda beta: 0 <= beta < 1):
         raise ValueError(
             f"betas={betas} must be three decay rates in [0, 1): of the updates, of the squared "
             "gradients and of the confidence"
         )
-    if len(eps) != 2 or not all(value > 0 for value in eps):
+    if not _all(eps, 2, lambda value: value > 0):
         raise ValueError(
             f"eps={eps} must be two numbers above 0: for squared gradients and for the confidence"
         )
-    for key in ("clip_threshold", "weight_decay"):
-        if not (group[key] >= 0 if key == "weight_decay" else group[key] > 0):
-            limit = "at least 0" if key == "weight_decay" else "above 0"
-            raise ValueError(f"{key}={group[key]} must be {limit}")
+    if not group["clip_threshold"] > 0:
+        raise ValueError(f"clip_threshold={group['clip_threshold']} must be above 0")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay={group['weight_decay']} must be at least 0")
     if group["state_dtype"] not in (None, "8bit"):
         raise ValueError(f'state_dtype={group["state_dtype"]!r} must be None or "8bit"')
+
+
+def _all(values: Any, count: int, fits: Callable[[float], bool]) -> bool:
+    return isinstance(values, Sequence) and len(values) == count and all(map(fits, values))
 
 
 def _check_gradient(param: Tensor) -> None:

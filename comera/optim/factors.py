@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = {"cpu": 1 << 18}
-"""Entries updated at a time: on a CPU what stays in a core's cache."""
+_BLOCK = {"cpu": 1 << 20}
+"""Entries updated at a time, which bounds the work space: on a CPU what stays in its cache."""
 _DEFAULT_BLOCK = 1 << 26
 
 
@@ -85,12 +85,18 @@ def factored_step_(
         settings: Of this step.
     """
     beta1, beta2, beta3 = settings.betas
-    rows, columns = grad_brc.shape[1:]
+    batch, rows, columns = grad_brc.shape
     blocks = _blocks(grad_brc)
+    most = max(block.stop - block.start for block in blocks)
+    work_brc = square_bf.new_empty(batch, most, columns)
+
+    def part_of(block: slice) -> Tensor:
+        return work_brc[:, : block.stop - block.start]
 
     squares = _Means(square_bf, rows)
     for block in blocks:
-        squares.add(block, grad_brc[:, block].to(square_bf.dtype).square())
+        grad = grad_brc[:, block].to(square_bf.dtype)
+        squares.add(block, torch.mul(grad, grad, out=part_of(block)))
     square_bf.lerp_(squares.total() + settings.eps[0], 1 - beta2)
     row, column = _inverse_roots(square_bf, rows)
 
@@ -98,29 +104,30 @@ def factored_step_(
     # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
     norms = []
     for block in blocks:
-        part = grad_brc[:, block] * column
+        part = torch.mul(grad_brc[:, block], column, out=part_of(block))
         norms.append(torch.linalg.vector_norm(part, dim=2, keepdim=True))
     norm = torch.linalg.vector_norm(torch.cat(norms, 1) * row, dim=1, keepdim=True)
-    rms = norm / math.sqrt(rows * columns)
-    row = row / (rms / settings.clip_threshold).clamp(min=1.0)
+    row = row / (norm / (math.sqrt(rows * columns) * settings.clip_threshold)).clamp(min=1.0)
     if settings.maximize:
         row = -row
 
     residuals = _Means(residual_bf, rows)
     for block in blocks:
+        part = part_of(block)
         if len(blocks) > 1:  # one block's part is still there
-            part = grad_brc[:, block] * column
+            torch.mul(grad_brc[:, block], column, out=part)
         average = update_avg_brc[:, block]
-        part = torch.addcmul(average, part, row[:, block], value=-1)  # mean - u
+        torch.addcmul(average, part, row[:, block], value=-1, out=part)  # mean - u
         average.add_(part, alpha=beta1 - 1)
-        residuals.add(block, part.square_())
+        residuals.add(block, torch.mul(part, part, out=part))
     # u - new mean = beta1 * (u - old mean)
     residual_bf.lerp_(residuals.total() * beta1**2 + settings.eps[1], 1 - beta3)
 
     row, column = _inverse_roots(residual_bf, rows)
     row = row * -settings.lr
     for block in blocks:
-        step_to_(param_brc[:, block], update_avg_brc[:, block] * column, row[:, block], settings)
+        part = torch.mul(update_avg_brc[:, block], column, out=part_of(block))
+        _step_to_(param_brc[:, block], part, row[:, block], settings)
 
 
 def plain_step_(
@@ -141,10 +148,10 @@ def plain_step_(
         clip = -clip
     update_avg_bn.lerp_(update / clip, 1 - beta1)
     one = torch.ones_like(clip)
-    step_to_(param_bn, update_avg_bn, one * -settings.lr, settings)
+    _step_to_(param_bn, update_avg_bn, one * -settings.lr, settings)
 
 
-def step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: Settings) -> None:
+def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: Settings) -> None:
     """``param = keep * param + direction * scale``, in the dtype of the direction, rounded once."""
     if param.dtype == direction.dtype:
         if settings.weight_decay:
