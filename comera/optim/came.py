@@ -130,7 +130,7 @@ class CAME(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             settings = Settings(
-                lr=group["lr"],
+                lr=lr.reshape(()) if isinstance(lr := group["lr"], Tensor) else lr,
                 betas=tuple(group["betas"]),
                 eps=tuple(group["eps"]),
                 clip_threshold=group["clip_threshold"],

@@ -217,7 +217,8 @@ class TestMemory:
 
 class TestEightBits:
     @pytest.mark.parametrize("entries", [256, 4096, 5000])
-    def test_codes_are_within_half_a_step_of_the_block_s_largest(self, entries):
+    def test_codes_are_within_half_a_step_of_the_block_s_largest(self, entries, monkeypatch):
+        monkeypatch.setitem(eight_bit._AT_A_TIME, "cpu", 3 * 256 * 5)
         values = torch.randn(3, entries) * torch.logspace(-9, 9, entries)
         values[1] = 0
         codes, scales = eight_bit.pack(values)
@@ -225,6 +226,14 @@ class TestEightBits:
         error = (eight_bit.unpack(codes, scales) - values).abs()
         allowed = scales.repeat_interleave(256, 1)[:, :entries] / 127 * 0.501
         assert (error <= allowed).all()
+
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    def test_values_that_are_not_finite_are_not_hidden(self, bad):
+        values = torch.ones(1, 512)
+        values[0, 3] = bad
+        back = eight_bit.unpack(*eight_bit.pack(values))
+        assert not torch.isfinite(back[0, :256]).any()
+        assert torch.equal(back[0, 256:], values[0, 256:])
 
     def test_a_transformer_learns_as_well(self):
         """Within the spread that other orders of the data give."""
