@@ -1,4 +1,4 @@
-"""CAME: Adam-like training with half of Adam's state, and a tenth of it in eight bits.
+"""CAME: Adam-like training with half of Adam's state, or an eighth in eight bits.
 
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
 after the authors' package came-pytorch.
@@ -53,7 +53,8 @@ class CAME(Optimizer):
         eps: Added to g^2 and to (u - m)^2.
         clip_threshold: Largest root mean square of u over one parameter.
         weight_decay: Decoupled: the parameter shrinks by ``lr * weight_decay`` of itself.
-        state_dtype: ``"8bit"`` keeps m in int8 for tensors of at least 4096 entries; None in full.
+        state_dtype: ``"8bit"`` keeps m in int8 for tensors of at least 4096 entries, and unpacks one
+            tensor, or a few small ones, at a time; None keeps it in full.
         maximize: Climb instead of descending.
         capturable: Accepted for likeness with torch's optimizers; every step can be captured.
             For a graph that follows a schedule, give ``lr`` as a tensor on the device.
@@ -196,20 +197,19 @@ class CAME(Optimizer):
 
         Raises:
             ValueError: If the groups differ in number or size, or a moment does not have the
-                shape of its parameter.
+                shape of its parameter. Nothing has been loaded then.
         """
-        final: dict[str, Any] = {}
+        exact: dict[Tensor, dict[str, Any]] = {}
 
         def keep(_: Optimizer, given: dict[str, Any]) -> None:
-            final.update(given)
+            numbers = [n for group in given["param_groups"] for n in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]]
+            for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
+                if number in given["state"]:
+                    exact[param] = came_state.loaded(given["state"][number], param)
 
         def restore(_: Optimizer) -> None:
-            # torch has cast every moment to the type of its parameter
-            numbers = [n for group in final["param_groups"] for n in group["params"]]
-            params = [param for group in self.param_groups for param in group["params"]]
-            for number, param in zip(numbers, params, strict=True):
-                if number in final["state"]:
-                    self.state[param] = came_state.loaded(final["state"][number], param)
+            self.state.update(exact)  # torch has cast every moment to the type of its parameter
 
         # Registered last and first: after whatever changes the dict, before whatever reads it.
         before = self.register_load_state_dict_pre_hook(keep)
