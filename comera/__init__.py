@@ -19,6 +19,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
+from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
@@ -31,6 +32,7 @@ from comera.train.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "CAME",
     "GaLore",
     "GaLoreAdafactor",
     "GaLoreAdamW",

@@ -137,6 +137,16 @@ class GaLore(Optimizer):
             _release(stand_in)
         return loss
 
+    def unpack_state_(self, param: Tensor) -> None:
+        """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
+        if hasattr(self._inner, "unpack_state_"):
+            self._inner.unpack_state_(param)
+
+    def pack_state_(self, param: Tensor) -> None:
+        """Undo :meth:`unpack_state_`."""
+        if hasattr(self._inner, "pack_state_"):
+            self._inner.pack_state_(param)
+
     def _project(
         self, param: Tensor, group: dict[str, Any], number: int
     ) -> list[tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]]:

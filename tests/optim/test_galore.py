@@ -270,16 +270,19 @@ def test_groups_leave_alone_what_is_small_or_shared():
         comera.galore_param_groups(model, 1e-3, 8, target_modules="nothing")
 
 
-def test_a_half_tensorised_model_trains_truncates_and_goes_on():
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, comera.CAME])
+def test_a_half_tensorised_model_trains_truncates_and_goes_on(inner):
     model = make_model()
     comera.tensorize_(model, comera.TTConfig(rank=8, target_modules=["fc1", "fc2"]))
-    optimizer = GaLoreAdamW(comera.galore_param_groups(model, 3e-3, RANK, update_proj_gap=5))
+    groups = comera.galore_param_groups(model, 3e-3, RANK, update_proj_gap=5)
+    optimizer = GaLore(groups, inner)
     train(model, optimizer, 0, 4)
     with torch.no_grad():
         model.encoder.blocks[0].fc1.gates[2][3:] = 0
     comera.truncate_(model, optimizer)
     assert model.encoder.blocks[0].fc1.ranks[2] == 3
-    moments = optimizer.state[model.encoder.blocks[0].fc1.cores[2]]["exp_avg"]
+    key = "exp_avg_update" if inner is comera.CAME else "exp_avg"
+    moments = optimizer.state[model.encoder.blocks[0].fc1.cores[2]][key]
     assert moments.shape == model.encoder.blocks[0].fc1.cores[2].shape
     assert all(math.isfinite(loss) for loss in train(model, optimizer, 4, 8))
 
