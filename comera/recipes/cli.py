@@ -1,4 +1,4 @@
-"""``comera train CONFIG``, ``plan CONFIG``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
+"""``comera train CONFIG``, ``plan``, ``sweep``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
 
 import logging
 import sys
@@ -16,10 +16,9 @@ from comera.bench.options import check_positive
 from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import plan, run
+from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.report.run import write_report
 from comera.train.step import NonFiniteLossError
-
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "report":
             console.print(f"wrote {write_report(Path(chosen.report.run))}")
             return 0
+        if chosen.command == "sweep":
+            options = chosen.sweep
+            return run_sweep(Path(options.file), options.jobs, options.overwrite, console)
         if chosen.command == "bench":
             return run_bench(chosen.bench, console)
         if chosen.command == "calibrate":
@@ -47,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show_plan(settings, console)
             return 0
         reuse_freed_memory()
-        return 0 if run(settings, console) else _INTERRUPTED
+        return 0 if run(settings, console) else INTERRUPTED
+    except KeyboardInterrupt:  # where there is nothing to save
+        console.print("interrupted")
+        return INTERRUPTED
     except (ValueError, FileNotFoundError, NonFiniteLossError) as problem:
         console.print(f"[bold red]error:[/] {problem}", highlight=False, soft_wrap=True)
         return 1
@@ -67,6 +72,20 @@ def make_parser() -> ArgumentParser:
         command.add_argument("--config", action=ActionConfigFile, help="YAML file of the run")
         command.add_class_arguments(RunConfig, None)
         commands.add_subcommand(name, command, help=text)
+    sweep = ArgumentParser(
+        description="Train variants of one run over seeds, and compare them; the same command "
+        "resumes a sweep.",
+        allow_abbrev=False,
+    )
+    sweep.add_argument("file", type=str, help="YAML file of the sweep")
+    sweep.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    sweep.add_argument(
+        "--overwrite",
+        type=bool,
+        default=False,
+        help="begin the runs anew whose folders hold other settings; the others stay",
+    )
+    commands.add_subcommand("sweep", sweep, help="train variants of one run, and compare them")
     report = ArgumentParser(description="write one HTML file about a run")
     report.add_argument("run", type=str, help="folder of the run")
     commands.add_subcommand("report", report, help="write one HTML file about a run")

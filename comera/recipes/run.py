@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import math
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -21,17 +20,13 @@ from comera.nn.convert import tensorize_
 from comera.rank.groups import param_groups
 from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
+from comera.recipes.folder import claim
 from comera.recipes.tasks import Task, make_model, planned_vocab_size, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.plan import ModelPlan
 from comera.report.plan import plan as plan_model
 from comera.train.loop import LoopResult, train
 from comera.train.step import TrainStep
-
-_WRITTEN_BY_A_RUN = (
-    "checkpoint.pt", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
-    "tensorboard",
-)  # fmt: skip
 
 
 @dataclass
@@ -61,13 +56,19 @@ class Outcome:
     ranks: dict[str, Any] | None = None
 
 
-def run(config: RunConfig, console: Console | None = None, quiet: bool = False) -> list[Outcome]:
+def run(
+    config: RunConfig,
+    console: Console | None = None,
+    quiet: bool = False,
+    began: Callable[[int], None] | None = None,
+) -> list[Outcome]:
     """Train what a configuration describes, resuming what is unfinished in its folder.
 
     Args:
         config: The whole run.
         console: Where the tables go.
         quiet: No progress bars.
+        began: Told how many optimizer steps there will be, once the data is there.
 
     Returns:
         The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
@@ -79,12 +80,14 @@ def run(config: RunConfig, console: Console | None = None, quiet: bool = False) 
     config.check()
     console = console or Console()
     folder = Path(config.out)
-    _claim(folder, config)
+    claim(config)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     device = _device(config.device)
     console.print(f"run folder {folder}, device {device}: preparing data")
     task = prepare_task(config, device)
+    if began is not None:
+        began(task.steps)
     outcomes: list[Outcome] = []
     jobs = [("compressed" if config.tensorize else "dense", folder, config)]
     if config.twin and config.tensorize:
@@ -111,11 +114,7 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
 
     Nothing is allocated and no data is read.
     """
-    config.check()
-    with torch.device("meta"):
-        model = make_model(config, planned_vocab_size(config))
-    if config.tensorize is not None:
-        tensorize_(model, config.tensorize)
+    model = planned_model(config)
     length = (config.masked_text or config.nli).length  # type: ignore[union-attr]
     tokens = max(1, config.train.batch_size // config.train.accumulate) * length
     report = compression_report(model, tokens)
@@ -126,6 +125,14 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     if config.ranks is None:
         return report, layers, None
     return report, layers, math.floor(config.ranks.target * report.live_params)
+
+
+def planned_model(config: RunConfig) -> nn.Module:
+    """The model that a run starts with, without memory for its parameters."""
+    config.check()
+    with torch.device("meta"):
+        model = make_model(config, planned_vocab_size(config))
+    return model if config.tensorize is None else tensorize_(model, config.tensorize)
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
@@ -282,48 +289,6 @@ def _save(
     with replacing(folder / "result.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return outcome
-
-
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Make the folder this run's own, or make sure that it is."""
-    settings = dataclasses.asdict(config)
-    for where in ("overwrite", "out"):  # not part of what is trained: a folder may be moved
-        settings.pop(where)
-    # tuples become lists, as they are after a round trip through the file
-    settings = json.loads(json.dumps(settings))
-    file = folder / "config.yaml"
-    begun = (folder / "checkpoint.pt").is_file()
-    if file.is_file() and begun and not config.overwrite:
-        there = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if there != settings:
-            raise ValueError(
-                f"{folder} holds a run with other settings ({_difference(there, settings)}); "
-                "choose another --out, or start again with --overwrite=true"
-            )
-        return
-    for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    with replacing(file) as temporary:
-        temporary.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-
-
-def _difference(there: Any, here: Any) -> str:
-    """The first few settings that differ, as ``key: old -> new``."""
-    found: list[str] = []
-
-    def walk(old: Any, new: Any, path: str) -> None:
-        if isinstance(old, dict) and isinstance(new, dict):
-            for key in [*old, *(k for k in new if k not in old)]:
-                walk(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-        elif old != new:
-            found.append(f"{path}: {old} -> {new}")
-
-    walk(there, here, "")
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
 def _device(name: str) -> torch.device:

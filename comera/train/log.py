@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +16,8 @@ from rich.progress import (
 )
 
 from comera.files import replacing
+
+_TAIL_BYTES = 1 << 16
 
 
 class RunLog:
@@ -71,6 +74,27 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def last_logged(folder: Path, key: str) -> tuple[int, float] | None:
+    """The last step that has a value under ``key``, and that value; None if there is none.
+
+    Only the end of the file is read: cheap enough to watch a long run.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    for text in reversed(lines):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:  # cut short by where reading began, or being written
+            continue
+        if isinstance(line, dict) and key in line:
+            return line["step"], line[key]
+    return None
+
+
 def _drop_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
@@ -79,7 +103,7 @@ def _drop_after(path: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
-def progress_bar(disable: bool = False) -> Progress:
+def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
     """A bar with the step count, the latest figures and the time left."""
     return Progress(
         TextColumn("{task.description}"),
@@ -88,5 +112,6 @@ def progress_bar(disable: bool = False) -> Progress:
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        console=console,
         disable=disable,
     )

@@ -17,7 +17,11 @@ from comera.recipes.run import plan, run
 from comera.recipes.tasks import make_model
 from comera.train.log import read_metrics
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+    if not path.stem.endswith("-sweep")  # many runs, see test_sweep.py
+]
 
 
 @pytest.fixture

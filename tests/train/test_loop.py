@@ -10,7 +10,7 @@ import torch
 from comera.nn import grouped
 from comera.nn.module import tensor_trains
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
-from comera.train.log import read_metrics
+from comera.train.log import last_logged, read_metrics
 from comera.train.loop import train
 from comera.train.step import NonFiniteLossError
 
@@ -192,6 +192,16 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}]
     with pytest.raises(FileNotFoundError, match="not a run"):
         read_metrics(tmp_path / "nowhere")
+
+
+def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
+    assert last_logged(tmp_path, "loss") is None
+    lines = [json.dumps({"step": k, "loss": k / 2, "much": "x" * 100}) for k in range(2000)]
+    lines += [json.dumps({"step": 1999, "eval/loss": 3.0}), '{"step": 20']  # cut short
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert last_logged(tmp_path, "loss") == (1999, 999.5)
+    assert last_logged(tmp_path, "eval/loss") == (1999, 3.0)
+    assert last_logged(tmp_path, "accuracy") is None
 
 
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):

@@ -1,0 +1,265 @@
+"""Many runs, each in a process of its own, a few at a time."""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from comera.recipes.config import RunConfig
+from comera.recipes.folder import is_finished, other_settings
+from comera.recipes.worker import SIGNALS, work
+
+_EVERY_SECONDS = 0.5
+
+State = Literal["waiting", "running", "finished", "failed", "stopped"]
+
+
+@dataclass(eq=False)
+class Job:
+    """One run.
+
+    Attributes:
+        variant: Name of its settings.
+        seed: Its seed.
+        config: Its settings; ``out`` is its folder.
+        clock: The job whose seconds in training steps this one may take.
+        pace: The job whose seconds a step say how many steps those are.
+        state: How far it is.
+        reason: Why it failed.
+        steps: Its optimizer steps, once they are known.
+    """
+
+    variant: str
+    seed: int
+    config: RunConfig
+    clock: "Job | None" = None
+    pace: "Job | None" = None
+    state: State = "waiting"
+    reason: str = ""
+    steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def needs(self) -> "list[Job]":
+        """Jobs that must be finished before this one can begin."""
+        return [job for job in (self.clock, self.pace) if job is not None]
+
+
+@dataclass
+class Watcher:
+    """What to tell about jobs while they run; each is called with what it says.
+
+    Attributes:
+        began: A job whose process was started.
+        ended: A job that finished, failed or stopped.
+        looked: The running jobs, about twice a second.
+    """
+
+    began: Callable[[Job], None] = lambda job: None
+    ended: Callable[[Job], None] = lambda job: None
+    looked: Callable[[Sequence[Job]], None] = lambda jobs: None
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: Any  # multiprocessing's SpawnProcess
+    messages: Connection
+    said: tuple[str, str] = field(default=("", ""))
+
+    def listen(self) -> None:
+        """Take what the process has said so far."""
+        with contextlib.suppress(EOFError):
+            while self.messages.poll():
+                kind, text = self.messages.recv()
+                if kind == "began":
+                    self.job.steps = int(text)
+                else:
+                    self.said = kind, text
+
+
+def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
+    """Mark the jobs that are finished already, and find out what stands in the way of the others.
+
+    A job whose steps follow from the time of others is settled as soon as those are finished.
+
+    Args:
+        jobs: All of them, those that others need before those others.
+        overwrite: Begin a run anew whose folder holds other settings.
+
+    Raises:
+        ValueError: If a folder holds a run with other settings and may not be overwritten.
+    """
+    for job in jobs:
+        if job.state != "waiting" or any(needed.state != "finished" for needed in job.needs):
+            continue
+        if job.clock is not None and job.pace is not None:
+            steps = steps_in_time(job.clock.folder, job.pace.folder)
+            train = dataclasses.replace(job.config.train, steps=steps, epochs=None)
+            job.config = dataclasses.replace(job.config, train=train)
+        if is_finished(job.config):
+            job.state = "finished"
+            continue
+        difference = other_settings(job.config)
+        if difference is not None and not overwrite:
+            raise ValueError(
+                f"{job.folder} holds a run with other settings ({difference}); choose another "
+                "out, or start such runs again with --overwrite=true"
+            )
+        job.config = dataclasses.replace(job.config, overwrite=difference is not None)
+
+
+def steps_in_time(clock: Path, pace: Path) -> int:
+    """Optimizer steps at the pace of one finished run that fit in the time of another."""
+    seconds = _result(clock)["seconds"]
+    model = _result(pace)
+    return max(1, int(seconds / model["seconds"] * model["steps"]))
+
+
+def carry_out(
+    jobs: Sequence[Job], at_once: int = 1, overwrite: bool = False, watcher: Watcher | None = None
+) -> bool:
+    """Carry out all jobs that are not finished, in their order as far as they wait for others.
+
+    A job that fails does not stop the others, except those that need it. Ctrl-C or SIGTERM is
+    handed on to every running job, which saves and stops; a second one stops them at once.
+
+    Args:
+        jobs: As :func:`settle` left them; their states are kept up to date.
+        at_once: Processes at a time. They share the threads that torch would use in one.
+        overwrite: Begin a run anew whose folder holds other settings.
+        watcher: Is told what happens.
+
+    Returns:
+        Whether all were carried out; False after a signal.
+    """
+    watcher = watcher or Watcher()
+    threads = max(1, torch.get_num_threads() // at_once)
+    running: list[_Running] = []
+    try:
+        with _hand_on_signals(running) as stopped:
+            while True:
+                while not stopped.is_set() and len(running) < at_once:
+                    job = _next(jobs, overwrite, watcher)
+                    if job is None:
+                        break
+                    with _blocked_signals():  # until the new process is among those that get them
+                        if stopped.is_set():
+                            break
+                        running.append(_start(job, threads))
+                    watcher.began(job)
+                if not running:
+                    return not stopped.is_set()
+                wait([r.process.sentinel for r in running], timeout=_EVERY_SECONDS)
+                for one in list(running):
+                    one.listen()
+                    if one.process.exitcode is not None:
+                        one.listen()  # what it said between the two looks
+                        running.remove(one)
+                        _close(one, stopped.is_set())
+                        watcher.ended(one.job)
+                watcher.looked([one.job for one in running])
+    finally:  # there are none left, unless a watcher raised
+        for one in running:
+            one.process.terminate()
+
+
+def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
+    """The first job that can begin now."""
+    for job in jobs:
+        if job.state != "waiting":
+            continue
+        failed = next((needed for needed in job.needs if needed.state == "failed"), None)
+        try:
+            if failed is not None:
+                raise ValueError(f"it needs the time of {failed.name}, which failed")
+            settle([job], overwrite)
+        except ValueError as problem:
+            job.state, job.reason = "failed", str(problem)
+        if job.state != "waiting":
+            watcher.ended(job)
+        elif all(needed.state == "finished" for needed in job.needs):
+            return job
+    return None
+
+
+def _start(job: Job, threads: int) -> _Running:
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(job.config, threads, its))
+    process.start()
+    its.close()
+    job.state = "running"
+    return _Running(job, process, mine)
+
+
+def _close(one: _Running, stopped: bool) -> None:
+    """Note how a process ended."""
+    kind, text = one.said
+    if kind in ("finished", "stopped"):
+        one.job.state = "finished" if kind == "finished" else "stopped"
+    elif stopped and not text:  # by a second signal, in the middle of something
+        one.job.state = "stopped"
+    else:
+        one.job.state = "failed"
+        one.job.reason = text or f"its process ended with exit code {one.process.exitcode}"
+    one.messages.close()
+    one.process.close()
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait; a process started meanwhile has them wait until it asks.
+
+    Without that, Ctrl-C in the seconds of its imports would be lost, or print a traceback.
+    """
+    resource_tracker.ensure_running()  # starting it unblocks them: not in between, then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _hand_on_signals(running: Sequence[_Running]) -> Iterator[threading.Event]:
+    """Set an event on Ctrl-C or SIGTERM and hand every one of them on to the running jobs."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.set()
+        for one in running:
+            with contextlib.suppress(ProcessLookupError, ValueError):  # it has just ended
+                os.kill(one.process.pid, signal.SIGTERM)
+
+    before = {which: signal.signal(which, stop) for which in SIGNALS}
+    try:
+        yield stopped
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -1,0 +1,146 @@
+"""From a mapping, as a YAML file holds it, to typed settings; what does not fit is named."""
+
+import copy
+import dataclasses
+import difflib
+import typing
+from argparse import ArgumentError
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser
+
+T = TypeVar("T")
+
+
+def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
+    """An instance of a dataclass of settings, with values of the types that its fields have.
+
+    Values go through jsonargparse, as those of the command line do; sections, that is fields which
+    are dataclasses themselves, come one by one, so that an error names one key.
+
+    Args:
+        kind: Such as ``RunConfig``.
+        values: From names of fields to values, or to mappings for sections; the rest keeps its
+            default.
+        within: Put before the keys in errors, as ``train.``.
+
+    Raises:
+        ValueError: For a key that is no field, or a value of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, None)
+    found = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
+        section, optional = _section(hints[key])
+        if section is None:
+            try:
+                found[key] = parser.parse_object({key: value})[key]
+            except ArgumentError:
+                raise ValueError(
+                    f"{within}{key}={value!r} does not fit: its type is {_name(hints[key])}"
+                ) from None
+        elif isinstance(value, Mapping):
+            found[key] = parse_settings(section, value, f"{within}{key}.")
+        elif value is None and optional:
+            found[key] = None
+        else:
+            raise ValueError(f"{within}{key}={value!r} must be a section with keys of its own")
+    return kind(**found)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``over``: mappings are merged key by key, all else replaces."""
+    out = dict(base)
+    for key, value in over.items():
+        below = out.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        out[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return out
+
+
+def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """Dotted keys as mappings in mappings: ``tensorize.rank: 16`` as ``tensorize: {rank: 16}``.
+
+    Only on the outermost level: further in, ``rank_pattern`` has regular expressions for keys.
+
+    Raises:
+        ValueError: If a key is given twice, or inside of what is no mapping.
+    """
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        for part in reversed(str(key).split(".")):
+            value = {part: value}
+        _add(out, value, "")
+    return out
+
+
+def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
+    for key, value in more.items():
+        both = isinstance(place.get(key), dict) and isinstance(value, Mapping)
+        if both:
+            _add(place[key], value, f"{within}{key}.")
+        elif key in place:
+            raise ValueError(f"{within}{key} is given twice: {place[key]!r} and {value!r}")
+        else:
+            place[key] = copy.deepcopy(value)
+
+
+def did_you_mean(word: object, known: Collection[str]) -> str:
+    """Words to add to an error about an unknown one: the nearest of the known, or all of them."""
+    near = difflib.get_close_matches(str(word), known, n=1)
+    return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it cannot be read, holds no mapping, or one that has a key twice.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except yaml.YAMLError as problem:
+        raise ValueError(f"{path} is not readable as YAML: {_one_line(problem)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold keys and values, not {content!r}")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: by default the last one wins silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = key_node.value
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"the key {key} in line {line} is there already")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _section(hint: Any) -> tuple[type | None, bool]:
+    """The dataclass that a field holds, if it does, and whether it may be None."""
+    options = typing.get_args(hint) or (hint,)
+    section = next((option for option in options if dataclasses.is_dataclass(option)), None)
+    return typing.cast(type | None, section), type(None) in options
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())

@@ -1,0 +1,333 @@
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import comera
+from comera.recipes.cli import main
+from comera.recipes.jobs import settle, steps_in_time
+from comera.recipes.parse import merged, nested
+from comera.recipes.run import run
+from comera.recipes.sweep import make_jobs, read_sweep, run_sweep
+from comera.train.step import TrainStep
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def content(tmp_path, monkeypatch) -> dict:
+    """A sweep of runs of a moment on a little text."""
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for k in range(6):
+        lines = [f"def function_{k}_{j}(value): return value + {j}" for j in range(40)]
+        (text / f"{k}.py").write_text("\n".join(lines))
+    return {
+        "out": str(tmp_path / "out"),
+        "seeds": [0],
+        "reference": "dense",
+        "base": {
+            "out": "elsewhere",
+            "twin": True,
+            "masked_text": {"folder": str(text), "vocab_size": 300, "length": 16, "heldout": 0.2},
+            "model": {"d_model": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32},
+            "tensorize": {"rank": 4, "order": 2, "target_modules": "all-linear"},
+            "train": {"steps": 6, "batch_size": 4, "eval_batches": 2, "log_every": 2},
+        },
+        "variants": {"dense": {"tensorize": None}, "tt": {}},
+    }
+
+
+def written(content: dict, tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def sweep_of(content: dict, tmp_path: Path):
+    return read_sweep(written(content, tmp_path))
+
+
+def carried_out(content: dict, tmp_path: Path, **options) -> tuple[int, str]:
+    """Exit status and what was printed."""
+    console = Console(width=200, record=True, file=(tmp_path / "printed").open("w"))
+    status = run_sweep(written(content, tmp_path), console=console, **options)
+    console.file.close()
+    return status, console.export_text()
+
+
+def finish(job, seconds: float = 1.0, steps: int = 6) -> None:
+    """Leave the folder of a job as its run would."""
+    settings = yaml.safe_dump(json.loads(json.dumps(_settings(job.config))), sort_keys=False)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "config.yaml").write_text(settings)
+    facts = {
+        "params": 10,
+        "metrics": {"loss": 2.0},
+        "steps": steps,
+        "seconds": seconds,
+        "layers": [],
+    }
+    (job.folder / "result.json").write_text(json.dumps(facts))
+
+
+def interrupted_at(step: int, config) -> list[str]:
+    """Begin a run and press Ctrl-C in a step; returns its log."""
+    real = TrainStep.__call__
+
+    def call(self, batch):
+        if self.steps_done == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", call)
+        assert run(config, Console(quiet=True), quiet=True) == []
+    return (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+
+
+def _settings(config) -> dict:
+    found = dataclasses.asdict(config)
+    return {key: value for key, value in found.items() if key not in ("out", "overwrite")}
+
+
+def test_merging_goes_deep_and_null_replaces():
+    base = {"a": {"b": 1, "c": {"d": 2}}, "e": {"f": 3}}
+    over = {"a": {"c": {"g": 4}}, "e": None, "h": {"i": 5}}
+    assert merged(base, over) == {"a": {"b": 1, "c": {"d": 2, "g": 4}}, "e": None, "h": {"i": 5}}
+    assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": {"f": 3}}
+    dotted = nested(
+        {"train.steps": 3, "train": {"batch_size": 2}, "tensorize.rank_pattern": {"a.b": 1}}
+    )
+    assert dotted == {
+        "train": {"steps": 3, "batch_size": 2},
+        "tensorize": {"rank_pattern": {"a.b": 1}},
+    }
+
+
+def test_variants_take_over_what_they_extend(content, tmp_path):
+    content["variants"] |= {
+        "tt-8": {"tensorize.rank": 8, "optimizer": {"lr": "2e-3"}},
+        "tt-8-wide": {"extends": "tt-8", "model": {"ffn_dim": 64}},
+        "again-dense": {"extends": "tt-8-wide", "tensorize": None},
+    }
+    variants = sweep_of(content, tmp_path).variants
+    assert variants["dense"].config.tensorize is None
+    assert variants["tt"].config.tensorize.rank == 4
+    wide = variants["tt-8-wide"].config
+    assert (wide.tensorize.rank, wide.tensorize.order, wide.model.ffn_dim) == (8, 2, 64)
+    assert (wide.optimizer.lr, wide.model.d_model, wide.twin) == (2e-3, 16, False)
+    assert variants["again-dense"].config.tensorize is None
+    assert variants["again-dense"].config.model.ffn_dim == 64
+
+
+def test_a_base_may_be_a_file_beside_the_sweep(content, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "base.yaml").write_text(yaml.safe_dump(content["base"]))
+    content["base"] = "runs/base.yaml"
+    assert sweep_of(content, tmp_path).variants["tt"].config.train.steps == 6
+    content["base"] = "runs/bse.yaml"
+    with pytest.raises(FileNotFoundError, match=r"runs/bse\.yaml"):
+        sweep_of(content, tmp_path)
+
+
+def test_every_seed_and_variant_is_a_job_after_those_it_waits_for(content, tmp_path):
+    content["seeds"] = [3, 5]
+    content["variants"] = {
+        "long": {"extends": "tt", "same_time_as": "dense"},
+        **content["variants"],
+    }
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    assert [job.name for job in jobs] == [
+        f"{name}, seed {seed}" for seed in (3, 5) for name in ("dense", "tt", "long")
+    ]
+    assert [job.config.seed for job in jobs] == [3, 3, 3, 5, 5, 5]
+    assert jobs[5].folder == tmp_path / "out" / "long" / "seed-5"
+    assert jobs[5].needs == [jobs[3], jobs[4]]
+
+
+def test_as_many_steps_as_fit_in_the_time_of_another(content, tmp_path):
+    content["variants"]["long"] = {"extends": "tt", "same_time_as": "dense"}
+    dense, tt, long = make_jobs(sweep_of(content, tmp_path))
+    finish(dense, seconds=10.0, steps=6)
+    finish(tt, seconds=3.0, steps=6)
+    assert steps_in_time(dense.folder, tt.folder) == 20
+    settle([dense, tt, long])
+    assert [dense.state, tt.state, long.state] == ["finished", "finished", "waiting"]
+    assert (long.config.train.steps, long.config.train.epochs) == (20, None)
+
+
+def wrong(content: dict, path: str, value) -> None:
+    *outer, last = path.split("/")
+    place = content
+    for key in outer:
+        place = place.setdefault(key, {})
+    place[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("variant", {}, "variant is no key of a sweep: did you mean variants?"),
+        ("seeds", None, "lacks the key seeds"),
+        ("seeds", [0, 1, 0], r"seeds=\[0, 1, 0\] has 0 more than once"),
+        ("seeds", 3, "seeds=3 must be a list"),
+        ("seeds", [0, -1], "must be a list of whole numbers from 0"),
+        ("reference", "denes", "reference=denes is no variant: did you mean dense?"),
+        ("variants", {}, "variants={} must be mappings"),
+        ("variants/a b", {}, "variant 'a b' must have a name"),
+        ("variants/../x", {}, "variant '..' must have a name"),
+        ("variants/tt", 3, "variant tt: 3 must be a mapping"),
+        ("variants/tt", {"modell": {}}, "variant tt: modell is not a setting: did you mean model?"),
+        ("variants/tt", {"model.d_modl": 3}, "variant tt: model.d_modl is not .* mean d_model?"),
+        ("variants/tt", {"train.steps": 1.5}, "variant tt: train.steps=1.5 does not fit.*int"),
+        ("variants/tt", {"tensorize": 5}, "variant tt: tensorize=5 must be a section"),
+        ("variants/tt", {"train.steps": 0}, "variant tt: train.steps=0 must be at least 1"),
+        ("variants/tt", {"train.epochs": 2}, "variant tt: give exactly one of train.steps and"),
+        ("variants/tt", {"seed": 2}, "variant tt: seed is not for a variant to set"),
+        ("variants/tt", {"train.steps": 1, "train": {"steps": 2}}, "steps is given twice: 1 and 2"),
+        ("variants/tt", {"tensorize.rank": [4, 4]}, "variant tt: .*rank"),
+        ("variants/tt", {"extends": "dens"}, "extends=dens is no variant: did you mean dense?"),
+        ("variants/tt", {"same_time_as": "dense"}, "variant tt: same_time_as=dense needs extends"),
+        (
+            "variants/tt",
+            {"extends": "dense", "same_time_as": "dense", "train.steps": 4},
+            "same_time_as sets the steps, so train.steps cannot",
+        ),
+        ("variants/tt", {"extends": "tt"}, "extends goes round in a circle: tt -> tt"),
+        (
+            "variants/tt",
+            {"extends": "dense", "same_time_as": "tt"},
+            "waits for its own time: tt -> tt",
+        ),
+        ("metric", "accurcy", "metric=accurcy must be accuracy or loss"),
+        ("metric", "accuracy", "metric=accuracy is not measured for masked_text"),
+        ("base", 3, "base=3 must be the path"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(content, tmp_path, path, value, message):
+    wrong(content, path, value)
+    with pytest.raises(ValueError, match=message) as caught:
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_given_twice_is_not_lost(content, tmp_path):
+    path = written(content, tmp_path)
+    path.write_text(path.read_text() + "  tt: {tensorize.rank: 8}\n")
+    with pytest.raises(ValueError, match=r"the key tt in line .* is there already"):
+        read_sweep(path)
+
+
+def test_a_folder_with_other_settings_is_refused_or_begun_anew(content, tmp_path):
+    for job in make_jobs(sweep_of(content, tmp_path)):
+        finish(job)
+    content["variants"]["tt"] = {"optimizer.lr": 1e-3}
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    with pytest.raises(ValueError, match=r"out/tt/seed-0 holds .* \(optimizer.lr: 0.0005 -> 0.001"):
+        settle(jobs)
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    settle(jobs, overwrite=True)
+    assert [(job.state, job.config.overwrite) for job in jobs] == [
+        ("finished", False),
+        ("waiting", True),
+    ]
+
+
+def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
+    for job in make_jobs(sweep_of(content, tmp_path)):
+        finish(job)
+    status, printed = carried_out(content, tmp_path)
+    assert status == 0
+    assert "2 runs in" in printed
+    assert "2 of them finished" in printed
+    assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
+
+
+@pytest.mark.slow
+def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(content, tmp_path):
+    content["variants"] |= {
+        "fails": {"ranks": {"target": 1e-6}},
+        "waits": {"extends": "dense", "same_time_as": "fails"},
+    }
+    begun = interrupted_at(3, make_jobs(sweep_of(content, tmp_path))[0].config)
+    status, printed = carried_out(content, tmp_path, at_once=2)
+    assert status == 1
+    assert re.search(r"failed: fails, seed 0: target=1e-06 leaves 0 of", printed)
+    assert "failed: waits, seed 0: it needs the time of fails, seed 0, which failed" in printed
+    out = tmp_path / "out"
+    runs = {run["variant"]: run for run in json.loads((out / "results.json").read_text())["runs"]}
+    assert set(runs) == {"dense", "tt"}
+    assert runs["tt"]["params"] < runs["dense"]["params"]
+    assert "preparing data" in (out / "tt" / "seed-0" / "log.txt").read_text()
+    assert not (out / "tt" / "seed-0" / "dense").exists()  # no twins
+    log = (out / "dense" / "seed-0" / "metrics.jsonl").read_text().splitlines()
+    assert log[: len(begun)] == begun  # what was stopped went on from there
+    assert len(log) > len(begun)
+    # Later: another variant, and what failed taken out; what is finished stays as it was.
+    before = (out / "tt" / "seed-0" / "result.json").stat().st_mtime_ns
+    del content["variants"]["fails"], content["variants"]["waits"]
+    content["variants"]["long"] = {"extends": "tt", "same_time_as": "dense"}
+    status, printed = carried_out(content, tmp_path)
+    assert status == 0
+    assert "3 runs in" in printed
+    assert "2 of them finished" in printed
+    assert (out / "tt" / "seed-0" / "result.json").stat().st_mtime_ns == before
+    rows = json.loads((out / "results.json").read_text())["summary"]
+    assert [row["variant"] for row in rows] == ["dense", "tt", "long"]
+    assert rows[2]["steps"] == steps_in_time(out / "dense" / "seed-0", out / "tt" / "seed-0")
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(content, tmp_path):
+    content["base"]["train"] |= {"steps": 100_000, "log_every": 5}
+    content["seeds"] = [0, 1]
+    del content["variants"]["tt"]
+    command = [sys.executable, "-m", "comera.recipes.cli", "sweep"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
+    with subprocess.Popen(
+        [*command, str(written(content, tmp_path)), "--jobs=2"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        folders = [tmp_path / "out" / "dense" / f"seed-{seed}" for seed in (0, 1)]
+        logs = [folder / "metrics.jsonl" for folder in folders]
+        until = time.monotonic() + 60
+        while not all(log.is_file() and log.stat().st_size for log in logs):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert printed.count("stopped; it can be resumed") == 2
+    assert "the same command goes on" in printed
+    assert all((folder / "checkpoint.pt").is_file() for folder in folders)
+    assert not any((folder / "result.json").is_file() for folder in folders)
+
+
+def test_the_command_line_names_what_is_wrong(content, tmp_path, capsys):
+    path = str(written(content, tmp_path))
+    assert main(["sweep", path, "--jobs=0"]) == 1
+    assert "jobs=0 must be at least 1" in capsys.readouterr().out
+    assert main(["sweep", str(tmp_path / "absent.yaml")]) == 1
+    assert "there is no file" in capsys.readouterr().out
+
+
+def test_the_sweep_that_comes_along_can_be_read():
+    sweep = read_sweep(CONFIGS / "nli" / "snli-sweep.yaml")
+    assert sweep.metric == "accuracy"
+    assert sweep.variants[sweep.reference].config.tensorize is None
