@@ -26,7 +26,7 @@ def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
     """
     drawn = [_orthonormal(core, k < split) for k, core in enumerate(cores)]
     entries = math.prod(math.prod(core.shape[1:-1]) for core in cores)
-    factor = (std / math.sqrt(_squared_norm(drawn) / entries)) ** (1 / len(drawn))
+    factor = (std / (_squared_norm(drawn) / entries).sqrt()) ** (1 / len(drawn))
     for core, values in zip(cores, drawn, strict=True):
         core.copy_(factor * values)
 
@@ -39,10 +39,10 @@ def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
     return nn.init.orthogonal_(like.new_empty(shape, dtype=wide).reshape(sides)).reshape(shape)
 
 
-def _squared_norm(cores: Sequence[Tensor]) -> float:
-    """Of the product of all cores."""
+def _squared_norm(cores: Sequence[Tensor]) -> Tensor:
+    """Of the product of all cores, a scalar on their device."""
     gram = cores[0].new_ones(1, 1)
     for core in cores:
         core = core.flatten(1, -2)
         gram = torch.einsum("ab,anr,bns->rs", gram, core, core)
-    return float(gram)
+    return gram.squeeze()

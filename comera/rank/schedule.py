@@ -26,8 +26,9 @@ from comera.rank.truncate import check_min_rank, prune_to_, truncate_
 
 log = logging.getLogger("comera")
 
-_SMALLEST_LOSS = 1e-3
-"""A loss below this counts as this: the size keeps its weight when a model has memorised."""
+_SMALLEST_SHARE = 0.1
+"""A loss below this share of that at the end of the early stage counts as this much: the size keeps
+its weight against the optimizer's memory of larger gradients when a model memorises."""
 
 _OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
@@ -148,16 +149,17 @@ class TwoStage:
     def _late_objective(self, loss: Tensor, gates: Gates) -> Tensor:
         relaxed = self.size.relaxed(gates).to(loss.device)
         exact = self.size.exact(gates).clamp_min(1).to(loss)
-        value = loss.detach().clamp_min(_SMALLEST_LOSS)
-        loss_is_worse = self._goal(value) / value < self.target_size / exact
+        early = self._early_loss(loss.detach())
+        value = loss.detach().maximum(_SMALLEST_SHARE * early)
+        goal = early if self.loss_goal is None else self.loss_goal
+        loss_is_worse = goal / value < self.target_size / exact
         press = ~loss_is_worse & (exact > self.target_size) & ~self._reached
         for_loss = torch.where(press, 0.0, 1.0) + self.rho_loss
         for_size = torch.where(press, 1.0, 0.0) + self.rho_size
         return for_loss * loss + for_size * value * (relaxed / exact)
 
-    def _goal(self, value: Tensor) -> Tensor:
-        if self.loss_goal is not None:
-            return torch.full_like(value, self.loss_goal)
+    def _early_loss(self, value: Tensor) -> Tensor:
+        """Running mean at the end of the early stage; the first loss if there was none."""
         if self._late_goal is None:
             seen = value if self._running_loss is None else self._running_loss
             self._late_goal = seen.clone()

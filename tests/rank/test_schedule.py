@@ -52,7 +52,10 @@ def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weigh
 def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
     optimizer = optimizer_for(model)
     ranks = comera.TwoStage(model, 0.4, 10, 60)
-    learn(model, batch, ranks, optimizer, 70)
+    step = comera.TrainStep(model, loss_fn, optimizer, ranks)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(70):  # on ever new data: nothing is memorised
+        step(torch.randint(0, 120, (16, 3), generator=generator))
     assert ranks.target_size <= ranks.size.exact() < ranks.start_size
     outcome = ranks.finish_(optimizer)
     assert outcome["forced"] == 0
@@ -60,6 +63,15 @@ def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
     assert cores == outcome["size"] <= outcome["target_size"] == ranks.target_size
     assert ranks.stage == "done"
     learn(model, batch, ranks, optimizer, 2)
+
+
+def test_a_memorising_model_is_still_pressed(model, batch):
+    """Its loss falls to nothing, its optimizer remembers larger gradients."""
+    optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2, gate_lr=0.02))
+    ranks = comera.TwoStage(model, 0.4, 10, 150)
+    losses = learn(model, batch, ranks, optimizer, 160)
+    assert losses[-1] < 0.02 * losses[0]
+    assert ranks.size.exact() < 0.8 * ranks.start_size
 
 
 def test_what_was_forced_is_said(model, caplog):
