@@ -327,7 +327,8 @@ def test_the_command_line_names_what_is_wrong(content, tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().out
 
 
-def test_the_sweep_that_comes_along_can_be_read():
-    sweep = read_sweep(CONFIGS / "nli" / "snli-sweep.yaml")
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*sweep.yaml")), ids=lambda p: p.stem)
+def test_the_sweeps_that_come_along_can_be_read(path):
+    sweep = read_sweep(path)
     assert sweep.metric == "accuracy"
     assert sweep.variants[sweep.reference].config.tensorize is None
