@@ -84,7 +84,7 @@ def run(
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     device = _device(config.device)
-    console.print(f"run folder {folder}, device {device}: preparing data")
+    console.print(f"run folder {folder}, device {device}: preparing data", soft_wrap=True)
     task = prepare_task(config, device)
     if began is not None:
         began(task.steps)

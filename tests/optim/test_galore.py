@@ -1,5 +1,6 @@
 import io
 import math
+import warnings
 from statistics import median
 from time import perf_counter
 
@@ -155,6 +156,38 @@ def test_resume_is_exact(kind, dtype, rotate):
         *(o.state_dict()["state"].values() for o in (first, second)), strict=True
     ):
         assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
+
+
+def test_eight_bit_state_resumes_exactly():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's own making
+        pytest.importorskip("torchao.optim", reason="torchao is not installed")
+
+        def make():
+            torch.manual_seed(0)
+            param = nn.Parameter(torch.randn(128, 256))
+            group = {"params": [param], "rank": 64, "update_proj_gap": 4}
+            return param, comera.GaLoreAdamW8bit([group], lr=1e-2)
+
+        def steps(param, optimizer, first, last):
+            for k in range(first, last):
+                generator = torch.Generator().manual_seed(k)
+                param.grad = torch.randn(128, 256, generator=generator)
+                optimizer.step()
+
+        a, first = make()
+        steps(a, first, 0, 6)
+        file = io.BytesIO()
+        torch.save((a.detach(), first.state_dict()), file)
+        steps(a, first, 6, 12)
+        b, second = make()
+        file.seek(0)
+        weight, state = torch.load(file, weights_only=True)
+        assert state["state"][0]["exp_avg"].codes.dtype == torch.uint8
+        b.data.copy_(weight)
+        second.load_state_dict(state)
+        steps(b, second, 6, 12)
+    assert torch.equal(a, b)
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
