@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
 
 Rank = int | list[int]
@@ -29,8 +30,9 @@ class TTConfig:
             ``rank`` there. The first match counts.
         shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
         hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
-        init: ``"fresh"`` draws new orthonormal cores that give the dense weight the root mean
-            square it has now; ``"svd"`` approximates the present weight by TT-SVD.
+        init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
+            has now and equal singular values, ``"normal"`` independent normal ones of that
+            spread; ``"svd"`` approximates the present weight by TT-SVD.
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
@@ -50,13 +52,13 @@ class TTConfig:
     rank_pattern: dict[str, Rank] = field(default_factory=dict)
     shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
     hot_rows: int = 0
-    init: Literal["fresh", "svd"] = "fresh"
+    init: Init | Literal["svd"] = "orthogonal"
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
     tokens: int = 4096
 
     def __post_init__(self) -> None:
-        _one_of("init", self.init, ("fresh", "svd"))
+        _one_of("init", self.init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
 from comera.nn.table import TTTable
@@ -196,7 +197,7 @@ def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModul
                 **settings,
             )
     if module.weight.device.type != "meta":
-        _take_scale(new, module)
+        _take_scale(new, module, "normal" if init == "normal" else "orthogonal")
     return new.train(module.training)
 
 
@@ -208,9 +209,9 @@ def _keep_frozen(new: nn.Module, module: Any) -> None:
 
 
 @torch.no_grad()
-def _take_scale(new: Any, module: Any) -> None:
+def _take_scale(new: Any, module: Any, init: Init) -> None:
     """Keep the scale that the model's own initialisation gave the weight, and its bias."""
-    new.reset_parameters(std=float(module.weight.float().square().mean().sqrt()))
+    new.reset_parameters(float(module.weight.float().square().mean().sqrt()), init)
     if isinstance(new, TTLinear) and new.bias is not None:
         new.bias.copy_(module.bias)
 

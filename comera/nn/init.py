@@ -1,17 +1,51 @@
-"""Draw the cores of a tensor train so that what they stand for is a well-conditioned matrix.
+"""Draw the cores of a tensor train so that what they stand for has the right scale.
 
 Independent normal cores give entries of the right variance but a lopsided matrix: a product of
 normal factors has few large singular values, and its gradients differ tenfold between cores. A
 256 by 256 weight with a middle bond of 96 has a stable rank of 10 that way. Cores that are
 orthonormal from both ends towards the middle bond have 96 equal singular values, and gradients of
-one size.
+one size. ``docs/quality.md`` has what either does to training.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+Init = Literal["orthogonal", "normal"]
+
+
+@torch.no_grad()
+def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
+    """Fill cores by the method of that name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if init == "orthogonal":
+        orthogonal_(cores, split, std)
+    elif init == "normal":
+        normal_(cores, std)
+    else:
+        raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
+
+
+@torch.no_grad()
+def normal_(cores: Sequence[Tensor], std: float) -> None:
+    """Fill cores with independent normal numbers of one spread.
+
+    An entry of the product is a sum over ``prod(ranks)`` paths of products of one entry a core, so
+    its variance is ``prod(ranks) * var ** num_cores``.
+
+    Args:
+        cores: ``(left bond, mode(s), right bond)`` each.
+        std: Expected root mean square entry of their product.
+    """
+    paths = max(1, math.prod(core.shape[-1] for core in cores))
+    for core in cores:
+        nn.init.normal_(core, std=(std**2 / paths) ** (0.5 / len(cores)))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
+from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.ops.halves import merge_halves
 from comera.ops.machine import machine_of
@@ -83,13 +84,14 @@ class TTLinear(TensorTrainModule):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self, std: float | None = None) -> None:
+    def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
         """Draw new cores; the dense weight they stand for has standard deviation ``std``.
 
         Args:
             std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
+            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
         """
-        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std)
+        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from comera.nn.init import orthogonal_
+from comera.nn.init import Init, init_
 from comera.ops.rank_gate import rank_gate
 from comera.params import set_data_
 from comera.shapes import TTMShape, TTShape
@@ -110,12 +110,12 @@ class TensorTrainModule(nn.Module):
             gate.fill_(1)
 
     @torch.no_grad()
-    def _init_cores_(self, std: float) -> None:
+    def _init_cores_(self, std: float, init: Init) -> None:
         """New cores whose product has the root mean square ``std``; gates of one."""
         for gate in self.gates:
             gate.fill_(1)
         if not self.cores[0].is_meta:
-            orthogonal_(list(self.cores), self._modes.split, std)
+            init_(list(self.cores), self._modes.split, std, init)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Take the ranks of the file, so that a truncated model loads into a full-rank one."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_table
+from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.tt_embedding import tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, only_one
@@ -56,9 +57,9 @@ class TTTable(TensorTrainModule):
             self.register_parameter("hot", None)
         self.reset_parameters()
 
-    def reset_parameters(self, std: float = 1.0) -> None:
+    def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
         """Draw new rows of standard deviation ``std``; 1 is that of :class:`torch.nn.Embedding`."""
-        self._init_cores_(std)
+        self._init_cores_(std, init)
         if self.hot is not None:
             nn.init.normal_(self.hot, std=std)
 

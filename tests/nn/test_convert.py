@@ -105,9 +105,9 @@ def test_nothing_matched_lists_the_layers(settings):
     ("settings", "message"),
     [
         ({"target_modules": "layers.("}, r"'layers\.\(' is not a regular expression"),
-        ({"init": "random"}, "init='random' must be one of 'fresh', 'svd'"),
+        ({"init": "random"}, "init='random' must be one of 'orthogonal', 'normal', 'svd'"),
         ({"tied": "yes"}, "tied='yes' must be one of 'skip', 'share', 'untie'"),
-        ({"tolerance": 0.1}, r"tolerance=0\.1 .* needs init=\"svd\", not init='fresh'"),
+        ({"tolerance": 0.1}, r"tolerance=0\.1 .* needs init=\"svd\", not init='orthogonal'"),
         ({"compression": 4}, r"embedding: rank=3 and compression=4"),
     ],
 )
@@ -152,7 +152,7 @@ def test_hot_rows_reach_the_embedding():
         (nn.EmbeddingBag(60, 24, mode="sum", padding_idx=2), TTEmbeddingBag),
     ],
 )
-@pytest.mark.parametrize("init", ["fresh", "svd"])
+@pytest.mark.parametrize("init", ["orthogonal", "normal", "svd"])
 def test_a_root_layer_is_replaced_by_what_is_returned(dense, kind, init):
     thin = convert(dense.eval(), init=init)
     assert type(thin) is kind
@@ -316,7 +316,7 @@ def test_ties_are_restored():
     torch.testing.assert_close(model(TOKENS), want)
 
 
-@pytest.mark.parametrize("init", ["fresh", "svd"])
+@pytest.mark.parametrize("init", ["orthogonal", "normal", "svd"])
 def test_layers_of_one_kind_may_be_tied_too(init):
     model = nn.ModuleDict({"a": nn.Linear(48, 48), "b": nn.Linear(48, 48)})
     model["b"].weight = model["a"].weight

@@ -50,6 +50,20 @@ def test_the_root_mean_square_is_met(sizes, split, dtype):
     assert float(product.square().mean()) == pytest.approx(0.09, rel=1e-9 if exact else 0.05)
 
 
+def test_normal_cores_give_the_spread_on_average():
+    layer = comera.TTLinear(256, 256, rank=[8, 8, 16, 8, 8], bias=False)
+    squares = []
+    for _ in range(30):
+        layer.reset_parameters(0.5, "normal")
+        squares.append(float(layer.weight.detach().square().mean()))
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(0.5, rel=0.06)
+
+
+def test_an_unknown_start_is_named():
+    with pytest.raises(ValueError, match="init='zeros' must be 'orthogonal' or 'normal'"):
+        comera.TTLinear(8, 8, rank=2).reset_parameters(init="zeros")
+
+
 def test_a_table_starts_with_the_spread_asked_for():
     table = comera.TTEmbedding(1000, 64, rank=8)
     table.reset_parameters(std=0.02)
