@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
     return next((value for key, value in patterns.items() if matches(name, key)), None)
 
 
-def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModule:
+def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -> TensorTrainModule:
     if init == "svd" and module.weight.device.type != "meta":
         if isinstance(module, nn.Linear):
             return TTLinear.from_linear(module, **settings)
@@ -196,8 +196,8 @@ def _build(module: Any, settings: dict[str, Any], init: str) -> TensorTrainModul
                 include_last_offset=module.include_last_offset,
                 **settings,
             )
-    if module.weight.device.type != "meta":
-        _take_scale(new, module, "normal" if init == "normal" else "orthogonal")
+    if module.weight.device.type != "meta" and init != "svd":
+        _take_scale(new, module, init)
     return new.train(module.training)
 
 

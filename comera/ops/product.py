@@ -6,8 +6,6 @@ time there.
 """
 
 import functools
-import re
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from comera.ops.autocast import autocast_together, without_autocast
 from comera.ops.machine import machine_of
 from comera.ops.operator import is_plain, operator
-from comera.planning.machine import ONEDNN_FROM
+from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
 
@@ -32,8 +30,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    if not _onednn_takes(a, b):
-        return a @ b
+    return _by_onednn_turned(a, b) if _onednn_takes(a, b) else a @ b
+
+
+def _by_onednn_turned(a: Tensor, b: Tensor) -> Tensor:
     if a.is_contiguous() or a.numel() <= b.numel():
         return by_onednn(a, b)
     return by_onednn(b.T, a.T).T  # oneDNN copies a left factor whose rows are not contiguous
@@ -91,15 +91,17 @@ _affine.register_autograd(_backward, setup_context=_setup_context)
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``, where ``total`` may be of a wider dtype."""
-    if total.dtype == a.dtype and not _onednn_takes(a, b):
+    if _onednn_takes(a, b):
+        total += _by_onednn_turned(a, b)
+    elif total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total += product(a, b)
+        total += a @ b
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, written to ``out`` where that saves memory; use what is returned."""
-    return product(a, b) if _onednn_takes(a, b) else torch.mm(a, b, out=out)
+    return _by_onednn_turned(a, b) if _onednn_takes(a, b) else torch.mm(a, b, out=out)
 
 
 def prefers_onednn() -> bool:
@@ -135,14 +137,6 @@ def _may_be_onednns(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def _mkl_leaves_avx512_unused() -> bool:
-    try:
-        vendor = re.search(
-            r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        return False
-    return (
-        torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and vendor is not None
-        and vendor.group(1) != "GenuineIntel"
-    )
+    vendor = cpu_info("vendor_id")
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return avx512 and vendor is not None and vendor != "GenuineIntel"

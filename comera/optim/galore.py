@@ -19,6 +19,7 @@ from comera.optim.projection import (
     Method,
     into,
     low_shape,
+    matrix_shape,
     new_bases,
     out_of,
     rotate,
@@ -62,8 +63,8 @@ class GaLore(Optimizer):
 
     Example::
 
-        groups = comera.galore_param_groups(model, rank=128)
-        optimizer = comera.GaLore(groups, torch.optim.AdamW, lr=1e-2, weight_decay=0.01)
+        groups = comera.galore_param_groups(model, lr=1e-2, rank=128, weight_decay=0.01)
+        optimizer = comera.GaLore(groups, torch.optim.AdamW, betas=(0.9, 0.95))
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class GaLore(Optimizer):
                 f"a parameter of shape {tuple(param.shape)} is in a group with "
                 f"rank={group['rank']}: only matrices and tensors of more dimensions are projected"
             )
-        shape = (param.shape[0], param.numel() // max(1, param.shape[0]))
+        shape = matrix_shape(param)
         rank, proj_type = group["rank"], group.get("proj_type", "std")
         if proj_type not in PROJ_TYPES:
             raise ValueError(f"proj_type={proj_type!r} must be one of {_listed(PROJ_TYPES)}")
@@ -302,12 +303,9 @@ class GaLore(Optimizer):
             {key: value for key, value in group.items() if key not in own}
             for group in state_dict["param_groups"]
         ]
-        for stand_in in self._stand_ins.values():  # its size is what the state is checked against
-            stand_in.data = stand_in.new_zeros(0)
         self._inner.load_state_dict({"state": split[False], "param_groups": inner_groups})
-        super().load_state_dict(
-            {**state_dict, "state": {}}
-        )  # it would round to the parameters' dtype
+        # Without the state, which the base class would round to the dtype of the parameters.
+        super().load_state_dict({**state_dict, "state": {}})
         self._show_state()
         by_number = dict(zip(numbers, params, strict=True))
         for k, entries in split[True].items():
@@ -329,7 +327,7 @@ class GaLore(Optimizer):
                 )
             return
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        shape = (param.shape[0], param.numel() // param.shape[0])
+        shape = matrix_shape(param)
         left, right = sides(shape, group["proj_type"])
         wanted = {}
         if left:

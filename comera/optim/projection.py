@@ -18,6 +18,12 @@ _OVERSAMPLING = 8
 _POWER_ITERATIONS = 1
 
 
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """As which matrix a tensor of two or more dimensions is taken: its first, and all others."""
+    rows = tensor.shape[0]
+    return rows, tensor.numel() // max(1, rows)
+
+
 def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
     """Whether a matrix is projected from the left (rows become R) and from the right.
 

@@ -245,12 +245,17 @@ def save_machine(machine: Machine) -> Path:
 @functools.cache
 def processor_name() -> str:
     """The processor's model, as the system names it."""
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_info(entry: str) -> str | None:
+    """What Linux says of the first processor under that name; None elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        return None
+    found = re.search(rf"^{entry}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else None
 
 
 @functools.cache

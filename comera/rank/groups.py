@@ -6,6 +6,7 @@ from torch import nn
 
 from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
+from comera.optim.projection import matrix_shape
 
 _PROJECTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -95,8 +96,8 @@ def galore_param_groups(
         if not chosen or not isinstance(module, _PROJECTED):
             continue
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        sides = weight.shape[0], weight.numel() // weight.shape[0]
-        if weight.requires_grad and id(weight) not in shared and min(sides) > rank:
+        wide_enough = min(matrix_shape(weight)) > rank
+        if weight.requires_grad and id(weight) not in shared and wide_enough:
             projected[id(weight)] = weight
     if not projected:
         raise ValueError(

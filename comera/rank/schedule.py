@@ -137,9 +137,8 @@ class TwoStage:
         if stage == "early":
             total = loss
             if self.gamma:
-                total = total + self.gamma / self.start_size * self.size.relaxed(gates).to(
-                    loss.device
-                )
+                size = self.size.relaxed(gates).to(loss.device)
+                total = total + self.gamma / self.start_size * size
         else:
             total = self._late_objective(loss, gates)
         if self.beta:

@@ -3,16 +3,14 @@ import torch
 
 from comera.data.masked_text import MaskedText, MaskedTextData
 from comera.data.vocabulary import CLS, MASK, PAD
+from tests.texts import write_functions
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch) -> MaskedText:
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "text"
-    folder.mkdir()
-    for k in range(12):
-        lines = [f"def function_{k}_{j}(value): return value + {j}" for j in range(40)]
-        (folder / f"{k}.py").write_text("\n".join(lines))
+    write_functions(folder, 12, 40)
     settings = MaskedTextData(str(folder), vocab_size=300, length=32, heldout=0.2)
     return MaskedText.prepare(settings)
 

@@ -16,6 +16,7 @@ from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunC
 from comera.recipes.run import plan, run
 from comera.recipes.tasks import make_model
 from comera.train.log import read_metrics
+from tests.texts import write_functions
 
 CONFIGS = [
     path
@@ -29,10 +30,7 @@ def config(tmp_path, monkeypatch) -> RunConfig:
     """A run of a few seconds on a little text."""
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text"
-    text.mkdir()
-    for k in range(10):
-        lines = [f"def function_{k}_{j}(value): return value + {j}" for j in range(60)]
-        (text / f"{k}.py").write_text("\n".join(lines))
+    write_functions(text, 10, 60)
     return RunConfig(
         out=str(tmp_path / "run"),
         masked_text=MaskedTextData(str(text), vocab_size=320, length=24, heldout=0.2),

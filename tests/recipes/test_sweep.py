@@ -19,6 +19,7 @@ from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep
 from comera.train.step import TrainStep
+from tests.texts import write_functions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -28,10 +29,7 @@ def content(tmp_path, monkeypatch) -> dict:
     """A sweep of runs of a moment on a little text."""
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text"
-    text.mkdir()
-    for k in range(6):
-        lines = [f"def function_{k}_{j}(value): return value + {j}" for j in range(40)]
-        (text / f"{k}.py").write_text("\n".join(lines))
+    write_functions(text, 6, 40)
     return {
         "out": str(tmp_path / "out"),
         "seeds": [0],
