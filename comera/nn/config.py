@@ -1,5 +1,6 @@
 """Which layers :func:`~comera.tensorize_` picks, and how it shapes them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,6 +61,9 @@ class TTConfig:
     def __post_init__(self) -> None:
         _one_of("init", self.init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
+        for name, rank in self._ranks():
+            if any(bond < 1 for bond in (rank if isinstance(rank, list) else [rank])):
+                raise ValueError(f"{name}={rank} must be at least 1 on every bond")
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")
         if self.tolerance is not None and self.init != "svd":
@@ -67,6 +71,14 @@ class TTConfig:
                 f"tolerance={self.tolerance} is an error against the present weight: "
                 f'it needs init="svd", not init={self.init!r}'
             )
+
+    def _ranks(self) -> Iterator[tuple[str, Rank]]:
+        """Every rank that is set, under the name of its setting."""
+        for name in ("rank", "embedding_rank"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
+        for pattern, rank in self.rank_pattern.items():
+            yield f"rank_pattern[{pattern!r}]", rank
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

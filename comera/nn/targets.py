@@ -46,6 +46,7 @@ def find_targets(
     ):
         if names:
             log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
+    _warn_of_unused_exclusions(config.exclude_modules, known)
     if not chosen:
         raise ValueError(
             f"target_modules={config.target_modules!r} with "
@@ -72,6 +73,18 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
                     f"target_modules entry {end!r} matches no layer that can be converted; "
                     f"the others match {listed(names)}"
                 )
+
+
+def _warn_of_unused_exclusions(exclude: str | list[str] | None, known: Sequence[str]) -> None:
+    """Only a warning: one configuration may serve models of which some lack the layer."""
+    entries = [exclude] if isinstance(exclude, str) else [[end] for end in exclude or ()]
+    for entry in entries:
+        if not any(matches(name, entry) for name in known):
+            log.warning(
+                "tensorize_: exclude_modules %r matches no linear or embedding layer: %s",
+                entry if isinstance(entry, str) else entry[0],
+                listed(known) or "there is none",
+            )
 
 
 def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:

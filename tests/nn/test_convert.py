@@ -173,6 +173,28 @@ def test_a_module_used_twice_stays_one():
     assert model["a"] is model["b"][0]
 
 
+@pytest.mark.parametrize("exclude, said", [(["head", "haed"], "haed"), (r"typo\..*", "typo")])
+def test_an_exclusion_that_excludes_nothing_is_named(caplog, exclude, said):
+    with caplog.at_level(logging.WARNING, "comera"):
+        convert(Model(), exclude_modules=exclude)
+    (line,) = [r.getMessage() for r in caplog.records if "matches no" in r.getMessage()]
+    assert said in line and "embedding, layers.0.fc1" in line
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"rank": -1}, "rank=-1"),
+        ({"rank": [4, 0, 4]}, "rank=[4, 0, 4]"),
+        ({"embedding_rank": 0}, "embedding_rank=0"),
+        ({"rank_pattern": {"head": 0}}, "rank_pattern['head']=0"),
+    ],
+)
+def test_a_rank_below_one_is_refused_where_it_is_written(settings, named):
+    with pytest.raises(ValueError, match=re.escape(f"{named} must be at least 1")):
+        TTConfig(**settings)
+
+
 def test_attention_keeps_its_projection(caplog):
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     with caplog.at_level(logging.WARNING, "comera"):
@@ -204,7 +226,7 @@ def test_an_embedding_with_settings_that_need_single_rows_is_left(setting, caplo
     [
         ({"rank": [3, 3]}, r"layers\.0\.fc1: rank=\[3, 3\]"),
         ({"shape_pattern": {"head": [[4, 5], [60]]}}, "head: the modes 4 x 5"),
-        ({"rank_pattern": {"head": 0}}, "head: rank=0"),
+        ({"rank_pattern": {"head": [3, 3]}}, r"head: rank=\[3, 3\]"),
     ],
 )
 def test_a_failure_leaves_the_model_unchanged(settings, message):
