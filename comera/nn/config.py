@@ -30,7 +30,9 @@ class TTConfig:
         rank_pattern: Regular expression over the whole module name, to a rank that replaces
             ``rank`` there. The first match counts.
         shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
-        hot_rows: Rows of every targeted embedding that stay dense, counted from row 0.
+        hot_rows: Rows of every targeted embedding that stay out of the tensor train, counted from
+            row 0: dense rows.
+        hot_rank: Instead of dense, hold those rows as so many coordinates each in one basis.
         init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
             has now and equal singular values, ``"normal"`` independent normal ones of that
             spread; ``"svd"`` approximates the present weight by TT-SVD.
@@ -53,6 +55,7 @@ class TTConfig:
     rank_pattern: dict[str, Rank] = field(default_factory=dict)
     shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
     hot_rows: int = 0
+    hot_rank: int | None = None
     init: Init | Literal["svd"] = "orthogonal"
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
@@ -74,7 +77,7 @@ class TTConfig:
 
     def _ranks(self) -> Iterator[tuple[str, Rank]]:
         """Every rank that is set, under the name of its setting."""
-        for name in ("rank", "embedding_rank"):
+        for name in ("rank", "embedding_rank", "hot_rank"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)
         for pattern, rank in self.rank_pattern.items():

@@ -161,7 +161,7 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
     if own_rank is not None:
         settings |= {"rank": own_rank, "compression": None}
     if is_table:
-        settings["hot_rows"] = config.hot_rows
+        settings |= {"hot_rows": config.hot_rows, "hot_rank": config.hot_rank}
     if config.init == "svd":
         settings["tolerance"] = config.tolerance if own_rank is None else None
     return settings
@@ -237,7 +237,7 @@ def _convert_tied(
             assert isinstance(twin, TensorTrainModule), "the leading module of the group converted"
             twin.cores, twin.gates = lead.cores, lead.gates
             if isinstance(twin, TTTable):
-                twin.hot = lead.hot  # type: ignore[assignment]
+                twin.hot, twin.hot_basis = lead.hot, lead.hot_basis  # type: ignore[assignment]
             made[id(module)] = twin
     return made
 

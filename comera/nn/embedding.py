@@ -28,6 +28,8 @@ class TTEmbedding(TTTable):
         compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
         hot_rows: The first rows kept as a plain dense table, the train standing for the others.
             Worth it when indices are sorted by frequency: few rows take most of the look-ups.
+        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis they
+            share, so that the same memory keeps more of them apart.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters.
         dtype: Type of the cores; gates are float32 or wider.
@@ -42,7 +44,7 @@ class TTEmbedding(TTTable):
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
 
-    __constants__ = ("num_embeddings", "embedding_dim", "padding_idx", "hot_rows")
+    __constants__ = ("num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank")
 
     def __init__(
         self,
@@ -61,12 +63,13 @@ class TTEmbedding(TTTable):
         order: int = 4,
         compression: float | None = None,
         hot_rows: int = 0,
+        hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
         self._build_table(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, hot_rows, prune_below, device, dtype,
+            sparse, hot_rows, hot_rank, prune_below, device, dtype,
             rank=rank, shape=shape, order=order, compression=compression,
         )  # fmt: skip
 
@@ -87,6 +90,7 @@ class TTEmbedding(TTTable):
         compression: float | None = None,
         tolerance: float | None = None,
         hot_rows: int = 0,
+        hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> "TTEmbedding":
         """Approximate a dense table by TT-SVD; arguments as in :meth:`TTLinear.from_linear`.
@@ -99,6 +103,7 @@ class TTEmbedding(TTTable):
             compression=compression,
             tolerance=tolerance,
             hot_rows=hot_rows,
+            hot_rank=hot_rank,
             fit={"shape": shape, "order": order},
             prune_below=prune_below,
         )

@@ -21,7 +21,9 @@ class TTEmbeddingBag(TTTable):
         output ``(bags, embedding_dim)``.
     """
 
-    __constants__ = ("num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "mode")
+    __constants__ = (
+        "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "mode",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class TTEmbeddingBag(TTTable):
         order: int = 4,
         compression: float | None = None,
         hot_rows: int = 0,
+        hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
@@ -49,7 +52,7 @@ class TTEmbeddingBag(TTTable):
         super().__init__()
         self._build_table(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, hot_rows, prune_below, device, dtype,
+            sparse, hot_rows, hot_rank, prune_below, device, dtype,
             rank=rank, shape=shape, order=order, compression=compression,
         )  # fmt: skip
         self.mode = mode
@@ -92,6 +95,7 @@ class TTEmbeddingBag(TTTable):
         compression: float | None = None,
         tolerance: float | None = None,
         hot_rows: int = 0,
+        hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> "TTEmbeddingBag":
         """Approximate a dense table by TT-SVD; arguments as in :meth:`TTLinear.from_linear`."""
@@ -101,6 +105,7 @@ class TTEmbeddingBag(TTTable):
             compression=compression,
             tolerance=tolerance,
             hot_rows=hot_rows,
+            hot_rank=hot_rank,
             fit={"shape": shape, "order": order},
             prune_below=prune_below,
             mode=embedding_bag.mode,

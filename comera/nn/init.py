@@ -58,15 +58,18 @@ def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
             over everything but their left bond.
         std: Root of the mean square entry of their product, met exactly.
     """
-    drawn = [_orthonormal(core, k < split) for k, core in enumerate(cores)]
+    drawn = [orthonormal(core, k < split) for k, core in enumerate(cores)]
     entries = math.prod(math.prod(core.shape[1:-1]) for core in cores)
     factor = (std / (_squared_norm(drawn) / entries).sqrt()) ** (1 / len(drawn))
     for core, values in zip(cores, drawn, strict=True):
         core.copy_(factor * values)
 
 
-def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
-    """Of the core's shape; as near to orthonormal as it can be where the bond is too wide."""
+def orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
+    """Random values of the core's shape, orthonormal over all but its right or its left bond.
+
+    As near to that as they can be where the bond is too wide.
+    """
     shape = like.shape
     sides = (-1, shape[-1]) if to_the_right else (shape[0], -1)
     wide = torch.promote_types(like.dtype, torch.float32)

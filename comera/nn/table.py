@@ -1,5 +1,6 @@
 """An embedding table held as a tensor-train matrix: what look-ups and bags have in common."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -7,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_table
-from comera.nn.init import Init
+from comera.nn.decompose import decompose_table, tt_svd
+from comera.nn.init import Init, orthonormal
 from comera.nn.module import TensorTrainModule
 from comera.ops.tt_embedding import tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, only_one
@@ -18,10 +19,13 @@ class TTTable(TensorTrainModule):
     """Base of :class:`TTEmbedding` and :class:`TTEmbeddingBag`.
 
     Attributes:
-        hot: The first ``hot_rows`` rows as a dense parameter, or None.
+        hot: The first ``hot_rows`` rows as a parameter: dense, or ``hot_rank`` coordinates each.
+            None if there are no hot rows.
+        hot_basis: The ``(hot_rank, embedding_dim)`` basis of the hot rows, or None.
     """
 
     hot: nn.Parameter | None
+    hot_basis: nn.Parameter | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
 
@@ -35,6 +39,7 @@ class TTTable(TensorTrainModule):
         scale_grad_by_freq: bool,
         sparse: bool,
         hot_rows: int,
+        hot_rank: int | None,
         prune_below: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -47,21 +52,34 @@ class TTTable(TensorTrainModule):
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.hot_rows = hot_rows
+        self.hot_rank = hot_rank
         shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
+        _check_hot_rank(hot_rank, hot_rows, embedding_dim)
         self._build(shape, prune_below, device, dtype)
-        if hot_rows:
-            self.hot = nn.Parameter(
-                torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
-            )
-        else:
-            self.register_parameter("hot", None)
+        sizes = {
+            "hot": (hot_rows, self.hot_rank or embedding_dim) if hot_rows else None,
+            "hot_basis": (self.hot_rank, embedding_dim) if self.hot_rank else None,
+        }
+        for name, size in sizes.items():
+            empty = None if size is None else torch.empty(size, device=device, dtype=dtype)
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
         """Draw new rows of standard deviation ``std``; 1 is that of :class:`torch.nn.Embedding`."""
         self._init_cores_(std, init)
         if self.hot is not None:
-            nn.init.normal_(self.hot, std=std)
+            # Coordinates in an orthonormal basis, so that a row is as long as a dense one.
+            nn.init.normal_(self.hot, std=std * math.sqrt(self.embedding_dim / self.hot.shape[1]))
+        if self.hot_basis is not None:
+            self.hot_basis.copy_(orthonormal(self.hot_basis, to_the_right=False))
+
+    @property
+    def factors(self) -> list[nn.Parameter]:
+        if self.hot is None or self.hot_basis is None:
+            return super().factors
+        return [*super().factors, self.hot, self.hot_basis]
 
     def _rows(self, indices: Tensor) -> Tensor:
         return tt_embedding(
@@ -71,7 +89,8 @@ class TTTable(TensorTrainModule):
             self.embedding_dim,
             gates=list(self.gates),
             threshold=self.prune_below,
-            hot_HD=self.hot,
+            hot_HK=self.hot,
+            basis_KD=self.hot_basis,
         )
 
     @property
@@ -83,7 +102,8 @@ class TTTable(TensorTrainModule):
         table = ttm_to_dense(self.gated_cores())
         table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
         if self.hot is not None:
-            table = torch.cat([self.hot, table])
+            hot = self.hot if self.hot_basis is None else self.hot @ self.hot_basis
+            table = torch.cat([hot, table])
         if self.padding_idx is None:
             return table
         keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
@@ -103,6 +123,7 @@ class TTTable(TensorTrainModule):
         compression: float | None,
         tolerance: float | None,
         hot_rows: int,
+        hot_rank: int | None,
         fit: dict[str, Any],
         **settings: Any,
     ) -> Self:
@@ -122,12 +143,23 @@ class TTTable(TensorTrainModule):
             padding_idx=dense.padding_idx,
             shape=replace(shape, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows,
+            hot_rank=hot_rank,
             **settings,
         ).to_empty(device=dense.weight.device)
         layer.set_cores_(cores)
-        if layer.hot is not None:
-            layer.hot.copy_(dense.weight[:hot_rows])
+        layer._set_hot_(dense.weight[:hot_rows])
         return layer.train(dense.training)
+
+    def _set_hot_(self, rows: Tensor) -> None:
+        """Take dense rows, or the nearest ones of the hot rows' rank."""
+        if self.hot is None:
+            return
+        if self.hot_basis is None:
+            self.hot.copy_(rows)
+            return
+        basis, coordinates = tt_svd(rows.T, ranks=(self.hot_basis.shape[0],))
+        self.hot_basis.copy_(basis[0].T)
+        self.hot.copy_(coordinates[..., 0].T)
 
     def _to(self, dense_class: type, **settings: Any) -> Any:
         like = self.cores[0]
@@ -150,6 +182,8 @@ class TTTable(TensorTrainModule):
             parts.append(f"padding_idx={self.padding_idx}")
         if self.hot_rows:
             parts.append(f"hot_rows={self.hot_rows}")
+        if self.hot_rank is not None:
+            parts.append(f"hot_rank={self.hot_rank}")
         return ", ".join([*parts, self._describe_ranks()])
 
 
@@ -160,6 +194,19 @@ def _cold_rows(num_embeddings: int, hot_rows: int) -> int:
             f"0 to {num_embeddings - 1} of {num_embeddings}"
         )
     return num_embeddings - hot_rows
+
+
+def _check_hot_rank(hot_rank: int | None, hot_rows: int, embedding_dim: int) -> None:
+    if hot_rank is None:
+        return
+    if not hot_rows:
+        raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
+    most = (hot_rows * embedding_dim - 1) // (hot_rows + embedding_dim)
+    if not 1 <= hot_rank <= most:
+        raise ValueError(
+            f"hot_rank={hot_rank} must be 1 to {most}: above that, {hot_rows} rows and their basis "
+            f"hold no fewer numbers than dense rows of width {embedding_dim}"
+        )
 
 
 def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:

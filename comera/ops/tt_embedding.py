@@ -5,7 +5,8 @@ every distinct row is made once however often it is asked for, and the halves ar
 for all rows (CoMERA, arXiv 2405.14377, section 4.2).
 
 Shape suffixes: V = left and W = right part of a row's number, P and Q = left and right part of
-the width, R = the bond between the halves, D = width, H = dense rows.
+the width, R = the bond between the halves, D = width, H = hot rows, K = their coordinates: D where
+they are dense, fewer where they are coordinates in a basis.
 """
 
 import math
@@ -20,12 +21,16 @@ from comera.ops.operator import operator
 
 
 def tt_embedding_reference(
-    indices: Tensor, cores: Sequence[Tensor], embedding_dim: int, hot_HD: Tensor | None = None
+    indices: Tensor,
+    cores: Sequence[Tensor],
+    embedding_dim: int,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
 ) -> Tensor:
     """The same as :func:`tt_embedding` through the dense table, for autograd to differentiate."""
     table = ttm_to_dense(cores)[:, :embedding_dim]
-    if hot_HD is not None:
-        table = torch.cat([hot_HD, table])
+    if hot_HK is not None:
+        table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
     return torch.nn.functional.embedding(indices, table)
 
 
@@ -37,7 +42,8 @@ def tt_embedding(
     *,
     gates: Sequence[Tensor] = (),
     threshold: float = 0.0,
-    hot_HD: Tensor | None = None,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
 ) -> Tensor:
     """Gather rows of a table held as a tensor-train matrix.
 
@@ -48,8 +54,9 @@ def tt_embedding(
         embedding_dim: True width; the column modes may multiply to more.
         gates: One vector for each inner bond, or none at all.
         threshold: A gate at or below it is a pruned rank.
-        hot_HD: Dense rows that stand before the tensor train: row ``i < H`` is ``hot_HD[i]``,
-            row ``i >= H`` is row ``i - H`` of the train.
+        hot_HK: Rows that stand before the tensor train: row ``i < H`` is ``hot_HK[i]``, row
+            ``i >= H`` is row ``i - H`` of the train.
+        basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
 
     Returns:
         ``(*indices.shape, embedding_dim)`` in the dtype of the cores.
@@ -59,7 +66,7 @@ def tt_embedding(
     """
     left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
     flat = indices.reshape(-1)
-    rows = _ttm_lookup(flat, left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim)
+    rows = _ttm_lookup(flat, left_VPR, right_WRQ, hot_HK, basis_KD, num_embeddings, embedding_dim)
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -99,22 +106,24 @@ def _ttm_lookup(
     indices: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
-    hot_HD: Tensor | None,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
 ) -> Tensor:
     _check_range(indices, num_embeddings)
     rows, inverse = torch.unique(indices, return_inverse=True)
-    num_hot, left, right = _pairs(rows, right_WRQ, hot_HD)
+    num_hot, left, right = _pairs(rows, right_WRQ, hot_HK)
     with without_autocast(left_VPR):
-        cold = torch.bmm(left_VPR[left], right_WRQ[right]).flatten(1)[:, :embedding_dim]
-    if hot_HD is not None:
-        cold = torch.cat([hot_HD[rows[:num_hot]], cold])
-    return cold[inverse]
+        made = torch.bmm(left_VPR[left], right_WRQ[right]).flatten(1)[:, :embedding_dim]
+        if hot_HK is not None:
+            hot = hot_HK[rows[:num_hot]]
+            made = torch.cat([hot if basis_KD is None else hot @ basis_KD, made])
+    return made[inverse]
 
 
 @_ttm_lookup.register_fake
-def _(indices, left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim):
+def _(indices, left_VPR, right_WRQ, hot_HK, basis_KD, num_embeddings, embedding_dim):
     return left_VPR.new_empty(indices.shape[0], embedding_dim)
 
 
@@ -124,10 +133,11 @@ def _ttm_lookup_backward(
     indices: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
-    hot_HD: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, inverse = torch.unique(indices, return_inverse=True)
-    num_hot, left, right = _pairs(rows, right_WRQ, hot_HD)
+    num_hot, left, right = _pairs(rows, right_WRQ, hot_HK)
     per_row = grad_BD.new_zeros(rows.shape[0], grad_BD.shape[1]).index_add_(0, inverse, grad_BD)
     cold = per_row[num_hot:]
     width = left_VPR.shape[1] * right_WRQ.shape[2]
@@ -138,36 +148,54 @@ def _ttm_lookup_backward(
         to_right = torch.bmm(left_VPR[left].transpose(1, 2), cold)
     grad_left = torch.zeros_like(left_VPR).index_add_(0, left, to_left)
     grad_right = torch.zeros_like(right_WRQ).index_add_(0, right, to_right)
-    grad_hot = grad_BD.new_zeros(0) if hot_HD is None else torch.zeros_like(hot_HD)
-    if hot_HD is not None:
-        grad_hot[rows[:num_hot]] = per_row[:num_hot]
-    return grad_left, grad_right, grad_hot
+    return grad_left, grad_right, *_hot_grads(per_row[:num_hot], rows[:num_hot], hot_HK, basis_KD)
+
+
+def _hot_grads(
+    grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the hot rows and their basis, from the gradients of distinct rows; empty for None."""
+    grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
+    if hot_HK is None:
+        return grad_hot, grad_basis
+    if basis_KD is not None:
+        with without_autocast(grad_ND):
+            grad_basis = hot_HK[rows].T @ grad_ND
+            grad_ND = grad_ND @ basis_KD.T
+    grad_hot.zero_()[rows] = grad_ND
+    return grad_hot, grad_basis
+
+
+def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
+    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)
 
 
 @_ttm_lookup_backward.register_fake
-def _(grad_BD, indices, left_VPR, right_WRQ, hot_HD):
-    grad_hot = grad_BD.new_empty(0) if hot_HD is None else torch.empty_like(hot_HD)
-    return torch.empty_like(left_VPR), torch.empty_like(right_WRQ), grad_hot
+def _(grad_BD, indices, left_VPR, right_WRQ, hot_HK, basis_KD):
+    halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
+    return *halves, _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    indices, left_VPR, right_WRQ, hot_HD, *_ = inputs
-    ctx.has_hot = hot_HD is not None
-    ctx.save_for_backward(indices, left_VPR, right_WRQ, *([hot_HD] if ctx.has_hot else []))
+    *tensors, _, _ = inputs
+    ctx.given = [tensor is not None for tensor in tensors]
+    ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
 
 
 def _backward(ctx, grad_BD: Tensor):
-    indices, left_VPR, right_WRQ, *hot = ctx.saved_tensors
-    grads = _ttm_lookup_backward(grad_BD, indices, left_VPR, right_WRQ, hot[0] if hot else None)
-    return None, grads[0], grads[1], grads[2] if ctx.has_hot else None, None, None
+    saved = iter(ctx.saved_tensors)
+    indices, *tensors = (next(saved) if given else None for given in ctx.given)
+    grads = _ttm_lookup_backward(grad_BD, indices, *tensors)
+    wanted = [grad if given else None for grad, given in zip(grads, ctx.given[1:], strict=True)]
+    return None, *wanted, None, None
 
 
 _ttm_lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _pairs(rows: Tensor, right_WRQ: Tensor, hot_HD: Tensor | None) -> tuple[int, Tensor, Tensor]:
-    """How many of the sorted ``rows`` are dense, and the two half-indices of the others."""
-    hot_rows = 0 if hot_HD is None else hot_HD.shape[0]
+def _pairs(rows: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, Tensor, Tensor]:
+    """How many of the sorted ``rows`` are hot, and the two half-indices of the others."""
+    hot_rows = 0 if hot_HK is None else hot_HK.shape[0]
     num_hot = int(torch.searchsorted(rows, hot_rows)) if hot_rows else 0
     cold = rows[num_hot:] - hot_rows
     return num_hot, cold // right_WRQ.shape[0], cold % right_WRQ.shape[0]

@@ -171,14 +171,15 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     meta = layer.cores[0].device.type == "meta"
     ranks = layer.ranks if meta else layer.live_ranks
     shape = layer.shape
+    dense_params = layer.num_dense
     if isinstance(layer, TTLinear):
         cost = tt_linear_cost(layer.shape, tokens, ranks)
         dense = dense_linear_cost(layer.in_features, layer.out_features, tokens)
     else:
         assert isinstance(layer, TTTable), "there are two formats"
         cost, dense = tt_embedding_cost(layer.shape, tokens, ranks), dense_embedding_cost(tokens)
-    hot = getattr(layer, "hot", None)
-    stored = [*layer.cores, *layer.gates, *([] if hot is None else [hot])]
+        dense_params += layer.hot_rows * layer.embedding_dim
+    stored = [param for name, param in layer.named_parameters() if name != "bias"]
     width = torch.empty((), dtype=layer.cores[0].dtype).element_size()
     return LayerReport(
         name=name,
@@ -186,7 +187,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
         modes=shape.describe_modes(),
         start_ranks=layer.start_ranks,
         ranks=ranks,
-        dense_params=layer.num_dense + (0 if hot is None else hot.numel()),
+        dense_params=dense_params,
         params=sum(param.numel() for param in stored),
         live_params=shape.size_at(ranks),
         bytes=sum(param.numel() * param.element_size() for param in stored),

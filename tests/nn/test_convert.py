@@ -140,8 +140,16 @@ def test_compression_and_a_rank_pattern_live_together():
         assert layer.fc1.shape.num_params * 3 <= layer.fc1.num_dense
 
 
+def test_a_conversion_keeps_the_spread_of_hot_rows():
+    table = convert(nn.Embedding(600, 256), rank=16, hot_rows=400, hot_rank=32)
+    for rows in (table.weight[:400], table.weight[400:]):
+        assert float(rows.detach().std()) == pytest.approx(1.0, rel=0.1)
+
+
 def test_hot_rows_reach_the_embedding():
     assert convert(Model(), hot_rows=7).embedding.hot.shape == (7, WIDTH)
+    table = convert(Model(), hot_rows=17, hot_rank=4).embedding
+    assert (table.hot.shape, table.hot_basis.shape) == ((17, 4), (4, WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -173,16 +181,17 @@ def test_a_module_used_twice_stays_one():
     assert model["a"] is model["b"][0]
 
 
-@pytest.mark.parametrize("exclude, said", [(["head", "haed"], "haed"), (r"typo\..*", "typo")])
+@pytest.mark.parametrize(("exclude", "said"), [(["head", "haed"], "haed"), (r"typo\..*", "typo")])
 def test_an_exclusion_that_excludes_nothing_is_named(caplog, exclude, said):
     with caplog.at_level(logging.WARNING, "comera"):
         convert(Model(), exclude_modules=exclude)
     (line,) = [r.getMessage() for r in caplog.records if "matches no" in r.getMessage()]
-    assert said in line and "embedding, layers.0.fc1" in line
+    assert said in line
+    assert "embedding, layers.0.fc1" in line
 
 
 @pytest.mark.parametrize(
-    "settings, named",
+    ("settings", "named"),
     [
         ({"rank": -1}, "rank=-1"),
         ({"rank": [4, 0, 4]}, "rank=[4, 0, 4]"),
@@ -310,7 +319,11 @@ def test_tied_weights_are_untied():
     assert not {*map(id, model.head.parameters())} & {*map(id, model.embedding.parameters())}
 
 
-@pytest.mark.parametrize("settings", [{}, {"hot_rows": 5}], ids=["cold", "hot"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"hot_rows": 5}, {"hot_rows": 9, "hot_rank": 2}],
+    ids=["cold", "hot", "hot rank"],
+)
 def test_tied_weights_share_one_set_of_cores(settings):
     model = Model(tied=True)
     bias = model.head.bias.detach().clone()

@@ -13,6 +13,7 @@ TABLES = {
     "padding": {"padding_idx": 3},
     "last row pads": {"padding_idx": -1},
     "hot rows": {"hot_rows": 7},
+    "hot rank": {"hot_rows": 7, "hot_rank": 3, "padding_idx": 3},
     "hot padding": {"hot_rows": 7, "padding_idx": 3},
     "two cores": {"shape": ((7, 8), (4, 3))},
 }
@@ -89,6 +90,15 @@ def test_tolerance_is_met(tolerance, hot_rows):
     assert torch.equal(layer(torch.arange(hot_rows)), table.weight[:hot_rows])
 
 
+def test_hot_rows_of_a_rank_are_the_nearest_ones():
+    table = nn.Embedding(101, 30)
+    layer = TTEmbedding.from_embedding(table, rank=4, hot_rows=40, hot_rank=5)
+    hot = table.weight[:40].detach()
+    u, s, v = torch.linalg.svd(hot)
+    nearest = u[:, :5] * s[:5] @ v[:5]
+    torch.testing.assert_close(layer.weight[:40].detach(), nearest, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("compression", [3, 20])
 def test_compression_is_met(compression):
     layer = TTEmbedding.from_embedding(low_rank(1000, 64), compression=compression)
@@ -97,8 +107,9 @@ def test_compression_is_met(compression):
 
 def test_decomposing_a_tensor_train_gives_it_back(layer):
     twin = TTEmbedding.from_embedding(
-        layer.to_dense(), tolerance=1e-9, shape=layer.shape, hot_rows=layer.hot_rows
-    )
+        layer.to_dense(), tolerance=1e-9, shape=layer.shape,
+        hot_rows=layer.hot_rows, hot_rank=layer.hot_rank,
+    )  # fmt: skip
     torch.testing.assert_close(twin.weight, layer.weight)
     assert twin.padding_idx == layer.padding_idx
     if layer.padding_idx is None and layer.shape.num_dense == layer.num_dense:  # zeros cost rank
@@ -126,6 +137,9 @@ def test_conversion_keeps_settings_and_the_random_state():
         ({"padding_idx": 50}, ValueError, "padding_idx=50 is outside a table of 50 rows"),
         ({"hot_rows": 50}, ValueError, "hot_rows=50 must leave rows.* 0 to 49"),
         ({"hot_rows": -1}, ValueError, "hot_rows=-1"),
+        ({"hot_rank": 3}, ValueError, "hot_rank=3 is of hot rows: give hot_rows too"),
+        ({"hot_rows": 20, "hot_rank": 8}, ValueError, "hot_rank=8 must be 1 to 7: .* 20 rows"),
+        ({"hot_rows": 20, "hot_rank": 0}, ValueError, "hot_rank=0 must be 1 to 7"),
         ({"rank": 4, "compression": 2}, ValueError, "rank=4 and compression=2"),
         ({"rank": [3, 3], "order": 2}, ValueError, r"rank=\[3, 3\] names 2 bonds"),
         ({"shape": ((5, 5), (3, 4))}, ValueError, "5 x 5 multiply to 25, less than num_embeddings"),

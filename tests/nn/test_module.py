@@ -18,6 +18,7 @@ MODULES = {
     "no bias": lambda rank=4, **kw: TTLinear(23, 18, False, rank=rank, shape=((4, 6), (18,)), **kw),
     "embedding": lambda rank=4, **kw: TTEmbedding(50, 12, 3, rank=rank, order=3, **kw),
     "hot rows": lambda rank=4, **kw: TTEmbedding(50, 12, rank=rank, hot_rows=5, order=3, **kw),
+    "hot rank": lambda rank=4, **kw: TTEmbedding(50, 12, rank=rank, hot_rows=9, hot_rank=2, **kw),
     "bag": lambda rank=4, **kw: TTEmbeddingBag(50, 12, rank=rank, order=3, **kw),
 }
 TWINS = [(TTLinear, nn.Linear), (TTEmbedding, nn.Embedding), (TTEmbeddingBag, nn.EmbeddingBag)]

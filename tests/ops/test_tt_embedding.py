@@ -22,13 +22,20 @@ SHAPES = {
 PADDED = {"3 cores": (23, 5), "4 cores": (24, 7)}
 """True rows and widths of the tables whose modes multiply to more."""
 
+HOT = {
+    "cold": {},
+    "hot": {"hot": 3},
+    "hot rank": {"hot": 3, "hot_rank": 2},
+}
+"""Keywords of a table without rows before its train, with dense ones, with ones of low rank."""
+
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class Problem:
     """A random table, and the results of every way to read it."""
 
-    def __init__(self, name, gated=False, hot=0, dtype=torch.float64):
+    def __init__(self, name, gated=False, hot=0, hot_rank=None, dtype=torch.float64):
         self.shape = SHAPES[name]
         cold, self.width = PADDED.get(name, (self.shape.num_rows, self.shape.num_cols))
         self.rows = cold + hot
@@ -37,15 +44,17 @@ class Problem:
         self.gates = [0.5 + torch.rand(r, dtype=wide) for r in self.shape.ranks] if gated else []
         for gate in self.gates:
             gate[1:2] = 0.001  # pruned, wherever there is a second rank
-        self.hot = torch.randn(hot, self.width, dtype=dtype) if hot else None
-        self.params = [t for t in (*self.cores, *self.gates, self.hot) if t is not None]
+        self.hot = torch.randn(hot, hot_rank or self.width, dtype=dtype) if hot else None
+        self.basis = torch.randn(hot_rank, self.width, dtype=dtype) if hot_rank else None
+        given = (*self.cores, *self.gates, self.hot, self.basis)
+        self.params = [t for t in given if t is not None]
         for param in self.params:
             param.requires_grad_()
 
     def ours(self, indices):
         return tt_embedding(
             indices, self.cores, self.rows, self.width,
-            gates=self.gates, threshold=0.01, hot_HD=self.hot,
+            gates=self.gates, threshold=0.01, hot_HK=self.hot, basis_KD=self.basis,
         )  # fmt: skip
 
     def gated_cores(self):
@@ -54,12 +63,14 @@ class Problem:
         return gated + self.cores[len(gated) :]
 
     def reference(self, indices):
-        return tt_embedding_reference(indices, self.gated_cores(), self.width, self.hot)
+        return tt_embedding_reference(indices, self.gated_cores(), self.width, self.hot, self.basis)
 
     def tensorly(self, indices):
         with tensorly.backend_context("pytorch"):
             table = tensorly.tt_matrix_to_matrix(self.gated_cores())[:, : self.width]
-        table = table if self.hot is None else torch.cat([self.hot, table])
+        if self.hot is not None:
+            hot = self.hot if self.basis is None else self.hot.matmul(self.basis)
+            table = torch.cat([hot, table])
         return torch.nn.functional.embedding(indices, table)
 
     def grads(self, y):
@@ -77,29 +88,30 @@ def assert_all_agree(problem, indices):
         )
 
 
-@pytest.mark.parametrize("hot", [0, 3], ids=["cold", "hot"])
+@pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_and_its_gradients(name, gated, hot):
-    problem = Problem(name, gated, hot)
+    problem = Problem(name, gated, **HOT[hot])
     assert_all_agree(problem, torch.arange(problem.rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (7,), (2, 9), (0,), (2, 0, 3)], ids=str)
 def test_shapes_and_types_of_the_indices(shape, dtype):
-    problem = Problem("4 cores", gated=True, hot=2)
+    problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
     assert_all_agree(problem, torch.randint(problem.rows, shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("indices", [[5] * 9, [1, 1, 0, 1], [22, 3, 22, 3, 0]], ids=str)
 def test_repeated_indices_add_their_gradients(indices):
-    assert_all_agree(Problem("3 cores", gated=True, hot=2), torch.tensor(indices))
+    assert_all_agree(Problem("3 cores", gated=True, hot=2, hot_rank=1), torch.tensor(indices))
 
 
+@pytest.mark.parametrize("hot_rank", [None, 2], ids=["dense", "rank 2"])
 @pytest.mark.parametrize("indices", [[0, 1, 2], [3, 9, 14]], ids=["only hot", "only cold"])
-def test_hot_rows_stand_before_the_train(indices):
-    problem = Problem("2 cores", hot=3)
+def test_hot_rows_stand_before_the_train(indices, hot_rank):
+    problem = Problem("2 cores", hot=3, hot_rank=hot_rank)
     assert_all_agree(problem, torch.tensor(indices))
 
 
@@ -110,25 +122,25 @@ def test_indices_that_are_not_contiguous():
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_finite_differences(gated):
-    problem = Problem("3 cores", gated, hot=2)
+    problem = Problem("3 cores", gated, hot=2, hot_rank=1)
     indices = torch.tensor([0, 1, 4, 4, 17, 24])
 
     def run(*params):
-        gates = params[len(problem.cores) : -1]
+        gates = params[len(problem.cores) : -2]
         return tt_embedding(
             indices, params[: len(problem.cores)], problem.rows, problem.width,
-            gates=gates, threshold=0.01, hot_HD=params[-1],
+            gates=gates, threshold=0.01, hot_HK=params[-2], basis_KD=params[-1],
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(run, problem.params, fast_mode=True)
 
 
-@pytest.mark.parametrize("hot", [0, 3], ids=["cold", "hot"])
+@pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize(
     ("indices", "wrong"), [([0, -1], -1), ([[99], [1]], 99), ([0, 10**12], 10**12), ([-7, 99], -7)]
 )
 def test_an_index_out_of_range_is_named(indices, wrong, hot):
-    problem = Problem("3 cores", hot=hot)
+    problem = Problem("3 cores", **HOT[hot])
     with pytest.raises(IndexError, match=rf"index {wrong} is out of range .* {problem.rows} rows"):
         problem.ours(torch.tensor(indices))
 
@@ -152,7 +164,7 @@ def test_autocast_leaves_the_table_as_it_is(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_cores_keep_wide_gates(dtype):
-    problem = Problem("4 cores", gated=True, hot=2, dtype=dtype)
+    problem = Problem("4 cores", gated=True, hot=2, hot_rank=1, dtype=dtype)
     y = problem.ours(torch.arange(problem.rows))
     y.sum().backward()
     assert y.dtype == dtype
@@ -177,14 +189,13 @@ def test_the_dense_table_equals_that_of_tensorly(name):
     torch.testing.assert_close(got, torch.from_numpy(want.copy()), **CLOSE)
 
 
-@pytest.mark.parametrize("hot", [0, 2], ids=["cold", "hot"])
+@pytest.mark.parametrize("hot", HOT)
 def test_registered_soundly(hot):
-    problem = Problem("3 cores", hot=hot, dtype=torch.float32)
+    problem = Problem("3 cores", **HOT[hot], dtype=torch.float32)
     halves = [half.detach().requires_grad_() for half in merge_table_halves(problem.cores)]
     indices = torch.tensor([0, 1, 7, 7, 22])
-    torch.library.opcheck(
-        _ttm_lookup.custom_op, (indices, *halves, problem.hot, problem.rows, problem.width)
-    )
-    frozen = [None if t is None else t.detach() for t in (*halves, problem.hot)]
+    tensors = (*halves, problem.hot, problem.basis)
+    torch.library.opcheck(_ttm_lookup.custom_op, (indices, *tensors, problem.rows, problem.width))
+    frozen = [None if t is None else t.detach() for t in tensors]
     grad = torch.randn(5, problem.width)
     torch.library.opcheck(_ttm_lookup_backward, (grad, indices, *frozen))
