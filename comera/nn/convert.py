@@ -98,7 +98,7 @@ def densify_(model: nn.Module) -> nn.Module:
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, TensorTrainModule):
+        if isinstance(module, (TTLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
             replacements[id(module)] = dense
@@ -237,7 +237,7 @@ def _convert_tied(
             assert isinstance(twin, TensorTrainModule), "the leading module of the group converted"
             twin.cores, twin.gates = lead.cores, lead.gates
             if isinstance(twin, TTTable):
-                twin.hot, twin.hot_basis = lead.hot, lead.hot_basis  # type: ignore[assignment]
+                twin.hot = lead.hot  # type: ignore[assignment]
             made[id(module)] = twin
     return made
 

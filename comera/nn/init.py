@@ -58,14 +58,14 @@ def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
             over everything but their left bond.
         std: Root of the mean square entry of their product, met exactly.
     """
-    drawn = [orthonormal(core, k < split) for k, core in enumerate(cores)]
+    drawn = [_orthonormal(core, k < split) for k, core in enumerate(cores)]
     entries = math.prod(math.prod(core.shape[1:-1]) for core in cores)
     factor = (std / (_squared_norm(drawn) / entries).sqrt()) ** (1 / len(drawn))
     for core, values in zip(cores, drawn, strict=True):
         core.copy_(factor * values)
 
 
-def orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
+def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
     """Random values of the core's shape, orthonormal over all but its right or its left bond.
 
     As near to that as they can be where the bond is too wide.

@@ -67,11 +67,6 @@ class TensorTrainModule(nn.Module):
         )
 
     @property
-    def factors(self) -> list[nn.Parameter]:
-        """The parameters that multiply to the weight, gates left out: what a step makes move."""
-        return list(self.cores)
-
-    @property
     def shape(self) -> TTShape | TTMShape:
         """Modes and present ranks."""
         return replace(self._modes, ranks=self.ranks)

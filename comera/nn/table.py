@@ -1,6 +1,5 @@
 """An embedding table held as a tensor-train matrix: what look-ups and bags have in common."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -8,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_table, tt_svd
-from comera.nn.init import Init, orthonormal
+from comera.nn.decompose import decompose_matrix, decompose_table
+from comera.nn.hot import HotRows
+from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.tt_embedding import tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, only_one
@@ -19,13 +19,11 @@ class TTTable(TensorTrainModule):
     """Base of :class:`TTEmbedding` and :class:`TTEmbeddingBag`.
 
     Attributes:
-        hot: The first ``hot_rows`` rows as a parameter: dense, or ``hot_rank`` coordinates each.
-            None if there are no hot rows.
-        hot_basis: The ``(hot_rank, embedding_dim)`` basis of the hot rows, or None.
+        hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
+            :class:`~comera.nn.hot.HotRows`. None if there are none.
     """
 
-    hot: nn.Parameter | None
-    hot_basis: nn.Parameter | None
+    hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
 
@@ -54,34 +52,32 @@ class TTTable(TensorTrainModule):
         self.hot_rows = hot_rows
         self.hot_rank = hot_rank
         shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
-        _check_hot_rank(hot_rank, hot_rows, embedding_dim)
         self._build(shape, prune_below, device, dtype)
-        sizes = {
-            "hot": (hot_rows, self.hot_rank or embedding_dim) if hot_rows else None,
-            "hot_basis": (self.hot_rank, embedding_dim) if self.hot_rank else None,
-        }
-        for name, size in sizes.items():
-            empty = None if size is None else torch.empty(size, device=device, dtype=dtype)
-            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        if hot_rank is not None:
+            if not hot_rows:
+                raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
+            self.hot = HotRows(hot_rows, embedding_dim, hot_rank, prune_below, device, dtype)
+        elif hot_rows:
+            rows = torch.empty(hot_rows, embedding_dim, device=device, dtype=dtype)
+            self.hot = nn.Parameter(rows)
+        else:
+            self.register_parameter("hot", None)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self, std: float = 1.0, init: Init = "orthogonal") -> None:
         """Draw new rows of standard deviation ``std``; 1 is that of :class:`torch.nn.Embedding`."""
         self._init_cores_(std, init)
-        if self.hot is not None:
-            # Coordinates in an orthonormal basis, so that a row is as long as a dense one.
-            nn.init.normal_(self.hot, std=std * math.sqrt(self.embedding_dim / self.hot.shape[1]))
-        if self.hot_basis is not None:
-            self.hot_basis.copy_(orthonormal(self.hot_basis, to_the_right=False))
-
-    @property
-    def factors(self) -> list[nn.Parameter]:
-        if self.hot is None or self.hot_basis is None:
-            return super().factors
-        return [*super().factors, self.hot, self.hot_basis]
+        if isinstance(self.hot, HotRows):
+            self.hot.reset_parameters(std, init)
+        elif self.hot is not None:
+            nn.init.normal_(self.hot, std=std)
 
     def _rows(self, indices: Tensor) -> Tensor:
+        hot: Tensor | None
+        if isinstance(self.hot, HotRows):
+            hot, basis = self.hot.coordinates, self.hot.basis
+        else:
+            hot, basis = self.hot, None
         return tt_embedding(
             indices,
             list(self.cores),
@@ -89,8 +85,8 @@ class TTTable(TensorTrainModule):
             self.embedding_dim,
             gates=list(self.gates),
             threshold=self.prune_below,
-            hot_HK=self.hot,
-            basis_KD=self.hot_basis,
+            hot_HK=hot,
+            basis_KD=basis,
         )
 
     @property
@@ -102,7 +98,7 @@ class TTTable(TensorTrainModule):
         table = ttm_to_dense(self.gated_cores())
         table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
         if self.hot is not None:
-            hot = self.hot if self.hot_basis is None else self.hot @ self.hot_basis
+            hot = self.hot.weight if isinstance(self.hot, HotRows) else self.hot
             table = torch.cat([hot, table])
         if self.padding_idx is None:
             return table
@@ -147,19 +143,11 @@ class TTTable(TensorTrainModule):
             **settings,
         ).to_empty(device=dense.weight.device)
         layer.set_cores_(cores)
-        layer._set_hot_(dense.weight[:hot_rows])
+        if isinstance(layer.hot, HotRows):
+            layer.hot.set_cores_(decompose_matrix(dense.weight[:hot_rows].T, layer.hot.shape))
+        elif layer.hot is not None:
+            layer.hot.copy_(dense.weight[:hot_rows])
         return layer.train(dense.training)
-
-    def _set_hot_(self, rows: Tensor) -> None:
-        """Take dense rows, or the nearest ones of the hot rows' rank."""
-        if self.hot is None:
-            return
-        if self.hot_basis is None:
-            self.hot.copy_(rows)
-            return
-        basis, coordinates = tt_svd(rows.T, ranks=(self.hot_basis.shape[0],))
-        self.hot_basis.copy_(basis[0].T)
-        self.hot.copy_(coordinates[..., 0].T)
 
     def _to(self, dense_class: type, **settings: Any) -> Any:
         like = self.cores[0]
@@ -194,19 +182,6 @@ def _cold_rows(num_embeddings: int, hot_rows: int) -> int:
             f"0 to {num_embeddings - 1} of {num_embeddings}"
         )
     return num_embeddings - hot_rows
-
-
-def _check_hot_rank(hot_rank: int | None, hot_rows: int, embedding_dim: int) -> None:
-    if hot_rank is None:
-        return
-    if not hot_rows:
-        raise ValueError(f"hot_rank={hot_rank} is of hot rows: give hot_rows too")
-    most = (hot_rows * embedding_dim - 1) // (hot_rows + embedding_dim)
-    if not 1 <= hot_rank <= most:
-        raise ValueError(
-            f"hot_rank={hot_rank} must be 1 to {most}: above that, {hot_rows} rows and their basis "
-            f"hold no fewer numbers than dense rows of width {embedding_dim}"
-        )
 
 
 def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:

@@ -34,7 +34,7 @@ def param_groups(
     """
     layers = tensor_trains(model).values()
     kind = {id(gate): "gates" for layer in layers for gate in layer.gates}
-    kind |= {id(core): "cores" for layer in layers for core in layer.factors}
+    kind |= {id(core): "cores" for layer in layers for core in layer.cores}
     members: dict[str, list[nn.Parameter]] = {}
     for param in model.parameters():
         if param.requires_grad:

@@ -8,12 +8,14 @@ import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
+from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
 from comera.planning.cost import (
+    Cost,
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,
@@ -172,14 +174,18 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     ranks = layer.ranks if meta else layer.live_ranks
     shape = layer.shape
     dense_params = layer.num_dense
+    stored = [*layer.cores, *layer.gates]
     if isinstance(layer, TTLinear):
         cost = tt_linear_cost(layer.shape, tokens, ranks)
         dense = dense_linear_cost(layer.in_features, layer.out_features, tokens)
-    else:
-        assert isinstance(layer, TTTable), "there are two formats"
+    elif isinstance(layer, TTTable):
         cost, dense = tt_embedding_cost(layer.shape, tokens, ranks), dense_embedding_cost(tokens)
-        dense_params += layer.hot_rows * layer.embedding_dim
-    stored = [param for name, param in layer.named_parameters() if name != "bias"]
+        if isinstance(layer.hot, Tensor):
+            stored.append(layer.hot)
+            dense_params += layer.hot.numel()
+    else:
+        assert isinstance(layer, HotRows), "there are three formats"
+        cost = dense = Cost(0, 0, 0)  # every index is counted as one of the train's
     width = torch.empty((), dtype=layer.cores[0].dtype).element_size()
     return LayerReport(
         name=name,

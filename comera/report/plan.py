@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
@@ -141,6 +142,8 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
         )
     alike: dict[object, list[tuple[str, TensorTrainModule]]] = {}
     for name, layer in layers.items():
+        if isinstance(layer, HotRows):  # a gather and one product, of which there is no order
+            continue
         alike.setdefault(layer.kind() if isinstance(layer, TTLinear) else name, []).append(
             (name, layer)
         )

@@ -44,6 +44,10 @@ def shrunk(module, rank=2):
     return module
 
 
+def ids_of_gates(module):
+    return {id(gate) for train in tensor_trains(module).values() for gate in train.gates}
+
+
 def assert_same(one, other):
     x = example(one)
     assert torch.equal(one(x), other(x))
@@ -174,7 +178,7 @@ def test_meta_device_allocates_nothing_and_can_be_filled_later(make):
 def test_dtype_of_the_constructor(make, dtype):
     module = make(dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    gates = {id(gate) for gate in module.gates}
+    gates = ids_of_gates(module)
     for param in module.parameters():
         assert param.dtype == (wide if id(param) in gates else dtype)
     y = module(example(module))
@@ -256,7 +260,7 @@ def test_repr_names_modes_and_ranks(make):
 def test_tensor_trains_lists_each_layer_once(make):
     module = make()
     model = nn.ModuleDict({"a": module, "b": module, "c": nn.Linear(2, 2), "d": make()})
-    assert list(tensor_trains(model)) == ["a", "d"]
+    assert [name for name in tensor_trains(model) if "hot" not in name] == ["a", "d"]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -6,7 +6,10 @@ import comera
 
 
 def make_model(dtype=torch.float64) -> nn.Module:
-    """Two linear layers and an embedding in tensor-train form, one dense layer at the end."""
+    """Two linear layers and an embedding in tensor-train form, one dense layer at the end.
+
+    Some rows of the embedding are hot ones of low rank: a tensor train of their own.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(120, 24, dtype=dtype),
@@ -15,7 +18,8 @@ def make_model(dtype=torch.float64) -> nn.Module:
         nn.Linear(36, 24, dtype=dtype),
         nn.Linear(24, 5, dtype=dtype),
     )
-    return comera.tensorize_(model, comera.TTConfig(rank=6, order=2, exclude_modules=["4"]))
+    config = comera.TTConfig(rank=6, order=2, hot_rows=40, hot_rank=6, exclude_modules=["4"])
+    return comera.tensorize_(model, config)
 
 
 @pytest.fixture

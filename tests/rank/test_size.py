@@ -101,12 +101,12 @@ def test_a_size_does_not_fall_through_its_floor(model):
     before = size.read().live
     now = size.exact()
     for layer in layers:
-        layer.gates[1][2:] = 0.001
+        layer.gates[-1][2:] = 0.001
     assert not size.hold_(before, floor=1)
     assert size.exact() < now < start
     assert size.hold_(before, floor=float(now))
     assert size.exact() == now
-    held = layers[1].gates[1][2:]
+    held = layers[1].gates[-1][2:]
     torch.testing.assert_close(held, torch.full_like(held, 0.015))
     assert layers[0].gates[0][0] == 0
 
