@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera import OptimizerInBackward
+from comera.optim import galore
+from comera.optim.projection import new_bases
 
 
 class Tied(nn.Module):
@@ -123,6 +125,35 @@ def test_equals_steps_after_backward(name):
     assert_same(a, first, b, second)
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
     assert all(p.grad is None for p in b.parameters())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_subspaces_are_found_in_the_same_steps_with_the_same_seeds(monkeypatch, later):
+    asked = []
+
+    def note(grad, rank, proj_type, method, seed):
+        asked[-1].append((tuple(grad.shape), seed))
+        return new_bases(grad, rank, proj_type, method, seed)
+
+    monkeypatch.setattr(galore, "new_bases", note)
+    logs = []
+    for wrap in (lambda optimizer: optimizer, OptimizerInBackward):
+        model = make_model()
+        *others, projected = galore_groups(model)
+        optimizer = comera.GaLoreAdamW([*others, projected] if not later else [projected])
+        if later:
+            for group in others:
+                optimizer.add_param_group(group)
+            twin = {**projected, "params": [nn.Parameter(torch.randn(30, 20))]}
+            optimizer.add_param_group(twin)
+        updates = wrap(optimizer)
+        for k in range(12):
+            asked.append([])
+            train(model, updates, k, k + 1)
+        logs.append([sorted(step) for step in asked])
+        asked.clear()
+    assert logs[0] == logs[1]
+    assert len({seed for step in logs[0] for _, seed in step}) > 6
 
 
 @pytest.mark.parametrize("name", ["AdamW", "CAME", "GaLoreAdamW"])
