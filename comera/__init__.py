@@ -21,6 +21,7 @@ from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
@@ -38,6 +39,7 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "GroupedMerge",
+    "OptimizerInBackward",
     "TTConfig",
     "TTEmbedding",
     "TTEmbeddingBag",

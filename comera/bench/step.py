@@ -4,6 +4,8 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from torch.optim import Optimizer
+
 from comera.bench import peers
 from comera.bench.encoders import (
     LEARNING_RATE,
@@ -70,6 +72,7 @@ def step(
 
 def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
     """Seconds of a step in which GaLore finds its subspaces anew."""
+    assert isinstance(step.optimizer, Optimizer), "made by peers"
     peers.refresh_galore(step.optimizer)
     session.synchronize()
     began = time.perf_counter()

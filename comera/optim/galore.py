@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.optim import galore_checks
+from comera.optim.galore_checks import DEFAULTS, OURS
+from comera.optim.partial import step_on
 from comera.optim.projection import (
     METHODS,
-    PROJ_TYPES,
     Method,
     into,
     low_shape,
-    matrix_shape,
     new_bases,
     out_of,
     rotate,
-    sides,
 )
 
-_DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_OURS = "galore_"
-"""Before the names of this class' entries in a parameter's state."""
+
+_Taken = tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]
+"""A parameter, its stand-in, that one's value before the step unless zero, and the group."""
 
 
 class GaLore(Optimizer):
@@ -78,14 +78,17 @@ class GaLore(Optimizer):
         **settings: Any,
     ) -> None:
         if projection not in METHODS:
-            raise ValueError(f"projection={projection!r} must be one of {_listed(METHODS)}")
+            raise ValueError(
+                f"projection={projection!r} must be one of {galore_checks.listed(METHODS)}"
+            )
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         groups = [{**g, "params": _as_list(g["params"])} for g in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
+        self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
         self._inner = inner([self._for_inner(g) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
         for group in groups:
-            self._check(group)
+            galore_checks.check_group(group, self._inner)
         self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
         self._built = False
         theirs = self._inner.param_groups
@@ -96,10 +99,13 @@ class GaLore(Optimizer):
         """As any optimizer's; a group with the key ``rank`` is projected."""
         if self._built:
             param_group = {**param_group, "params": _as_list(param_group["params"])}
-            self._check(param_group)
+            galore_checks.check_group(param_group, self._inner)
             self._inner.add_param_group(self._for_inner(param_group))
             param_group = _merged(param_group, self._inner.param_groups[-1])
         super().add_param_group(param_group)
+        if "rank" in self.param_groups[-1]:
+            for param in self.param_groups[-1]["params"]:
+                self._numbers[param] = len(self._numbers) + 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self._inner!r}"
@@ -115,28 +121,31 @@ class GaLore(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        taken: list[tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]] = []
-        number = 0
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            for key in self._inner_keys:  # schedulers and users change ours
-                theirs[key] = mine[key]
-            if "rank" not in mine:
-                continue
-            theirs["weight_decay"] = 0.0
-            for param in mine["params"]:
-                number += 1
-                if param.grad is not None:
-                    _check_gradient(param.grad)
-                    self._decay_(param, mine)
-                    taken += self._project(param, mine, number)
+        taken: list[_Taken] = []
+        for position in range(len(self.param_groups)):
+            group = self._hand_over(position)
+            if "rank" in group:
+                for param in group["params"]:
+                    taken += self._project(param, group)
         self._inner.step()
-        self._show_state()
-        for param, stand_in, before, group in taken:
-            moved = stand_in.data if before is None else stand_in.data - before
-            step = out_of(moved, self._bases(param)).reshape(param.shape)
-            param.add_(step.to(param.dtype), alpha=group["scale"])
-            _release(stand_in)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._show_state(param)
+        self._lift(taken)
         return loss
+
+    @torch.no_grad()
+    def step_on_(self, param: Tensor, position: int) -> None:
+        """One step of one parameter, in group number ``position``, as :meth:`step` would take it.
+
+        Raises:
+            RuntimeError: As :meth:`step`.
+        """
+        group = self._hand_over(position)
+        taken = self._project(param, group) if "rank" in group else []
+        step_on(self._inner, self._stand_ins.get(param, param), position)
+        self._show_state(param)
+        self._lift(taken)
 
     def unpack_state_(self, param: Tensor) -> None:
         """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
@@ -148,17 +157,34 @@ class GaLore(Optimizer):
         if hasattr(self._inner, "pack_state_"):
             self._inner.pack_state_(param)
 
-    def _project(
-        self, param: Tensor, group: dict[str, Any], number: int
-    ) -> list[tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]]:
-        """Give the stand-in its gradient; nothing if the parameter is not projected or waits."""
+    def _hand_over(self, position: int) -> dict[str, Any]:
+        """A group, once the inner optimizer has its settings: schedulers and users change ours."""
+        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
+        for key in self._inner_keys:
+            theirs[key] = mine[key]
+        if "rank" in mine:
+            theirs["weight_decay"] = 0.0
+        return mine
+
+    def _lift(self, taken: list[_Taken]) -> None:
+        """Take the steps that the stand-ins took."""
+        for param, stand_in, before, group in taken:
+            moved = stand_in.data if before is None else stand_in.data - before
+            step = out_of(moved, self._bases(param)).reshape(param.shape)
+            param.add_(step.to(param.dtype), alpha=group["scale"])
+            _release(stand_in)
+
+    def _project(self, param: Tensor, group: dict[str, Any]) -> list[_Taken]:
+        """Decay, and give the stand-in its gradient; nothing without one or while it waits."""
+        if param.grad is None:
+            return []
+        galore_checks.check_gradient(param.grad)
+        self._decay_(param, group)
         stand_in = self._stand_ins.get(param)
-        grad = param.grad
-        assert grad is not None, "the caller looked"
         if stand_in is None:
             return []
-        matrix = grad.reshape(grad.shape[0], -1)
-        self._refresh(param, matrix, group, number)
+        matrix = param.grad.reshape(param.grad.shape[0], -1)
+        self._refresh(param, matrix, group, self._numbers[param])
         bases = self._bases(param)
         if not bases:
             stand_in.grad = None
@@ -176,7 +202,7 @@ class GaLore(Optimizer):
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:
         """Find the subspace anew when it is time."""
         state, gap = self.state[param], group["update_proj_gap"]
-        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
+        count = state.setdefault(f"{OURS}step", torch.zeros((), dtype=torch.int64))
         steps = int(count)  # a number on the CPU: nothing waits for the device
         old = self._bases(param)
         # Golden-ratio steps spread any number of parameters evenly over the gap.
@@ -196,18 +222,16 @@ class GaLore(Optimizer):
                 if key in moments:
                     moments[key] = rotate(moments[key], old, new)
         for side, basis in new.items():
-            state[_OURS + side] = basis
+            state[OURS + side] = basis
 
-    def _show_state(self) -> None:
+    def _show_state(self, param: Tensor) -> None:
         """What is not projected has the inner optimizer's state, the very same, as its own."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self._stand_ins and param in self._inner.state:
-                    self.state[param] = self._inner.state[param]
+        if param not in self._stand_ins and param in self._inner.state:
+            self.state[param] = self._inner.state[param]
 
     def _bases(self, param: Tensor) -> dict[str, Tensor]:
         state = self.state.get(param, {})
-        return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
+        return {side: state[OURS + side] for side in ("left", "right") if OURS + side in state}
 
     def _decay_(self, param: Tensor, group: dict[str, Any]) -> None:
         """Weight decay of a projected group, as the inner optimizer would."""
@@ -228,24 +252,14 @@ class GaLore(Optimizer):
 
     def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         """The inner optimizer's group: stand-ins for what is projected, no keys of ours."""
-        own = {key: value for key, value in group.items() if key not in ("rank", *_DEFAULTS)}
+        own = {key: value for key, value in group.items() if key not in ("rank", *DEFAULTS)}
         if "rank" not in group:
             return own
         members = [self._stand_in(param, group) for param in group["params"]]
         return {**own, "params": members}
 
     def _stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        if param.dim() < 2:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is in a group with "
-                f"rank={group['rank']}: only matrices and tensors of more dimensions are projected"
-            )
-        shape = matrix_shape(param)
-        rank, proj_type = group["rank"], group.get("proj_type", "std")
-        if proj_type not in PROJ_TYPES:
-            raise ValueError(f"proj_type={proj_type!r} must be one of {_listed(PROJ_TYPES)}")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank={rank!r} must be a whole number of at least 1")
+        rank, proj_type, shape = galore_checks.projection_of(param, group)
         if rank >= min(shape):
             return param
         size = low_shape(shape, rank, proj_type)
@@ -254,25 +268,6 @@ class GaLore(Optimizer):
         _release(stand_in)
         self._stand_ins[param] = stand_in
         return stand_in
-
-    def _check(self, group: dict[str, Any]) -> None:
-        known = self._inner_keys | {"params", "name", "initial_lr", "rank", *_DEFAULTS}
-        unknown = sorted(set(group) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown keys {unknown} in a parameter group; {type(self._inner).__name__} in "
-                f"GaLore takes {sorted(known - {'params'})}"
-            )
-        if "rank" not in group:
-            misplaced = sorted(set(group) & set(_DEFAULTS))
-            if misplaced:
-                raise ValueError(f"a parameter group has {misplaced} but no rank")
-            return
-        gap, scale = group.get("update_proj_gap", 1), group.get("scale", 1.0)
-        if not isinstance(gap, int) or gap < 1:
-            raise ValueError(f"update_proj_gap={gap!r} must be a whole number of at least 1")
-        if not scale > 0:
-            raise ValueError(f"scale={scale!r} must be above 0")
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; the inner optimizer's state beside the subspaces."""
@@ -293,12 +288,13 @@ class GaLore(Optimizer):
         state = state_dict["state"]
         if len(numbers) == len(params):  # else the base class says what differs
             for k, param in zip(numbers, params, strict=True):
-                self._check_fit(param, state.get(k, {}))
+                group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+                galore_checks.check_fit(param, group, param in self._stand_ins, state.get(k, {}))
         split: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
         for k, entries in state.items():
             for key, value in entries.items():
-                split[key.startswith(_OURS)].setdefault(k, {})[key] = value
-        own = {"rank", *_DEFAULTS}
+                split[key.startswith(OURS)].setdefault(k, {})[key] = value
+        own = {"rank", *DEFAULTS}
         inner_groups = [
             {key: value for key, value in group.items() if key not in own}
             for group in state_dict["param_groups"]
@@ -306,41 +302,15 @@ class GaLore(Optimizer):
         self._inner.load_state_dict({"state": split[False], "param_groups": inner_groups})
         # Without the state, which the base class would round to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
-        self._show_state()
+        for param in params:
+            self._show_state(param)
         by_number = dict(zip(numbers, params, strict=True))
         for k, entries in split[True].items():
             device = by_number[k].device
             self.state[by_number[k]] = {
-                key: value.clone() if key == f"{_OURS}step" else value.to(device, copy=True)
+                key: value.clone() if key == f"{OURS}step" else value.to(device, copy=True)
                 for key, value in entries.items()
             }
-
-    def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
-        stand_in = self._stand_ins.get(param)
-        there = {key.removeprefix(_OURS): v for key, v in entries.items() if key.startswith(_OURS)}
-        there.pop("step", None)
-        if stand_in is None:
-            if there:
-                raise ValueError(
-                    f"the state holds a subspace for a parameter of shape {tuple(param.shape)}, "
-                    "which is not projected here"
-                )
-            return
-        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        shape = matrix_shape(param)
-        left, right = sides(shape, group["proj_type"])
-        wanted = {}
-        if left:
-            wanted["left"] = (shape[0], group["rank"])
-        if right:
-            wanted["right"] = (group["rank"], shape[1])
-        found = {side: tuple(basis.shape) for side, basis in there.items()}
-        if found and found != wanted:
-            raise ValueError(
-                f"the state's subspaces {found} do not fit a parameter of shape "
-                f"{tuple(param.shape)} at rank={group['rank']}, "
-                f"proj_type={group['proj_type']!r}, which needs {wanted}"
-            )
 
 
 class GaLoreAdamW(GaLore):
@@ -380,16 +350,7 @@ class GaLoreAdamW8bit(GaLore):
 
 def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """A group with all settings: the inner optimizer's, ours, and what the user said."""
-    return {**theirs, **(_DEFAULTS if "rank" in mine else {}), **mine}
-
-
-def _check_gradient(grad: Tensor) -> None:
-    if grad.is_sparse or grad.is_complex():
-        kind = "sparse" if grad.is_sparse else "complex"
-        raise RuntimeError(
-            f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
-            "parameter out of the groups with a rank"
-        )
+    return {**theirs, **(DEFAULTS if "rank" in mine else {}), **mine}
 
 
 def _release(stand_in: nn.Parameter) -> None:
@@ -400,7 +361,3 @@ def _release(stand_in: nn.Parameter) -> None:
 
 def _as_list(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

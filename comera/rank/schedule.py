@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.size import Gates, SizeOfRanks
 from comera.rank.truncate import check_min_rank, prune_to_, truncate_
 
@@ -176,7 +177,7 @@ class TwoStage:
         else:
             self._running_loss.lerp_(loss.detach(), 0.05)
 
-    def finish_(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    def finish_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> dict[str, Any]:
         """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
 
         Ranks the objective left above their threshold are closed greedily until the target is
@@ -211,7 +212,7 @@ class TwoStage:
             "reached": reached,
         }
 
-    def check_schedule(self, optimizer: Optimizer) -> None:
+    def check_schedule(self, optimizer: Optimizer | OptimizerInBackward) -> None:
         """Warn when the gates cannot reach their threshold in the steps there are.
 
         Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before

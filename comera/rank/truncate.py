@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.carry import carry_
+from comera.optim.in_backward import OptimizerInBackward
 
 
 @torch.no_grad()
 def truncate_(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | OptimizerInBackward | None = None,
     *,
     min_rank: int = 1,
     absorb: bool = True,
@@ -39,6 +40,8 @@ def truncate_(
         ValueError: If ``min_rank`` is neither 0 nor 1.
     """
     check_min_rank(min_rank)
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer = optimizer.optimizer
     changed = {}
     for name, layer in tensor_trains(model).items():
         before = layer.ranks

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
+from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
 
 
@@ -27,7 +29,8 @@ class TrainStep:
     Args:
         model: Put into training mode by whoever evaluates in between.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
-        optimizer: Steps once a call.
+        optimizer: Steps once a call; around it a :class:`~comera.OptimizerInBackward`, it steps
+            each parameter in the last backward pass of a call.
         ranks: The rank objective, if ranks are learned.
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
             are added up before the one optimizer step.
@@ -41,13 +44,16 @@ class TrainStep:
 
     Raises:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
+            With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
+            always, such a gradient is applied.
+        ValueError: If a setting is out of range, or per-layer updates cannot go with it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: Callable[[nn.Module, Any], Tensor],
-        optimizer: Optimizer,
+        optimizer: Optimizer | OptimizerInBackward,
         ranks: TwoStage | None = None,
         *,
         accumulate: int = 1,
@@ -60,6 +66,8 @@ class TrainStep:
             raise ValueError(f"accumulate={accumulate} must be at least 1")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
+        if isinstance(optimizer, OptimizerInBackward):
+            _check_in_backward(model, clip_norm)
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
@@ -84,8 +92,9 @@ class TrainStep:
             The mean loss before the update, detached; without the rank objective.
         """
         total = torch.zeros((), device=self._device)
-        for part, share in self._parts(batch):
-            with self.merged:
+        parts = self._parts(batch)
+        for number, (part, share) in enumerate(parts, 1):
+            with self.merged, self._updates(last=number == len(parts)):
                 loss = self._loss(part)
                 self._check_loss(loss)
                 objective = loss if self.ranks is None else self.ranks.objective(loss)
@@ -112,6 +121,12 @@ class TrainStep:
                 # torch.compile looks at .grad of all it is given, joined cores included.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
                 return self._loss_fn(self.model, part)
+
+    def _updates(self, last: bool) -> AbstractContextManager[None]:
+        """Per-layer updates, if there are any, come with the last part."""
+        if last or not isinstance(self.optimizer, OptimizerInBackward):
+            return nullcontext()
+        return self.optimizer.accumulate()
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """The batch in ``accumulate`` parts, each with its share of the rows."""
@@ -159,7 +174,22 @@ class TrainStep:
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
 
 
-def _check_holds_cores(optimizer: Optimizer, model: nn.Module) -> None:
+def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
+    if clip_norm is not None:
+        raise ValueError(
+            f"clip_norm={clip_norm} needs all gradients at once, and OptimizerInBackward frees "
+            "each in backward: leave clip_norm out and take an optimizer that bounds its own steps "
+            "(comera.CAME, torch.optim.Adafactor), or give TrainStep the optimizer itself"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "OptimizerInBackward would step before DistributedDataParallel has averaged: give the "
+            "model unwrapped, and OptimizerInBackward(optimizer, "
+            "process_group=torch.distributed.group.WORLD)"
+        )
+
+
+def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Module) -> None:
     """An optimizer built before ``tensorize_`` holds parameters that are no longer in the model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]

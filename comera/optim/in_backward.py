@@ -1,0 +1,344 @@
+"""Per-layer updates: each parameter steps inside backward, and its gradient is freed at once.
+
+After LOMO (arXiv 2306.09782) and GaLore (arXiv 2403.03507, section 4.3); the hook is
+``torch.Tensor.register_post_accumulate_grad_hook``.
+"""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from comera.optim.came import CAME
+from comera.optim.galore import GaLore
+from comera.optim.partial import plain_step, step_on
+
+
+class OptimizerInBackward:
+    """Let an optimizer step each parameter in backward, as soon as its gradient is complete.
+
+    Gradients then need the memory of the largest layers instead of all. The wrapped optimizer
+    stays what it was: schedulers, checkpoints and ``truncate_`` go on using it, and its steps are
+    the same, bit for bit on a CPU. Parameters that are not hooked, such as those of groups
+    added later, step in :meth:`step` as ever, and so does a gradient that only :meth:`accumulate`
+    has seen.
+
+    Call :meth:`step` (or the optimizer's) once in each iteration all the same: it ends the
+    iteration, runs the optimizer's post hooks and is what schedulers look for.
+
+    Args:
+        optimizer: Any that updates each parameter from its own gradient and state.
+        process_group: Average each gradient over this group before its step, instead of
+            ``DistributedDataParallel``, which keeps all gradients in its buckets. All processes
+            start with equal parameters and use the same ones in the same order in each backward.
+            A model of ``torch.distributed.fsdp.fully_shard`` needs none.
+
+    Attributes:
+        optimizer: The wrapped one.
+
+    Note:
+        What needs all gradients at once cannot be had: no clipping of their global norm (CAME and
+        Adafactor bound each parameter's own step), no :class:`torch.amp.GradScaler` (use
+        bfloat16), no look at gradients after backward. A gradient that is not finite is applied,
+        and an exception in backward leaves some parameters updated: check the loss before, as
+        ``comera.TrainStep`` does. ``use_reentrant=False`` is the right kind of activation
+        checkpointing; the other runs a shared layer after it has changed, which is an error here.
+        CAME updates small tensors of equal shape in the same calls after backward, here one by one:
+        some 0.2 ms each on a CPU.
+        The hooks live as long as the parameters, or until :meth:`remove`.
+
+    Raises:
+        TypeError: If ``optimizer`` is none, or keeps count over all parameters.
+        ValueError: If it cannot step in backward; the message says why and what can.
+
+    Example::
+
+        optimizer = comera.GaLoreAdamW(comera.galore_param_groups(model, lr=1e-2, rank=128))
+        updates = comera.OptimizerInBackward(optimizer)
+        for batch in loader:
+            loss_fn(model, batch).backward()  # parameters change here
+            updates.step()
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, process_group: "dist.ProcessGroup | None" = None
+    ) -> None:
+        _check(optimizer, process_group)
+        self.optimizer, self._process_group = optimizer, process_group
+        self._position: dict[Tensor, int] = {}
+        self._stepped: set[Tensor] = set()
+        self._waiting: dict[Tensor, None] = {}  # with gradients of accumulate(), in their order
+        self._accumulating = False
+        # Each device has a thread of its own in backward, and they share the optimizer.
+        self._lock = threading.Lock()
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        self._handles: list[Any] = [self._before, after]
+        for position, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.requires_grad:
+                    self._position[param] = position
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._on_grad))
+        # So that GradScaler comes to the optimizer's step, where it can be told; see _before_step.
+        self._undo: dict[str, Any] = {}
+        key = "_step_supports_amp_scaling"
+        if key in vars(optimizer):
+            self._undo[key] = vars(optimizer)[key]
+        setattr(optimizer, key, True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} around {self.optimizer!r}"
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward adds up gradients and steps nothing, as for all but the last part.
+
+        Around forward and backward, like ``DistributedDataParallel.no_sync``::
+
+            with updates.accumulate():
+                for part in parts[:-1]:
+                    loss_fn(model, part).backward()
+            loss_fn(model, parts[-1]).backward()
+            updates.step()
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End an iteration; gradients that are still there are stepped now.
+
+        Args:
+            closure: Computes the loss and its backward pass, in which parameters are updated.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: If a gradient came back after its update, or a ``GradScaler`` calls.
+        """
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that are left, if any."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def remove(self) -> None:
+        """Take the hooks away: from now on the optimizer steps as it did before."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            vars(self.optimizer).pop("_step_supports_amp_scaling", None)
+            vars(self.optimizer).update(self._undo)
+        self._handles, self._position = [], {}
+        self._stepped.clear()
+        self._waiting.clear()
+
+    def __enter__(self) -> "OptimizerInBackward":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self.optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's; there is nothing else to save."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's, whether it was saved with per-layer updates or without."""
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``GradScaler.step`` asks first."""
+        raise RuntimeError(_SCALED)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "OptimizerInBackward cannot be copied or pickled, as its hooks belong to these very "
+            "parameters: save state_dict(), and make a new one around the other optimizer"
+        )
+
+    def _on_grad(self, param: Tensor) -> None:
+        """What autograd, or ``fully_shard`` after its reduction, calls with a full gradient."""
+        if self._accumulating:
+            self._waiting[param] = None
+            return
+        with self._lock:
+            if param in self._stepped:
+                self._raise_twice(param)
+            if self._process_group is not None:
+                self._average(param)
+            self._stepped.add(param)
+            self._waiting.pop(param, None)
+            step_on(self.optimizer, param, self._position[param])
+            param.grad = None
+
+    def _average(self, param: Tensor) -> None:
+        assert param.grad is not None
+        # Divided first, as DistributedDataParallel does: the sum of many can overflow.
+        param.grad.div_(dist.get_world_size(self._process_group))
+        dist.all_reduce(param.grad, group=self._process_group)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._lock.locked():
+            return  # a class that calls its parent's step, which has hooks of its own
+        if hasattr(optimizer, "found_inf"):  # set by GradScaler for the time of a step
+            vars(optimizer).pop("found_inf", None)
+            vars(optimizer).pop("grad_scale", None)
+            raise RuntimeError(_SCALED)
+        _check_hooks(optimizer, mine=self._before.id)
+        for param in self._stepped:
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"{self._name(param)} was updated in backward and has a gradient again. If the "
+                    "model is wrapped in DistributedDataParallel, do not wrap it and give "
+                    "OptimizerInBackward process_group=torch.distributed.group.WORLD, which "
+                    "averages each gradient before its step; if accumulate() came after the last "
+                    "backward, let it come first"
+                )
+        if self._process_group is not None:
+            if any(value is not None for value in (*args[1:], *kwargs.values())):
+                raise ValueError(
+                    "step(closure) does not go with process_group=: call backward, then step()"
+                )
+            for param in self._waiting:
+                if param.grad is not None:
+                    self._average(param)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._lock.locked():
+            self._stepped.clear()
+            self._waiting.clear()
+
+    def _raise_twice(self, param: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"{self._name(param)} got a second gradient after it was updated in backward. Call "
+            "step() of OptimizerInBackward once after each backward; where gradients of several "
+            "backward passes belong together, run all but the last in `with updates.accumulate():`;"
+            " where one pass runs activation checkpointing of a layer that is used twice, give "
+            "torch.utils.checkpoint use_reentrant=False"
+        )
+
+    def _name(self, param: Tensor) -> str:
+        """For a message: by name where the groups were made of named parameters."""
+        number = self._position[param]
+        group = self.optimizer.param_groups[number]
+        index = next(k for k, p in enumerate(group["params"]) if p is param)
+        shape = f"of shape {tuple(param.shape)}"
+        if "param_names" in group:
+            return f"the parameter {group['param_names'][index]!r} {shape}"
+        return f"parameter {index} {shape} of parameter group {group.get('name', number)!r}"
+
+
+_SCALED = (
+    "a GradScaler cannot work with OptimizerInBackward: parameters were updated in backward, with "
+    "gradients still scaled. Train in bfloat16 without a scaler (torch.autocast(dtype="
+    "torch.bfloat16)), or without per-layer updates"
+)
+
+
+def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> None:
+    """Raise where steps in backward would not be the optimizer's own."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}; it must be an optimizer that holds "
+            "all parameters, such as torch.optim.AdamW(model.parameters())"
+        )
+    name = type(optimizer).__name__
+    if any(getattr(hook, "__func__", None) is _OURS for hook in _pre_hooks(optimizer).values()):
+        raise ValueError(f"this {name} is in an OptimizerInBackward already: remove() that first")
+    _check_hooks(optimizer)
+    closure = inspect.signature(plain_step(optimizer)).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{name} needs all gradients at once, several times in a step: call its "
+            "step(closure) itself"
+        )
+    if _is(optimizer, "ZeroRedundancyOptimizer"):
+        raise ValueError(
+            f"{name} sends whole parameters around after its step: shard the model with "
+            "torch.distributed.fsdp.fully_shard instead, and give a plain optimizer"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable=True needs the graph that backward frees: leave it out"
+            )
+        for param in group["params"]:
+            _check_sharding(optimizer, param, process_group)
+
+
+def _check_sharding(optimizer: Optimizer, param: Tensor, process_group: Any) -> None:
+    if _is(param, "FlatParameter"):
+        raise ValueError(
+            "a parameter is a FlatParameter of FullyShardedDataParallel, which reduces gradients "
+            "only after hooks have run: shard with torch.distributed.fsdp.fully_shard"
+        )
+    if not _is(param, "DTensor"):
+        return
+    if process_group is not None:
+        raise ValueError(
+            "process_group= is for whole parameters; these are sharded, and fully_shard reduces "
+            "their gradients itself: leave process_group out"
+        )
+    why = None
+    if isinstance(optimizer, GaLore):
+        why = "finds its subspaces from whole matrices"
+    elif isinstance(optimizer, torch.optim.Adafactor):
+        why = "takes norms in place, which torch cannot do on shards"
+    elif isinstance(optimizer, CAME):
+        why = "stacks whole matrices of equal shape"
+    if why is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} {why}, and a parameter of shape {tuple(param.shape)} is "
+            "sharded (DTensor): use torch.optim.AdamW, or leave the model whole and give "
+            "process_group="
+        )
+
+
+def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
+    others = [hook for number, hook in _pre_hooks(optimizer).items() if number != mine]
+    if others:
+        shown = getattr(others[0], "__qualname__", repr(others[0]))
+        raise ValueError(
+            f"{type(optimizer).__name__} has a step pre-hook ({shown}), which would find no "
+            "gradients: they are gone after backward. Hook the parameters "
+            "(Tensor.register_hook), or use register_step_post_hook"
+        )
+
+
+def _pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
+    return optimizer._optimizer_step_pre_hooks
+
+
+def _is(thing: object, name: str) -> bool:
+    """Whether it is of a class of this name, which need not be imported to be asked."""
+    return any(cls.__name__ == name for cls in type(thing).__mro__)
+
+
+_OURS = OptimizerInBackward._before_step

@@ -1,0 +1,48 @@
+"""One step of one parameter by an optimizer that holds many."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
+    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
+
+    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
+    go through offers ``step_on_(param, position)``.
+
+    Args:
+        optimizer: Steps each parameter by its own gradient and state.
+        param: With its gradient.
+        position: Of its group among the optimizer's.
+
+    Raises:
+        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
+    """
+    own = getattr(optimizer, "step_on_", None)
+    if own is not None:
+        own(param, position)
+        return
+    groups = optimizer.param_groups
+    group = groups[position]
+    alone = {**group, "params": [param]}
+    optimizer.param_groups = [alone]
+    try:
+        plain_step(optimizer)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    written = [k for k, v in alone.items() if k != "params" and v is not group.get(k)]
+    if written:
+        raise TypeError(
+            f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
+            "groups in every step, which is a sum over all parameters and cannot be had from one: "
+            "call its step() after backward"
+        )
+
+
+def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's step without what torch wraps around it: hooks and a profiler's record."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
