@@ -22,6 +22,7 @@ from comera.nn.linear import TTLinear
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.muon import MuonAdamW
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
@@ -39,6 +40,7 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "GroupedMerge",
+    "MuonAdamW",
     "OptimizerInBackward",
     "TTConfig",
     "TTEmbedding",

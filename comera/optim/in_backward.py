@@ -273,7 +273,7 @@ def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> N
     if any(getattr(hook, "__func__", None) is _OURS for hook in _pre_hooks(optimizer).values()):
         raise ValueError(f"this {name} is in an OptimizerInBackward already: remove() that first")
     _check_hooks(optimizer)
-    closure = inspect.signature(plain_step(optimizer)).parameters.get("closure")
+    closure = inspect.signature(plain_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
             f"{name} needs all gradients at once, several times in a step: call its "

@@ -30,7 +30,7 @@ def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
     alone = {**group, "params": [param]}
     optimizer.param_groups = [alone]
     try:
-        plain_step(optimizer)(optimizer)
+        plain_step(type(optimizer))(optimizer)
     finally:
         optimizer.param_groups = groups
     written = [k for k, v in alone.items() if k != "params" and v is not group.get(k)]
@@ -42,7 +42,9 @@ def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
         )
 
 
-def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """The class's step without what torch wraps around it: hooks and a profiler's record."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step

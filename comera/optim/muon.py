@@ -1,0 +1,161 @@
+"""Muon for tensor trains: every core's step has equal singular values; AdamW for the rest.
+
+Adam gives every number of a core a step of one size. What a step does to the weight is the product
+of all cores, where a few large singular values then drown the others. Muon (K. Jordan et al., 2024,
+https://kellerjordan.github.io/posts/muon) replaces the averaged gradient by the nearest matrix
+whose singular values are all one. A core is taken as the matrix between its wider bond and all its
+other dimensions, which is how orthonormal cores start (``comera/nn/init.py``).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.ops.autocast import without_autocast
+from comera.optim.partial import plain_step
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: steep at zero, singular values end between 0.7 and 1.2 (Jordan)."""
+
+
+_LIKE_ADAM = 0.2
+"""Times the root of the wider side: the root mean square of a step is then about that of Adam's
+(Liu et al., arXiv 2502.16982, section 2.2)."""
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon on the cores of tensor trains, AdamW on everything else.
+
+    Args:
+        params: Parameter groups. A group with ``muon=True`` is stepped by Muon, by default the
+            one named ``"cores"`` in :func:`~comera.param_groups`; it may also hold dense matrices.
+        lr: Of AdamW, and of Muon where a group says nothing else.
+        momentum: Decay rate of Muon's average of gradients, with Nesterov's look-ahead.
+        ns_steps: Newton-Schulz iterations, which find the orthogonal matrix.
+        **settings: Of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``, ``fused``,
+            ... Weight decay is decoupled for both.
+
+    Note:
+        State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype, and
+        ``step``, float32 ``()``.
+        Steps do not depend on the scale of the gradient. Cores of equal shape are stepped in the
+        same calls, in float32 on a CPU and in bfloat16 elsewhere, as :class:`torch.optim.Muon`.
+
+    Raises:
+        ValueError: If a setting is out of range, or a Muon group holds a vector.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        **settings: Any,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must be in [0, 1)")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps={ns_steps} must be at least 1")
+        self.momentum, self.ns_steps = momentum, ns_steps
+        super().__init__(params, lr, **settings)
+        # A GradScaler must not count on AdamW's fused step to divide by its scale.
+        self._step_supports_amp_scaling = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("muon", group.get("name") == "cores")
+        for param in group["params"]:
+            if group["muon"] and param.dim() < 2:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
+                    "which is for cores and matrices: put it in another group"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: If a gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            plain_step(torch.optim.AdamW)(self)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"]:
+                self._step_by_muon(group)
+        return loss
+
+    def _step_by_muon(self, group: dict[str, Any]) -> None:
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse or param.is_complex():
+                kind = "sparse" if param.grad.is_sparse else "complex"
+                raise RuntimeError(f"MuonAdamW does not support {kind} gradients")
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros(())  # AdamW looks for it wherever there is state
+                state["momentum_buffer"] = torch.zeros_like(param)
+            state["step"] += 1
+            average = state["momentum_buffer"]
+            average.lerp_(param.grad, 1 - self.momentum)
+            update = param.grad.lerp(average, self.momentum)
+            key = param.shape, param.dtype, param.device
+            alike.setdefault(key, []).append((param, update))
+        for (shape, *_), members in alike.items():
+            params, updates = (list(column) for column in zip(*members, strict=True))
+            rows, cols = core_matrix(shape)
+            steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), self.ns_steps)
+            steps *= group["lr"] * _LIKE_ADAM * math.sqrt(max(rows, cols))
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            steps = steps.reshape(-1, *shape)
+            torch._foreach_add_(params, list(steps if group["maximize"] else -steps))
+
+
+def core_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a core as a matrix: its wider bond against everything else.
+
+    A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
+    """
+    entries = shape.numel()
+    left, right = shape[0], shape[-1]
+    if len(shape) == 2 or left > right:
+        return left, entries // left
+    return entries // right, right
+
+
+def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
+    """Nearly the orthogonal factors ``U V^T`` of stacked matrices, ``(b, rows, columns)``.
+
+    Newton-Schulz iterations on the shorter side; singular values end between 0.7 and 1.2, those
+    far below the largest ones lower. A matrix of zeros stays one.
+    """
+    a, b, c = _COEFFICIENTS
+    wide = matrices_brc.shape[1] <= matrices_brc.shape[2]
+    on_cpu = matrices_brc.device.type == "cpu"
+    dtype = torch.promote_types(matrices_brc.dtype, torch.float32) if on_cpu else torch.bfloat16
+    x = (matrices_brc if wide else matrices_brc.mT).to(dtype)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # so that no singular value exceeds 1
+    with without_autocast(x):
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(matrices_brc.dtype)

@@ -1,0 +1,201 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.nn.module import tensor_trains
+from comera.optim.muon import core_matrix, orthogonalize
+
+from .updating import assert_same, loss_of, make_model
+
+
+def tensorized(dtype=torch.float32, **settings):
+    config = comera.TTConfig(
+        rank=6, order=2, hot_rows=20, hot_rank=6, target_modules=["tokens", "wide", "narrow"]
+    )
+    model = make_model(dtype=dtype)
+    model.narrow.weight = nn.Parameter(model.narrow.weight.detach().clone())
+    return comera.tensorize_(model, config)
+
+
+def muon(model, **settings):
+    return comera.MuonAdamW(comera.param_groups(model, 1e-2, weight_decay=0.1), **settings)
+
+
+def train(model, optimizer, first, last):
+    for k in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, k).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (7, 40), (40, 7), (1, 5)], ids=str)
+def test_singular_values_become_one_and_vectors_stay(shape):
+    x = torch.randn(4, *shape, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    inside = u.mT @ orthogonalize(x, 5) @ v.mT  # in the basis of x's own singular vectors
+    clear = s > 0.02 * s.norm(dim=1, keepdim=True)  # far smaller ones have not arrived yet
+    diagonal = inside.diagonal(dim1=1, dim2=2)
+    assert ((diagonal > 0.5) & (diagonal < 1.25) | ~clear).all()
+    torch.testing.assert_close(inside, torch.diag_embed(diagonal), atol=1e-10, rtol=0)
+
+
+def test_a_zero_matrix_stays_zero_and_scale_does_not_matter():
+    x = torch.randn(1, 8, 5)
+    together = orthogonalize(torch.cat([x, 0 * x, 1e4 * x]), 5)
+    assert together[1].eq(0).all()
+    torch.testing.assert_close(together[0], together[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((1, 8, 6), (8, 6)),
+        ((8, 4, 48), (32, 48)),
+        ((48, 4, 16), (48, 64)),
+        ((16, 8, 16), (128, 16)),
+        ((6, 8, 1), (6, 8)),
+        ((4, 3, 5, 6), (60, 6)),
+        ((24, 40), (24, 40)),
+        ((40, 24), (40, 24)),
+    ],
+    ids=str,
+)
+def test_a_core_is_a_matrix_at_its_wider_bond(shape, matrix):
+    assert core_matrix(torch.Size(shape)) == matrix
+
+
+def test_dense_matrices_step_as_by_torchs_muon():
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip("this torch has no Muon")
+    start = torch.randn(48, 32)
+    mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    ours = comera.MuonAdamW([{"params": [mine], "muon": True}], **settings)
+    torchs = muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    for _ in range(10):
+        grad = torch.randn(48, 32)
+        mine.grad, theirs.grad = grad.clone(), grad.clone()
+        ours.step()
+        torchs.step()
+    # torch iterates in bfloat16, whose rounding is some percent of a step.
+    assert (mine - theirs).norm() < 0.03 * (theirs - start).norm()
+
+
+def test_other_groups_step_as_by_adamw():
+    model, twin = tensorized(), tensorized()
+    ours = muon(model)
+    rest = [g for g in comera.param_groups(twin, 1e-2, weight_decay=0.1) if g["name"] != "cores"]
+    adamw = torch.optim.AdamW(rest)
+    for k in range(3):
+        loss_of(model, k).backward()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        ours.step()
+        adamw.step()
+        model.zero_grad()
+    cores = {id(core) for layer in tensor_trains(model).values() for core in layer.cores}
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs) == (id(mine) not in cores), name
+
+
+def test_cores_of_one_shape_step_together_as_they_would_alone():
+    cores = [nn.Parameter(torch.randn(6, 8, 5)) for _ in range(3)]
+    alone = [nn.Parameter(core.detach().clone()) for core in cores]
+    together = comera.MuonAdamW([{"params": cores, "muon": True}], lr=1e-2)
+    each = [comera.MuonAdamW([{"params": [core], "muon": True}], lr=1e-2) for core in alone]
+    for _ in range(4):
+        for one, other in zip(cores, alone, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        together.step()
+        for optimizer in each:
+            optimizer.step()
+    torch.testing.assert_close(cores, alone)
+
+
+def test_resume_is_exact():
+    model, twin = tensorized(), tensorized()
+    first, second = muon(model), muon(twin)
+    train(model, first, 0, 4)
+    train(twin, second, 0, 2)
+    again, third = tensorized(), None
+    again.load_state_dict(twin.state_dict())
+    third = muon(again)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    train(again, third, 2, 4)
+    assert_same(model, first, again, third)
+
+
+def test_truncation_cuts_its_average():
+    model = tensorized(torch.float64)
+    optimizer = muon(model)
+    train(model, optimizer, 0, 2)
+    with torch.no_grad():
+        for layer in tensor_trains(model).values():
+            for gate in layer.gates:
+                gate[1] = 0
+    before = loss_of(model, 5)
+    comera.truncate_(model, optimizer)
+    torch.testing.assert_close(loss_of(model, 5), before)
+    for layer in tensor_trains(model).values():
+        for core in layer.cores:
+            assert optimizer.state[core]["momentum_buffer"].shape == core.shape
+    train(model, optimizer, 2, 4)
+
+
+def test_steps_in_backward_are_the_same():
+    model, twin = tensorized(), tensorized()
+    optimizer, other = muon(model), muon(twin)
+    updates = comera.OptimizerInBackward(other)
+    for k in range(3):
+        optimizer.zero_grad()
+        loss_of(model, k).backward()
+        optimizer.step()
+        loss_of(twin, k).backward()
+        updates.step()
+    # One by one instead of stacked: equal up to rounding.
+    torch.testing.assert_close(dict(twin.named_parameters()), dict(model.named_parameters()))
+
+
+def test_a_tensor_as_learning_rate_follows_a_schedule():
+    model, twin = tensorized(), tensorized()
+    plain = muon(model)
+    groups = comera.param_groups(twin, 1e-2, weight_decay=0.1)
+    for group in groups:
+        group["lr"] = torch.tensor(group["lr"])
+    held = comera.MuonAdamW(groups)
+    train(model, plain, 0, 3)
+    train(twin, held, 0, 3)
+    torch.testing.assert_close(dict(twin.named_parameters()), dict(model.named_parameters()))
+
+
+def test_maximize_climbs():
+    core = nn.Parameter(torch.randn(2, 3, 4))
+    start = core.detach().clone()
+    optimizer = comera.MuonAdamW([{"params": [core], "muon": True}], lr=0.1, maximize=True)
+    core.grad = torch.randn_like(core)
+    optimizer.step()
+    assert ((core - start) * core.grad).sum() > 0
+
+
+def test_wrong_settings_are_named():
+    core, vector = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(3))
+    with pytest.raises(ValueError, match=r"momentum=1\.0 must be in \[0, 1\)"):
+        comera.MuonAdamW([core], momentum=1.0)
+    with pytest.raises(ValueError, match="ns_steps=0 must be at least 1"):
+        comera.MuonAdamW([core], ns_steps=0)
+    with pytest.raises(ValueError, match=r"of shape \(3,\) is in a group with muon=True"):
+        comera.MuonAdamW([{"params": [core, vector], "muon": True}])
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_it_cannot_take_are_refused(kind):
+    core = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64 if kind == "complex" else None))
+    optimizer = comera.MuonAdamW([{"params": [core], "muon": True}])
+    core.grad = torch.ones_like(core).to_sparse() if kind == "sparse" else torch.ones_like(core)
+    with pytest.raises(RuntimeError, match=f"MuonAdamW does not support {kind}"):
+        optimizer.step()
