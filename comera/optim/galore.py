@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.optim import layout
+from comera.optim.galore_checks import (
+    check_gradient,
+    check_group,
+    check_projected,
+    check_subspaces,
+    listed,
+)
 from comera.optim.projection import (
     METHODS,
-    PROJ_TYPES,
     Method,
     into,
     low_shape,
@@ -23,10 +30,11 @@ from comera.optim.projection import (
     new_bases,
     out_of,
     rotate,
-    sides,
 )
 
 _DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_KEYS = ("rank", *_DEFAULTS)
+"""Of a group, the inner optimizer has no use for them."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _OURS = "galore_"
 """Before the names of this class' entries in a parameter's state."""
@@ -78,14 +86,16 @@ class GaLore(Optimizer):
         **settings: Any,
     ) -> None:
         if projection not in METHODS:
-            raise ValueError(f"projection={projection!r} must be one of {_listed(METHODS)}")
+            raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         groups = [{**g, "params": _as_list(g["params"])} for g in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._inner = inner([self._for_inner(g) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
+        # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
+        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
         for group in groups:
-            self._check(group)
+            check_group(group, self._inner, _KEYS)
         self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
         self._built = False
         theirs = self._inner.param_groups
@@ -96,13 +106,22 @@ class GaLore(Optimizer):
         """As any optimizer's; a group with the key ``rank`` is projected."""
         if self._built:
             param_group = {**param_group, "params": _as_list(param_group["params"])}
-            self._check(param_group)
+            check_group(param_group, self._inner, _KEYS)
             self._inner.add_param_group(self._for_inner(param_group))
             param_group = _merged(param_group, self._inner.param_groups[-1])
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self._inner!r}"
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that trains the stand-ins, and every parameter that is not projected."""
+        return self._inner
+
+    def stand_in(self, param: Tensor) -> nn.Parameter | None:
+        """What the inner optimizer trains in the place of a parameter, if it is projected."""
+        return self._stand_ins.get(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,63 +134,90 @@ class GaLore(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        taken: list[tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]] = []
+        self._follow_settings()
+        taken: list[tuple[Tensor, nn.Parameter, float | Tensor]] = []
+        lent: list[tuple[Tensor, Tensor]] = []
         number = 0
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            for key in self._inner_keys:  # schedulers and users change ours
-                theirs[key] = mine[key]
-            if "rank" not in mine:
+        for group in self.param_groups:
+            if "rank" not in group:
                 continue
-            theirs["weight_decay"] = 0.0
-            for param in mine["params"]:
+            for param in group["params"]:
                 number += 1
-                if param.grad is not None:
-                    _check_gradient(param.grad)
-                    self._decay_(param, mine)
-                    taken += self._project(param, mine, number)
-        self._inner.step()
+                grad = param.grad
+                if grad is None:
+                    continue
+                check_gradient(grad)
+                factor = self._factor(param, group)
+                decayed = self._decayed(param, grad, group)
+                if (stand_in := self._stand_ins.get(param)) is None:
+                    param.grad = decayed
+                    lent.append((param, grad))
+                elif self._project(param, decayed.flatten(1), group, number):
+                    taken.append((param, stand_in, factor))
+        try:
+            self._inner.step()
+        finally:
+            for param, grad in lent:  # the caller's gradient has no penalty in it
+                param.grad = grad
         self._show_state()
-        for param, stand_in, before, group in taken:
-            moved = stand_in.data if before is None else stand_in.data - before
-            step = out_of(moved, self._bases(param)).reshape(param.shape)
-            param.add_(step.to(param.dtype), alpha=group["scale"])
+        for param, stand_in, factor in taken:
+            step = out_of(stand_in.data, self._bases(param)).reshape(param.shape)
+            param.add_((step * factor).to(param.dtype))
             _release(stand_in)
         return loss
 
+    def _follow_settings(self) -> None:
+        """Let the inner optimizer have what schedulers and users changed in our groups."""
+        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for key in self._inner_keys:
+                theirs[key] = mine[key]
+            if self._tensor_lr and not isinstance(mine["lr"], Tensor):
+                theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
+            if "rank" in mine:
+                theirs["weight_decay"] = 0.0
+
     def unpack_state_(self, param: Tensor) -> None:
         """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
-        if hasattr(self._inner, "unpack_state_"):
-            self._inner.unpack_state_(param)
+        layout.unpack_state_(self._inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
         """Undo :meth:`unpack_state_`."""
-        if hasattr(self._inner, "pack_state_"):
-            self._inner.pack_state_(param)
+        layout.pack_state_(self._inner, param)
 
-    def _project(
-        self, param: Tensor, group: dict[str, Any], number: int
-    ) -> list[tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]]:
-        """Give the stand-in its gradient; nothing if the parameter is not projected or waits."""
-        stand_in = self._stand_ins.get(param)
-        grad = param.grad
-        assert grad is not None, "the caller looked"
-        if stand_in is None:
-            return []
-        matrix = grad.reshape(grad.shape[0], -1)
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, so that a copy's stand-ins are those of its own parameters."""
+        return {**layout.whole(self), "_inner": (type(self._inner), layout.whole(self._inner))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state.get("_inner"), tuple):  # torch comes here with less, to load a state
+            kind, whole = state["_inner"]
+            inner = kind.__new__(kind)
+            inner.__setstate__(whole)
+            state = {**state, "_inner": inner}
+        super().__setstate__(state)
+
+    def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
+        """What the stand-in's step is multiplied by."""
+        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+            return group["scale"]
+        # Its steps are relative to the size of the parameter, for which it takes eps[1] while the
+        # stand-in is zero.
+        least = group["eps"][1]
+        wide = param.to(torch.promote_types(param.dtype, torch.float32))
+        return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
+
+    def _project(self, param: Tensor, matrix: Tensor, group: dict[str, Any], number: int) -> bool:
+        """Give the stand-in its gradient; False if the parameter waits for a subspace."""
+        stand_in = self._stand_ins[param]
         self._refresh(param, matrix, group, number)
         bases = self._bases(param)
         if not bases:
             stand_in.grad = None
-            return []
+            return False
         low = into(matrix, bases)
-        start = None
-        if isinstance(self._inner, torch.optim.Adafactor):  # its steps are relative to the weight
-            start = torch.full_like(low, 1.0) * param.float().square().mean().sqrt()
-            stand_in.data = start.clone()
-        else:
-            stand_in.data = torch.zeros_like(low)
+        stand_in.data = torch.zeros_like(low)
         stand_in.grad = low
-        return [(param, stand_in, start, group)]
+        return True
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:
         """Find the subspace anew when it is time."""
@@ -209,16 +255,15 @@ class GaLore(Optimizer):
         state = self.state.get(param, {})
         return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
 
-    def _decay_(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Weight decay of a projected group, as the inner optimizer would."""
+    def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Weight decay of a projected group, as the inner optimizer would: the gradient to use."""
         rate = group.get("weight_decay", 0.0)
         if not rate:
-            return
+            return grad
         if self._decoupled(group):
             param.mul_(1 - group["lr"] * rate)
-        else:
-            sign = -1 if group.get("maximize") else 1
-            param.grad = param.grad.add(param, alpha=sign * rate)  # type: ignore[union-attr]
+            return grad
+        return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _decoupled(self, group: dict[str, Any]) -> bool:
         if "decoupled_weight_decay" in group:  # torch's Adam and what is made of it
@@ -228,51 +273,24 @@ class GaLore(Optimizer):
 
     def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         """The inner optimizer's group: stand-ins for what is projected, no keys of ours."""
-        own = {key: value for key, value in group.items() if key not in ("rank", *_DEFAULTS)}
+        own = {key: value for key, value in group.items() if key not in _KEYS}
         if "rank" not in group:
             return own
-        members = [self._stand_in(param, group) for param in group["params"]]
+        members = [self._make_stand_in(param, group) for param in group["params"]]
         return {**own, "params": members}
 
-    def _stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        if param.dim() < 2:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is in a group with "
-                f"rank={group['rank']}: only matrices and tensors of more dimensions are projected"
-            )
+    def _make_stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        proj_type = group.get("proj_type", "std")
+        check_projected(param, group["rank"], proj_type)
         shape = matrix_shape(param)
-        rank, proj_type = group["rank"], group.get("proj_type", "std")
-        if proj_type not in PROJ_TYPES:
-            raise ValueError(f"proj_type={proj_type!r} must be one of {_listed(PROJ_TYPES)}")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank={rank!r} must be a whole number of at least 1")
-        if rank >= min(shape):
+        if group["rank"] >= min(shape):
             return param
-        size = low_shape(shape, rank, proj_type)
+        size = low_shape(shape, group["rank"], proj_type)
         wide = torch.promote_types(param.dtype, torch.float32)
         stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
         _release(stand_in)
         self._stand_ins[param] = stand_in
         return stand_in
-
-    def _check(self, group: dict[str, Any]) -> None:
-        known = self._inner_keys | {"params", "name", "initial_lr", "rank", *_DEFAULTS}
-        unknown = sorted(set(group) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown keys {unknown} in a parameter group; {type(self._inner).__name__} in "
-                f"GaLore takes {sorted(known - {'params'})}"
-            )
-        if "rank" not in group:
-            misplaced = sorted(set(group) & set(_DEFAULTS))
-            if misplaced:
-                raise ValueError(f"a parameter group has {misplaced} but no rank")
-            return
-        gap, scale = group.get("update_proj_gap", 1), group.get("scale", 1.0)
-        if not isinstance(gap, int) or gap < 1:
-            raise ValueError(f"update_proj_gap={gap!r} must be a whole number of at least 1")
-        if not scale > 0:
-            raise ValueError(f"scale={scale!r} must be above 0")
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; the inner optimizer's state beside the subspaces."""
@@ -298,9 +316,8 @@ class GaLore(Optimizer):
         for k, entries in state.items():
             for key, value in entries.items():
                 split[key.startswith(_OURS)].setdefault(k, {})[key] = value
-        own = {"rank", *_DEFAULTS}
         inner_groups = [
-            {key: value for key, value in group.items() if key not in own}
+            {key: value for key, value in group.items() if key not in _KEYS}
             for group in state_dict["param_groups"]
         ]
         self._inner.load_state_dict({"state": split[False], "param_groups": inner_groups})
@@ -316,31 +333,12 @@ class GaLore(Optimizer):
             }
 
     def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
-        stand_in = self._stand_ins.get(param)
-        there = {key.removeprefix(_OURS): v for key, v in entries.items() if key.startswith(_OURS)}
-        there.pop("step", None)
-        if stand_in is None:
-            if there:
-                raise ValueError(
-                    f"the state holds a subspace for a parameter of shape {tuple(param.shape)}, "
-                    "which is not projected here"
-                )
-            return
-        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        shape = matrix_shape(param)
-        left, right = sides(shape, group["proj_type"])
-        wanted = {}
-        if left:
-            wanted["left"] = (shape[0], group["rank"])
-        if right:
-            wanted["right"] = (group["rank"], shape[1])
-        found = {side: tuple(basis.shape) for side, basis in there.items()}
-        if found and found != wanted:
-            raise ValueError(
-                f"the state's subspaces {found} do not fit a parameter of shape "
-                f"{tuple(param.shape)} at rank={group['rank']}, "
-                f"proj_type={group['proj_type']!r}, which needs {wanted}"
-            )
+        found = {k.removeprefix(_OURS): v for k, v in entries.items() if k.startswith(_OURS)}
+        found.pop("step", None)
+        group = None
+        if param in self._stand_ins:
+            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        check_subspaces(param, group, found)
 
 
 class GaLoreAdamW(GaLore):
@@ -351,13 +349,20 @@ class GaLoreAdamW(GaLore):
 
 
 class GaLoreAdafactor(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
+    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there, but for ``eps``.
 
     Adafactor's steps are relative to the size of the parameter, here to that of the whole one.
+    Torch's own ``eps`` keeps no scale for gradients below 1e-5; this one is that of the paper.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-2, **settings: Any) -> None:
-        super().__init__(params, torch.optim.Adafactor, lr=lr, **settings)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: tuple[float | None, float] = (1e-15, 1e-3),
+        **more: Any,
+    ) -> None:
+        super().__init__(params, torch.optim.Adafactor, lr=lr, eps=eps, **more)
 
 
 class GaLoreAdamW8bit(GaLore):
@@ -383,15 +388,6 @@ def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return {**theirs, **(_DEFAULTS if "rank" in mine else {}), **mine}
 
 
-def _check_gradient(grad: Tensor) -> None:
-    if grad.is_sparse or grad.is_complex():
-        kind = "sparse" if grad.is_sparse else "complex"
-        raise RuntimeError(
-            f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
-            "parameter out of the groups with a rank"
-        )
-
-
 def _release(stand_in: nn.Parameter) -> None:
     """Nothing is kept between two steps but what the optimizer keeps."""
     stand_in.data = stand_in.data.new_zeros(0)
@@ -400,7 +396,3 @@ def _release(stand_in: nn.Parameter) -> None:
 
 def _as_list(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -65,7 +65,9 @@ def new_bases(
     left, right = sides((grad_MN.shape[0], grad_MN.shape[1]), proj_type)
     with torch.autocast(grad_MN.device.type, enabled=False):
         grad_MN = _widened(grad_MN)
-        generator = torch.Generator(grad_MN.device).manual_seed(seed)
+        generator = None
+        if grad_MN.device.type != "meta":  # where nothing is drawn
+            generator = torch.Generator(grad_MN.device).manual_seed(seed)
         bases: dict[str, Tensor] = {}
         if proj_type == "random":
             if left:
@@ -114,7 +116,7 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+def _range(grad_MN: Tensor, rank: int, generator: torch.Generator | None) -> Tensor:
     """``(M, R)``: the leading left singular vectors, nearly."""
     width = min(rank + _OVERSAMPLING, *grad_MN.shape)
     sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
@@ -129,6 +131,6 @@ def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     return basis @ vectors.flip(1)[:, :rank]
 
 
-def _random(size: int, rank: int, like: Tensor, generator: torch.Generator) -> Tensor:
+def _random(size: int, rank: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     normal = torch.randn(size, rank, generator=generator, device=like.device)
     return torch.linalg.qr(normal.to(like.dtype)).Q

@@ -1,0 +1,102 @@
+"""What GaLore refuses, in the words of the user."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from comera.optim.projection import PROJ_TYPES, matrix_shape, sides
+
+
+def check_group(group: dict[str, Any], inner: Optimizer, keys: Sequence[str]) -> None:
+    """Raise for a parameter group that does not fit.
+
+    Args:
+        group: As the user wrote it.
+        inner: The optimizer that takes all other keys.
+        keys: Of a projected group.
+
+    Raises:
+        ValueError: For a key that nobody takes, or a setting out of range.
+    """
+    known = {*inner.defaults, "params", "name", "initial_lr", *keys}
+    unknown = sorted(set(group) - known)
+    if unknown:
+        raise ValueError(
+            f"unknown keys {unknown} in a parameter group; {type(inner).__name__} in "
+            f"GaLore takes {sorted(known - {'params'})}"
+        )
+    if "rank" not in group:
+        misplaced = sorted(set(group) & set(keys))
+        if misplaced:
+            raise ValueError(f"a parameter group has {misplaced} but no rank")
+        return
+    gap, scale = group.get("update_proj_gap", 1), group.get("scale", 1.0)
+    if not isinstance(gap, int) or gap < 1:
+        raise ValueError(f"update_proj_gap={gap!r} must be a whole number of at least 1")
+    if not scale > 0:
+        raise ValueError(f"scale={scale!r} must be above 0")
+    eps = {**inner.defaults, **group}.get("eps")
+    if isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:  # type: ignore[index]
+        raise ValueError(
+            f"eps={eps} must have a second number above 0: the least size of a parameter to which "
+            "a projected step is relative"
+        )
+
+
+def check_projected(param: Tensor, rank: int, proj_type: str) -> None:
+    """Raise ``ValueError`` for a parameter, rank or way that cannot be projected."""
+    if param.dim() < 2:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
+            "matrices and tensors of more dimensions are projected"
+        )
+    if proj_type not in PROJ_TYPES:
+        raise ValueError(f"proj_type={proj_type!r} must be one of {listed(PROJ_TYPES)}")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank={rank!r} must be a whole number of at least 1")
+
+
+def check_gradient(grad: Tensor) -> None:
+    """Raise ``RuntimeError``, as torch's optimizers do, for a gradient that is not a matrix."""
+    if grad.is_sparse or grad.is_complex():
+        kind = "sparse" if grad.is_sparse else "complex"
+        raise RuntimeError(
+            f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
+            "parameter out of the groups with a rank"
+        )
+
+
+def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str, Tensor]) -> None:
+    """Raise ``ValueError`` if subspaces to load do not fit.
+
+    Args:
+        param: Whose they are.
+        group: Its group; None if it is not projected.
+        found: ``left`` and ``right`` bases.
+    """
+    if group is None:
+        if found:
+            raise ValueError(
+                f"the state holds a subspace for a parameter of shape {tuple(param.shape)}, "
+                "which is not projected here"
+            )
+        return
+    rank, (rows, columns) = group["rank"], matrix_shape(param)
+    left, right = sides((rows, columns), group["proj_type"])
+    wanted = {"left": (rows, rank)} if left else {}
+    wanted |= {"right": (rank, columns)} if right else {}
+    shapes = {side: tuple(basis.shape) for side, basis in found.items()}
+    if shapes and shapes != wanted:
+        raise ValueError(
+            f"the state's subspaces {shapes} do not fit a parameter of shape "
+            f"{tuple(param.shape)} at rank={rank}, proj_type={group['proj_type']!r}, which needs "
+            f"{wanted}"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in quotes, for an error."""
+    return ", ".join(map(repr, names))
