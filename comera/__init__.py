@@ -25,6 +25,7 @@ from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
+from comera.report.memory import memory_report
 from comera.report.plan import plan
 from comera.shapes import TTMShape, TTShape
 from comera.train.step import TrainStep
@@ -49,6 +50,7 @@ __all__ = [
     "compression_report",
     "densify_",
     "galore_param_groups",
+    "memory_report",
     "param_groups",
     "plan",
     "reuse_freed_memory",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.projection import PROJ_TYPES, matrix_shape, sides
+from comera.optim.projection import PROJ_TYPES, basis_shapes, matrix_shape
 
 
 def check_group(group: dict[str, Any], inner: Optimizer, keys: Sequence[str]) -> None:
@@ -84,10 +84,8 @@ def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str
                 "which is not projected here"
             )
         return
-    rank, (rows, columns) = group["rank"], matrix_shape(param)
-    left, right = sides((rows, columns), group["proj_type"])
-    wanted = {"left": (rows, rank)} if left else {}
-    wanted |= {"right": (rank, columns)} if right else {}
+    rank = group["rank"]
+    wanted = basis_shapes(matrix_shape(param), rank, group["proj_type"])
     shapes = {side: tuple(basis.shape) for side, basis in found.items()}
     if shapes and shapes != wanted:
         raise ValueError(

@@ -46,6 +46,15 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
     return rank if left else shape[0], rank if right else shape[1]
 
 
+def basis_shapes(
+    shape: tuple[int, int], rank: int, proj_type: ProjType
+) -> dict[str, tuple[int, int]]:
+    """Shapes of the bases, ``left`` and/or ``right``."""
+    left, right = sides(shape, proj_type)
+    shapes = {"left": (shape[0], rank)} if left else {}
+    return shapes | ({"right": (rank, shape[1])} if right else {})
+
+
 def new_bases(
     grad_MN: Tensor, rank: int, proj_type: ProjType, method: Method, seed: int
 ) -> dict[str, Tensor]:
@@ -62,12 +71,14 @@ def new_bases(
     Returns:
         ``left (M, R)`` and/or ``right (R, N)``.
     """
-    left, right = sides((grad_MN.shape[0], grad_MN.shape[1]), proj_type)
+    rows, columns = grad_MN.shape
+    left, right = sides((rows, columns), proj_type)
+    if grad_MN.is_meta:  # no numbers: their shapes, for who counts memory
+        wide, shapes = _widened(grad_MN), basis_shapes((rows, columns), rank, proj_type)
+        return {side: wide.new_empty(shape) for side, shape in shapes.items()}
     with torch.autocast(grad_MN.device.type, enabled=False):
         grad_MN = _widened(grad_MN)
-        generator = None
-        if grad_MN.device.type != "meta":  # where nothing is drawn
-            generator = torch.Generator(grad_MN.device).manual_seed(seed)
+        generator = torch.Generator(grad_MN.device).manual_seed(seed)
         bases: dict[str, Tensor] = {}
         if proj_type == "random":
             if left:
@@ -116,7 +127,7 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _range(grad_MN: Tensor, rank: int, generator: torch.Generator | None) -> Tensor:
+def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """``(M, R)``: the leading left singular vectors, nearly."""
     width = min(rank + _OVERSAMPLING, *grad_MN.shape)
     sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
@@ -131,6 +142,6 @@ def _range(grad_MN: Tensor, rank: int, generator: torch.Generator | None) -> Ten
     return basis @ vectors.flip(1)[:, :rank]
 
 
-def _random(size: int, rank: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+def _random(size: int, rank: int, like: Tensor, generator: torch.Generator) -> Tensor:
     normal = torch.randn(size, rank, generator=generator, device=like.device)
     return torch.linalg.qr(normal.to(like.dtype)).Q
