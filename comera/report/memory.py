@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.optim.galore import GaLore
 from comera.optim.layout import stored_bytes
 from comera.optim.state_size import state_bytes
 from comera.planning.table import show_bytes
@@ -46,7 +47,7 @@ class MemoryReport:
     """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
 
     Attributes:
-        optimizer: Name of its class.
+        optimizer: What it is, in words.
         groups: In the order of the optimizer's groups.
         title: Above the table.
     """
@@ -156,4 +157,7 @@ def memory_report(
                 state=sum(states.get(tensor, 0) for tensor in tensors),
             )
         )
-    return MemoryReport(type(optimizer).__name__, tuple(groups), title)
+    kind = type(optimizer).__name__
+    if type(optimizer) is GaLore:
+        kind += f" around {type(optimizer.inner).__name__}"
+    return MemoryReport(kind, tuple(groups), title)
