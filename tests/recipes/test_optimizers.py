@@ -67,25 +67,26 @@ def weights(config, part="."):
 
 def test_every_choice_trains_truncates_and_resumes_exactly(name, config, tmp_path, monkeypatch):
     config.optimizer = OptimizerConfig(name, gate_lr=0.05, core_lr=2e-3, dense_lr=1e-3)
-    config.twin = True
-    compressed, dense = quiet_run(config)
-    assert compressed.ranks["size"] <= compressed.ranks["target_size"]
-    assert all(0 < outcome.metrics["loss"] < 8 for outcome in (compressed, dense))
+    config.twin = name in ("adamw", "galore_adamw")
+    outcomes = quiet_run(config)
+    assert outcomes[0].ranks["size"] <= outcomes[0].ranks["target_size"]
+    assert all(0 < outcome.metrics["loss"] < 8 for outcome in outcomes)
     again = dataclasses.replace(config, out=str(tmp_path / "again"))
     real, pressed = TrainStep.__call__, []
 
     def call(self, batch):
-        if self.steps_done == 8 and len(pressed) < 2:  # the cores have been cut
+        if self.steps_done == 8 and len(pressed) < len(outcomes):  # the cores have been cut
             pressed.append(len(pressed))
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, batch)
 
     monkeypatch.setattr(TrainStep, "__call__", call)
-    assert quiet_run(again) == []
-    assert quiet_run(again) == []  # and in the twin
-    assert len(quiet_run(again)) == 2
+    for _ in outcomes:  # in the model, and in its twin
+        assert quiet_run(again) == []
+    assert len(quiet_run(again)) == len(outcomes)
     assert weights(again) == weights(config)
-    assert weights(again, "dense") == weights(config, "dense")
+    if config.twin:
+        assert weights(again, "dense") == weights(config, "dense")
 
 
 def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
