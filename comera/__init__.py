@@ -20,13 +20,15 @@ from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
 from comera.optim.came import CAME
-from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+from comera.optim.galore import GaLore
+from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
+from comera.report.memory import memory_report
 from comera.report.plan import plan
 from comera.shapes import TTMShape, TTShape
 from comera.train.step import TrainStep
@@ -53,6 +55,7 @@ __all__ = [
     "compression_report",
     "densify_",
     "galore_param_groups",
+    "memory_report",
     "param_groups",
     "plan",
     "reuse_freed_memory",

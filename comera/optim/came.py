@@ -123,7 +123,7 @@ class CAME(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            ValueError: If a gradient is sparse or complex. No parameter of its group has changed.
+            RuntimeError: If a gradient is sparse or complex. No parameter of its group has changed.
         """
         loss = None
         if closure is not None:
@@ -282,7 +282,7 @@ def _check_gradient(param: Tensor) -> None:
             "sparse": "make the embedding with sparse=False",
             "complex": "train its real and imaginary parts (torch.view_as_real)",
         }
-        raise ValueError(
+        raise RuntimeError(
             f"CAME cannot use the {kind} gradient of a parameter of shape {tuple(param.shape)}: "
             f"{remedy[kind]}, or give it to another optimizer"
         )

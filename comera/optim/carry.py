@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.optim.layout import pack_state_, unpack_state_
 from comera.params import set_data_
 
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
@@ -43,7 +44,7 @@ def carry_(
     if scale is not None:
         inverse = torch.where(scale == 0, 0, 1 / scale)
     # Some state follows the parameter only once it is laid out, such as factors of a matrix view.
-    getattr(optimizer, "unpack_state_", _nothing)(param)
+    unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
     cut_state = {
         key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
@@ -61,11 +62,7 @@ def carry_(
     if grad is not None:
         grad = _cut("the gradient", grad, old_shape, keep)
         param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)
-    getattr(optimizer, "pack_state_", _nothing)(param)
-
-
-def _nothing(param: Tensor) -> None:
-    """For optimizers whose state is laid out already."""
+    pack_state_(optimizer, param)
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:

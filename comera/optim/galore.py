@@ -7,20 +7,30 @@ an inner optimizer, and its state is that of the stand-in.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.optim import galore_checks
-from comera.optim.galore_checks import DEFAULTS, OURS
+from comera.optim import layout
+from comera.optim.galore_checks import (
+    DEFAULTS,
+    KEYS,
+    OURS,
+    check_gradient,
+    check_group,
+    check_projected,
+    check_subspaces,
+    listed,
+)
 from comera.optim.partial import step_on
 from comera.optim.projection import (
     METHODS,
     Method,
     into,
     low_shape,
+    matrix_shape,
     new_bases,
     out_of,
     rotate,
@@ -28,8 +38,21 @@ from comera.optim.projection import (
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
-_Taken = tuple[Tensor, nn.Parameter, Tensor | None, dict[str, Any]]
-"""A parameter, its stand-in, that one's value before the step unless zero, and the group."""
+
+class _Begun(NamedTuple):
+    """A parameter of a projected group between the two halves of its step.
+
+    Attributes:
+        param: The parameter.
+        stand_in: What the inner optimizer steps in its place, if anything.
+        factor: What that step is multiplied by.
+        lent: The gradient to give back to a parameter that has none.
+    """
+
+    param: Tensor
+    stand_in: nn.Parameter | None
+    factor: float | Tensor
+    lent: Tensor | None
 
 
 class GaLore(Optimizer):
@@ -78,17 +101,17 @@ class GaLore(Optimizer):
         **settings: Any,
     ) -> None:
         if projection not in METHODS:
-            raise ValueError(
-                f"projection={projection!r} must be one of {galore_checks.listed(METHODS)}"
-            )
+            raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         groups = [{**g, "params": _as_list(g["params"])} for g in groups]
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
         self._inner = inner([self._for_inner(g) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
+        # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
+        self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
         for group in groups:
-            galore_checks.check_group(group, self._inner)
+            check_group(group, self._inner)
         self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
         self._built = False
         theirs = self._inner.param_groups
@@ -99,7 +122,7 @@ class GaLore(Optimizer):
         """As any optimizer's; a group with the key ``rank`` is projected."""
         if self._built:
             param_group = {**param_group, "params": _as_list(param_group["params"])}
-            galore_checks.check_group(param_group, self._inner)
+            check_group(param_group, self._inner)
             self._inner.add_param_group(self._for_inner(param_group))
             param_group = _merged(param_group, self._inner.param_groups[-1])
         super().add_param_group(param_group)
@@ -109,6 +132,15 @@ class GaLore(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self._inner!r}"
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that trains the stand-ins, and every parameter that is not projected."""
+        return self._inner
+
+    def stand_in(self, param: Tensor) -> nn.Parameter | None:
+        """What the inner optimizer trains in the place of a parameter, if it is projected."""
+        return self._stand_ins.get(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,17 +153,19 @@ class GaLore(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        taken: list[_Taken] = []
+        begun = []
         for position in range(len(self.param_groups)):
             group = self._hand_over(position)
             if "rank" in group:
-                for param in group["params"]:
-                    taken += self._project(param, group)
-        self._inner.step()
+                begun += [self._begin(param, group) for param in group["params"]]
+        try:
+            self._inner.step()
+        finally:
+            _give_back(begun)
         for group in self.param_groups:
             for param in group["params"]:
                 self._show_state(param)
-        self._lift(taken)
+        self._lift(begun)
         return loss
 
     @torch.no_grad()
@@ -142,62 +176,86 @@ class GaLore(Optimizer):
             RuntimeError: As :meth:`step`.
         """
         group = self._hand_over(position)
-        taken = self._project(param, group) if "rank" in group else []
-        step_on(self._inner, self._stand_ins.get(param, param), position)
+        begun = [self._begin(param, group)] if "rank" in group else []
+        try:
+            step_on(self._inner, self._stand_ins.get(param, param), position)
+        finally:
+            _give_back(begun)
         self._show_state(param)
-        self._lift(taken)
+        self._lift(begun)
 
     def unpack_state_(self, param: Tensor) -> None:
         """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
-        if hasattr(self._inner, "unpack_state_"):
-            self._inner.unpack_state_(param)
+        layout.unpack_state_(self._inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
         """Undo :meth:`unpack_state_`."""
-        if hasattr(self._inner, "pack_state_"):
-            self._inner.pack_state_(param)
+        layout.pack_state_(self._inner, param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, so that a copy's stand-ins are those of its own parameters."""
+        return {**layout.whole(self), "_inner": (type(self._inner), layout.whole(self._inner))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state.get("_inner"), tuple):  # torch comes here with less, to load a state
+            kind, whole = state["_inner"]
+            inner = kind.__new__(kind)
+            inner.__setstate__(whole)
+            state = {**state, "_inner": inner}
+        super().__setstate__(state)
+
+    def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
+        """What the stand-in's step is multiplied by."""
+        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+            return group["scale"]
+        # Its steps are relative to the size of the parameter, for which it takes eps[1] while the
+        # stand-in is zero.
+        least = group["eps"][1]
+        wide = param.to(torch.promote_types(param.dtype, torch.float32))
+        return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
 
     def _hand_over(self, position: int) -> dict[str, Any]:
         """A group, once the inner optimizer has its settings: schedulers and users change ours."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
         for key in self._inner_keys:
             theirs[key] = mine[key]
+        if self._tensor_lr and not isinstance(mine["lr"], Tensor):
+            theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
         if "rank" in mine:
             theirs["weight_decay"] = 0.0
         return mine
 
-    def _lift(self, taken: list[_Taken]) -> None:
-        """Take the steps that the stand-ins took."""
-        for param, stand_in, before, group in taken:
-            moved = stand_in.data if before is None else stand_in.data - before
-            step = out_of(moved, self._bases(param)).reshape(param.shape)
-            param.add_(step.to(param.dtype), alpha=group["scale"])
-            _release(stand_in)
-
-    def _project(self, param: Tensor, group: dict[str, Any]) -> list[_Taken]:
-        """Decay, and give the stand-in its gradient; nothing without one or while it waits."""
-        if param.grad is None:
-            return []
-        galore_checks.check_gradient(param.grad)
-        self._decay_(param, group)
+    def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:
+        """Decay, and give the stand-in its gradient; None without one or while it waits."""
+        grad = param.grad
+        if grad is None:
+            return None
+        check_gradient(grad)
+        factor = self._factor(param, group)
+        decayed = self._decayed(param, grad, group)
         stand_in = self._stand_ins.get(param)
         if stand_in is None:
-            return []
-        matrix = param.grad.reshape(param.grad.shape[0], -1)
+            param.grad = decayed
+            return _Begun(param, None, factor, grad)
+        matrix = decayed.flatten(1)
         self._refresh(param, matrix, group, self._numbers[param])
         bases = self._bases(param)
         if not bases:
             stand_in.grad = None
-            return []
+            return None
         low = into(matrix, bases)
-        start = None
-        if isinstance(self._inner, torch.optim.Adafactor):  # its steps are relative to the weight
-            start = torch.full_like(low, 1.0) * param.float().square().mean().sqrt()
-            stand_in.data = start.clone()
-        else:
-            stand_in.data = torch.zeros_like(low)
+        stand_in.data = torch.zeros_like(low)
         stand_in.grad = low
-        return [(param, stand_in, start, group)]
+        return _Begun(param, stand_in, factor, None)
+
+    def _lift(self, begun: list[_Begun | None]) -> None:
+        """Take the steps that the stand-ins took."""
+        for one in begun:
+            if one is not None and one.stand_in is not None:
+                low = one.stand_in.data
+                step = out_of(low, self._bases(one.param)).reshape(one.param.shape)
+                one.param.add_((step * one.factor).to(one.param.dtype))
+                _release(one.stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:
         """Find the subspace anew when it is time."""
@@ -212,7 +270,8 @@ class GaLore(Optimizer):
             return
         if not torch.isfinite(grad_MN).all() or (not old and not grad_MN.any()):
             return
-        seed = (number << 32) + steps
+        # Another for each parameter and step; torch's generator on the CPU looks at 32 bits.
+        seed = (number * 0x9E3779B1 + steps) % 2**32
         new = new_bases(grad_MN, group["rank"], group["proj_type"], self.projection, seed)
         if not old:
             count += 1
@@ -233,16 +292,15 @@ class GaLore(Optimizer):
         state = self.state.get(param, {})
         return {side: state[OURS + side] for side in ("left", "right") if OURS + side in state}
 
-    def _decay_(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Weight decay of a projected group, as the inner optimizer would."""
+    def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Weight decay of a projected group, as the inner optimizer would: the gradient to use."""
         rate = group.get("weight_decay", 0.0)
         if not rate:
-            return
+            return grad
         if self._decoupled(group):
             param.mul_(1 - group["lr"] * rate)
-        else:
-            sign = -1 if group.get("maximize") else 1
-            param.grad = param.grad.add(param, alpha=sign * rate)  # type: ignore[union-attr]
+            return grad
+        return grad.add(param, alpha=-rate if group.get("maximize") else rate)
 
     def _decoupled(self, group: dict[str, Any]) -> bool:
         if "decoupled_weight_decay" in group:  # torch's Adam and what is made of it
@@ -252,17 +310,19 @@ class GaLore(Optimizer):
 
     def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         """The inner optimizer's group: stand-ins for what is projected, no keys of ours."""
-        own = {key: value for key, value in group.items() if key not in ("rank", *DEFAULTS)}
+        own = {key: value for key, value in group.items() if key not in KEYS}
         if "rank" not in group:
             return own
-        members = [self._stand_in(param, group) for param in group["params"]]
+        members = [self._make_stand_in(param, group) for param in group["params"]]
         return {**own, "params": members}
 
-    def _stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        rank, proj_type, shape = galore_checks.projection_of(param, group)
-        if rank >= min(shape):
+    def _make_stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        proj_type = group.get("proj_type", "std")
+        check_projected(param, group["rank"], proj_type)
+        shape = matrix_shape(param)
+        if group["rank"] >= min(shape):
             return param
-        size = low_shape(shape, rank, proj_type)
+        size = low_shape(shape, group["rank"], proj_type)
         wide = torch.promote_types(param.dtype, torch.float32)
         stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
         _release(stand_in)
@@ -288,15 +348,13 @@ class GaLore(Optimizer):
         state = state_dict["state"]
         if len(numbers) == len(params):  # else the base class says what differs
             for k, param in zip(numbers, params, strict=True):
-                group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-                galore_checks.check_fit(param, group, param in self._stand_ins, state.get(k, {}))
+                self._check_fit(param, state.get(k, {}))
         split: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
         for k, entries in state.items():
             for key, value in entries.items():
                 split[key.startswith(OURS)].setdefault(k, {})[key] = value
-        own = {"rank", *DEFAULTS}
         inner_groups = [
-            {key: value for key, value in group.items() if key not in own}
+            {key: value for key, value in group.items() if key not in KEYS}
             for group in state_dict["param_groups"]
         ]
         self._inner.load_state_dict({"state": split[False], "param_groups": inner_groups})
@@ -312,45 +370,25 @@ class GaLore(Optimizer):
                 for key, value in entries.items()
             }
 
-
-class GaLoreAdamW(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments as there."""
-
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
-        super().__init__(params, torch.optim.AdamW, lr=lr, **settings)
-
-
-class GaLoreAdafactor(GaLore):
-    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there.
-
-    Adafactor's steps are relative to the size of the parameter, here to that of the whole one.
-    """
-
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-2, **settings: Any) -> None:
-        super().__init__(params, torch.optim.Adafactor, lr=lr, **settings)
-
-
-class GaLoreAdamW8bit(GaLore):
-    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments as there.
-
-    Raises:
-        ImportError: If torchao is not installed.
-    """
-
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError:
-            raise ImportError(
-                "GaLoreAdamW8bit needs torchao: pip install torchao; or give GaLore another 8-bit "
-                "optimizer as inner="
-            ) from None
-        super().__init__(params, AdamW8bit, lr=lr, **settings)
+    def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
+        found = {k.removeprefix(OURS): v for k, v in entries.items() if k.startswith(OURS)}
+        found.pop("step", None)
+        group = None
+        if param in self._stand_ins:
+            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        check_subspaces(param, group, found)
 
 
 def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """A group with all settings: the inner optimizer's, ours, and what the user said."""
     return {**theirs, **(DEFAULTS if "rank" in mine else {}), **mine}
+
+
+def _give_back(begun: list[_Begun | None]) -> None:
+    """To parameters that are not projected their own gradients, without the penalty in them."""
+    for one in begun:
+        if one is not None and one.lent is not None:
+            one.param.grad = one.lent
 
 
 def _release(stand_in: nn.Parameter) -> None:

@@ -3,21 +3,31 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.projection import PROJ_TYPES, ProjType, matrix_shape, sides
+from comera.optim.projection import PROJ_TYPES, basis_shapes, matrix_shape
 
 DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-"""Keys of a projected group, beside ``rank``."""
+KEYS = ("rank", *DEFAULTS)
+"""Of a projected group; the inner optimizer has no use for them."""
 
 OURS = "galore_"
 """Before the names of GaLore's own entries in a parameter's state."""
 
 
 def check_group(group: dict[str, Any], inner: Optimizer) -> None:
-    """Raise ValueError for unknown keys and settings out of range."""
-    known = {*inner.defaults, "params", "name", "initial_lr", "rank", *DEFAULTS}
+    """Raise for a parameter group that does not fit.
+
+    Args:
+        group: As the user wrote it.
+        inner: The optimizer that takes all keys but GaLore's.
+
+    Raises:
+        ValueError: For a key that nobody takes, or a setting out of range.
+    """
+    known = {*inner.defaults, "params", "name", "initial_lr", *KEYS}
     unknown = sorted(set(group) - known)
     if unknown:
         raise ValueError(
@@ -25,7 +35,7 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
             f"GaLore takes {sorted(known - {'params'})}"
         )
     if "rank" not in group:
-        misplaced = sorted(set(group) & set(DEFAULTS))
+        misplaced = sorted(set(group) & set(KEYS))
         if misplaced:
             raise ValueError(f"a parameter group has {misplaced} but no rank")
         return
@@ -34,29 +44,29 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
         raise ValueError(f"update_proj_gap={gap!r} must be a whole number of at least 1")
     if not scale > 0:
         raise ValueError(f"scale={scale!r} must be above 0")
+    eps = {**inner.defaults, **group}.get("eps")
+    if isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:  # type: ignore[index]
+        raise ValueError(
+            f"eps={eps} must have a second number above 0: the least size of a parameter to which "
+            "a projected step is relative"
+        )
 
 
-def projection_of(param: Tensor, group: dict[str, Any]) -> tuple[int, ProjType, tuple[int, int]]:
-    """Rank, side and shape as a matrix of a parameter in a projected group.
-
-    Raises:
-        ValueError: If it is a vector, or the group's rank or side does not exist.
-    """
+def check_projected(param: Tensor, rank: int, proj_type: str) -> None:
+    """Raise ``ValueError`` for a parameter, rank or way that cannot be projected."""
     if param.dim() < 2:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is in a group with "
-            f"rank={group['rank']}: only matrices and tensors of more dimensions are projected"
+            f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
+            "matrices and tensors of more dimensions are projected"
         )
-    rank, proj_type = group["rank"], group.get("proj_type", "std")
     if proj_type not in PROJ_TYPES:
         raise ValueError(f"proj_type={proj_type!r} must be one of {listed(PROJ_TYPES)}")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank={rank!r} must be a whole number of at least 1")
-    return rank, proj_type, matrix_shape(param)
 
 
 def check_gradient(grad: Tensor) -> None:
-    """Raise RuntimeError for what cannot be projected."""
+    """Raise ``RuntimeError``, as torch's optimizers do, for a gradient that is not a matrix."""
     if grad.is_sparse or grad.is_complex():
         kind = "sparse" if grad.is_sparse else "complex"
         raise RuntimeError(
@@ -65,34 +75,32 @@ def check_gradient(grad: Tensor) -> None:
         )
 
 
-def check_fit(
-    param: Tensor, group: dict[str, Any], projected: bool, entries: dict[str, Any]
-) -> None:
-    """Raise ValueError where a parameter's saved state has subspaces that are not of its shape."""
-    there = {key.removeprefix(OURS): v for key, v in entries.items() if key.startswith(OURS)}
-    there.pop("step", None)
-    if not projected:
-        if there:
+def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str, Tensor]) -> None:
+    """Raise ``ValueError`` if subspaces to load do not fit.
+
+    Args:
+        param: Whose they are.
+        group: Its group; None if it is not projected.
+        found: ``left`` and ``right`` bases.
+    """
+    if group is None:
+        if found:
             raise ValueError(
                 f"the state holds a subspace for a parameter of shape {tuple(param.shape)}, "
                 "which is not projected here"
             )
         return
-    shape = matrix_shape(param)
-    left, right = sides(shape, group["proj_type"])
-    wanted = {}
-    if left:
-        wanted["left"] = (shape[0], group["rank"])
-    if right:
-        wanted["right"] = (group["rank"], shape[1])
-    found = {side: tuple(basis.shape) for side, basis in there.items()}
-    if found and found != wanted:
+    rank = group["rank"]
+    wanted = basis_shapes(matrix_shape(param), rank, group["proj_type"])
+    shapes = {side: tuple(basis.shape) for side, basis in found.items()}
+    if shapes and shapes != wanted:
         raise ValueError(
-            f"the state's subspaces {found} do not fit a parameter of shape "
-            f"{tuple(param.shape)} at rank={group['rank']}, "
-            f"proj_type={group['proj_type']!r}, which needs {wanted}"
+            f"the state's subspaces {shapes} do not fit a parameter of shape "
+            f"{tuple(param.shape)} at rank={rank}, proj_type={group['proj_type']!r}, which needs "
+            f"{wanted}"
         )
 
 
 def listed(names: Iterable[str]) -> str:
+    """Names in quotes, for an error."""
     return ", ".join(map(repr, names))

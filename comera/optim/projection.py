@@ -46,6 +46,15 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
     return rank if left else shape[0], rank if right else shape[1]
 
 
+def basis_shapes(
+    shape: tuple[int, int], rank: int, proj_type: ProjType
+) -> dict[str, tuple[int, int]]:
+    """Shapes of the bases, ``left`` and/or ``right``."""
+    left, right = sides(shape, proj_type)
+    shapes = {"left": (shape[0], rank)} if left else {}
+    return shapes | ({"right": (rank, shape[1])} if right else {})
+
+
 def new_bases(
     grad_MN: Tensor, rank: int, proj_type: ProjType, method: Method, seed: int
 ) -> dict[str, Tensor]:
@@ -62,7 +71,11 @@ def new_bases(
     Returns:
         ``left (M, R)`` and/or ``right (R, N)``.
     """
-    left, right = sides((grad_MN.shape[0], grad_MN.shape[1]), proj_type)
+    rows, columns = grad_MN.shape
+    left, right = sides((rows, columns), proj_type)
+    if grad_MN.is_meta:  # no numbers: their shapes, for who counts memory
+        wide, shapes = _widened(grad_MN), basis_shapes((rows, columns), rank, proj_type)
+        return {side: wide.new_empty(shape) for side, shape in shapes.items()}
     with torch.autocast(grad_MN.device.type, enabled=False):
         grad_MN = _widened(grad_MN)
         generator = torch.Generator(grad_MN.device).manual_seed(seed)

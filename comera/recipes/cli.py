@@ -1,13 +1,15 @@
 """``comera train CONFIG``, ``plan``, ``sweep``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from jsonargparse import ActionConfigFile, ArgumentParser
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, get_loader, set_loader
 from rich.console import Console
 
 from comera.bench.calibrate import calibrate
@@ -15,17 +17,24 @@ from comera.bench.cli import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.memory import reuse_freed_memory
 from comera.recipes.config import RunConfig
-from comera.recipes.run import plan, run
+from comera.recipes.parse import spelled_out
+from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.report.run import write_report
 from comera.train.step import NonFiniteLossError
+
+_MODE = "run"
+"""How jsonargparse reads the files of runs: as YAML, with ``optimizer: came`` spelled out."""
+set_loader(_MODE, lambda text: spelled_out(get_loader("yaml")(text)), (yaml.YAMLError,))
+
+_OPTIMIZER = re.compile(r"--optimizer=(\w+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     parser = make_parser()
-    chosen = parser.parse_args(_config_first(sys.argv[1:] if arguments is None else arguments))
+    chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
     console = Console()
     try:
         if chosen.command == "report":
@@ -61,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> ArgumentParser:
     """The parser of the ``comera`` command."""
     parser = ArgumentParser(
-        prog="comera", description="Train models in compressed form.", allow_abbrev=False
+        prog="comera",
+        description="Train models in compressed form.",
+        allow_abbrev=False,
+        parser_mode=_MODE,
     )
     commands = parser.add_subcommands(dest="command")
     for name, text in (
@@ -99,19 +111,22 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def _config_first(arguments: Sequence[str]) -> list[str]:
-    """Let the file be named without its option: ``train CONFIG`` for ``train --config CONFIG``."""
+def _in_full(arguments: Sequence[str]) -> list[str]:
+    """Short forms as jsonargparse wants them: ``train CONFIG``, ``--optimizer=NAME``."""
     words = list(arguments)
     if len(words) > 1 and words[0] in ("train", "plan") and not words[1].startswith("-"):
         words.insert(1, "--config")
-    return words
+    return [_OPTIMIZER.sub(r"--optimizer.name=\1", word) for word in words]
 
 
 def _show_plan(config: RunConfig, console: Console) -> None:
     report, layers, target = plan(config)
+    memory = planned_memory(config)
     console.print(str(report), soft_wrap=True, highlight=False)
     if layers is not None:
         console.print(str(layers), soft_wrap=True, highlight=False)
+    for table in memory:
+        console.print(str(table), soft_wrap=True, highlight=False, markup=False)
     if target is not None:
         cores = report.live_params
         rest = report.params - cores

@@ -1,11 +1,12 @@
 """The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from comera.data.masked_text import MaskedTextData
 from comera.data.nli import NliData
 from comera.nn.config import TTConfig
+from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
 @dataclass
@@ -55,31 +56,6 @@ class RankConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """AdamW and its schedule.
-
-    Args:
-        lr: Peak learning rate.
-        dense_lr: Peak rate of the dense twin; ``lr`` if not given.
-        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
-        gate_lr: Constant rate of the rank gates.
-        weight_decay: Of dense matrices only.
-        betas: Decay rates of AdamW's moments.
-        warmup_share: Share of all steps with a rising rate.
-        schedule: How the rate falls afterwards, to zero.
-    """
-
-    lr: float = 5e-4
-    dense_lr: float | None = None
-    core_lr: float | None = None
-    gate_lr: float = 2e-3
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    warmup_share: float = 0.05
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-
-
-@dataclass
 class TrainConfig:
     """The loop.
 
@@ -125,7 +101,7 @@ class RunConfig:
         model: The transformer.
         tensorize: Which layers become tensor trains; null trains a dense model.
         ranks: Rank learning; null keeps all ranks.
-        optimizer: AdamW and its schedule.
+        optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
         twin: Train the dense model too, for the same steps, and compare.
         overwrite: Start again where ``out`` holds a run already.
@@ -144,6 +120,10 @@ class RunConfig:
     twin: bool = False
     overwrite: bool = False
 
+    def settings(self) -> dict[str, Any]:
+        """Everything as plain values, with the defaults of the chosen optimizer filled in."""
+        return {**asdict(self), "optimizer": settled(self.optimizer, self.model.d_model)}
+
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
         if (self.masked_text is None) == (self.nli is None):
@@ -155,6 +135,7 @@ class RunConfig:
         for name, value in (("steps", self.train.steps), ("batch_size", self.train.batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value} must be at least 1")
+        check_optimizer(self.optimizer)
         if self.ranks is not None:
             if not 0 < self.ranks.target <= 1:
                 raise ValueError(

@@ -1,6 +1,6 @@
 """The folder of a run: which settings it belongs to, and whether it is finished."""
 
-import dataclasses
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +10,7 @@ import yaml
 
 from comera.files import replacing
 from comera.recipes.config import RunConfig
+from comera.recipes.parse import parse_settings
 
 _WRITTEN_BY_A_RUN = (
     "checkpoint.pt", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
@@ -55,6 +56,10 @@ def other_settings(config: RunConfig) -> str | None:
     if not begun or not file.is_file():
         return None
     there, here = yaml.safe_load(file.read_text(encoding="utf-8")), _settings(config)
+    if there == here:
+        return None
+    with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
+        there = _settings(parse_settings(RunConfig, there))
     return None if there == here else _difference(there, here)
 
 
@@ -67,7 +72,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    settings = dataclasses.asdict(config)
+    settings = config.settings()
     for where in ("overwrite", "out"):  # not part of what is trained: a folder may be moved
         settings.pop(where)
     # tuples become lists, as they are after a round trip through the file

@@ -14,6 +14,9 @@ from jsonargparse import ArgumentParser
 
 T = TypeVar("T")
 
+_SHORT = {"optimizer": "name"}
+"""Sections of a run that can be given by one word, and the key that it is."""
+
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
     """An instance of a dataclass of settings, with values of the types that its fields have.
@@ -34,7 +37,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, None)
     found = {}
-    for key, value in values.items():
+    for key, value in (values if within else spelled_out(values)).items():
         if key not in hints:
             raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
         section, optional = _section(hints[key])
@@ -64,6 +67,18 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def spelled_out(settings: Any) -> Any:
+    """Settings with ``optimizer: came`` written as the section that it is short for."""
+    if not isinstance(settings, Mapping):
+        return settings
+    short = {key: {_SHORT[key]: v} for key, v in settings.items() if _is_short(key, v)}
+    return {**settings, **short}
+
+
+def _is_short(key: Any, value: Any) -> bool:
+    return key in _SHORT and isinstance(value, str)
+
+
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
     """Dotted keys as mappings in mappings: ``tensorize.rank: 16`` as ``tensorize: {rank: 16}``.
 
@@ -73,7 +88,7 @@ def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
         ValueError: If a key is given twice, or inside of what is no mapping.
     """
     out: dict[str, Any] = {}
-    for key, value in settings.items():
+    for key, value in spelled_out(settings).items():
         for part in reversed(str(key).split(".")):
             value = {part: value}
         _add(out, value, "")

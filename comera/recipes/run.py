@@ -1,9 +1,11 @@
 """Carry out a run: the compressed model, its dense twin if asked for, and what came of them."""
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
-from comera.rank.groups import param_groups
 from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.folder import claim
+from comera.recipes.optimizers import make_optimizer
 from comera.recipes.tasks import Task, make_model, planned_vocab_size, prepare_task
 from comera.report.compression import CompressionReport, compression_report
+from comera.report.memory import MemoryReport, memory_report
 from comera.report.plan import ModelPlan
 from comera.report.plan import plan as plan_model
 from comera.train.loop import LoopResult, train
 from comera.train.step import TrainStep
+
+_log = logging.getLogger("comera")
 
 
 @dataclass
@@ -78,6 +83,8 @@ def run(
         ValueError: If the folder holds a run with other settings, or settings contradict.
     """
     config.check()
+    if config.optimizer.name != "adamw":  # anything can train with that one
+        planned_memory(config)
     console = console or Console()
     folder = Path(config.out)
     claim(config)
@@ -89,17 +96,8 @@ def run(
     if began is not None:
         began(task.steps)
     outcomes: list[Outcome] = []
-    jobs = [("compressed" if config.tensorize else "dense", folder, config)]
-    if config.twin and config.tensorize:
-        dense_lr = config.optimizer.dense_lr or config.optimizer.lr
-        twin = dataclasses.replace(
-            config,
-            tensorize=None,
-            ranks=None,
-            optimizer=dataclasses.replace(config.optimizer, lr=dense_lr),
-        )
-        jobs.append(("dense", folder / "dense", twin))
-    for name, place, settings in jobs:
+    for number, (name, settings) in enumerate(_jobs(config)):
+        place = folder / name if number else folder
         outcome = _train_one(name, place, settings, task, device, console, quiet, outcomes)
         if outcome is None:
             console.print(f"interrupted; the same command resumes the run in {folder}")
@@ -125,6 +123,21 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     if config.ranks is None:
         return report, layers, None
     return report, layers, math.floor(config.ranks.target * report.live_params)
+
+
+def planned_memory(config: RunConfig) -> list[MemoryReport]:
+    """What a run's model and then its twin will keep in memory; nothing is allocated.
+
+    Raises:
+        ValueError: If the optimizer does not suit them.
+    """
+    found = []
+    for name, settings in _jobs(config):
+        with _quiet():  # tensorize_ has its say when the model is made
+            model = planned_model(settings)
+        optimizer = make_optimizer(model, settings.optimizer, settings.model.d_model)
+        found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
+    return found
 
 
 def planned_model(config: RunConfig) -> nn.Module:
@@ -160,6 +173,28 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
+def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
+    """The models of a run by name: its own, then the dense twin if asked for."""
+    jobs = [("compressed" if config.tensorize else "dense", config)]
+    if config.twin and config.tensorize:
+        lr = config.optimizer.dense_lr or config.optimizer.lr
+        optimizer = dataclasses.replace(config.optimizer, lr=lr)
+        twin = dataclasses.replace(config, tensorize=None, ranks=None, optimizer=optimizer)
+        jobs.append(("dense", twin))
+    return jobs
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without remarks about the layers."""
+    before = _log.level
+    _log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _log.setLevel(before)
+
+
 def _train_one(
     name: str,
     folder: Path,
@@ -179,6 +214,10 @@ def _train_one(
     if before:
         layer_dense = before[0].layer_dense_params
     step = _build_step(model, config, task)
+    console.print(
+        str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
+        soft_wrap=True, highlight=False, markup=False,
+    )  # fmt: skip
     if config.ranks is not None and step.ranks is not None:
         console.print(
             f"{name}: cores of {step.ranks.start_size:,} entries to end at "
@@ -206,17 +245,11 @@ def _train_one(
 
 def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     settings = config.optimizer
-    groups = param_groups(
-        model,
-        settings.lr,
-        gate_lr=settings.gate_lr,
-        core_lr=settings.core_lr,
-        weight_decay=settings.weight_decay,
-    )
-    optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+    optimizer = make_optimizer(model, settings, config.model.d_model)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
-        optimizer, [_constant if g["name"] == "gates" else falling for g in groups]
+        optimizer,
+        [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
     ranks = None
     if config.ranks is not None:

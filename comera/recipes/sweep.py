@@ -1,7 +1,6 @@
 """``comera sweep FILE``: variants of one run, over seeds, compared with one of them."""
 
 import dataclasses
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from comera.recipes.config import RunConfig
 from comera.recipes.jobs import Job, carry_out, settle
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import watching
-from comera.recipes.run import planned_model
+from comera.recipes.run import planned_memory
 from comera.report.comparison import compare, read_trained
 from comera.report.sweep import comparison_text, write_comparison
-
-_log = logging.getLogger("comera")
 
 INTERRUPTED = 130
 
@@ -263,15 +260,11 @@ def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
 
 
 def _check_model(variant: Variant) -> None:
-    """Make the model of a variant without memory: ranks and names of layers must fit it."""
-    before = _log.level
-    _log.setLevel(logging.ERROR)  # its remarks are in the log of each run
+    """Make the model of a variant without memory: ranks, layers and optimizer must fit it."""
     try:
-        planned_model(variant.config)
+        planned_memory(variant.config)
     except ValueError as problem:
         raise ValueError(f"variant {variant.name}: {problem}") from None
-    finally:
-        _log.setLevel(before)
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:

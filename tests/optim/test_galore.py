@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW
+from comera.optim.galore import GaLore
+from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW
 from comera.optim.projection import PROJ_TYPES, into, low_shape, new_bases, out_of
 
 RANK = 8

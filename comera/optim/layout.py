@@ -1,0 +1,56 @@
+"""The parts of an optimizer that torch's own code does not reach: packed state, all attributes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_OF_A_PLACE = ("step", "zero_grad")
+"""Methods that a scheduler or a profiler may have wrapped for one object: not for its copies."""
+
+
+def whole(optimizer: Optimizer) -> dict[str, Any]:
+    """All attributes but the hooks: torch's ``__getstate__`` keeps none that a subclass added."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if not key.startswith("_optimizer_") and key not in _OF_A_PLACE
+    }
+
+
+def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
+    """Lay a parameter's state out in plain tensors that can be cut along with it.
+
+    By the optimizer's own ``unpack_state_`` where it has one; torchao's eight-bit and four-bit
+    moments become float32.
+    """
+    if hasattr(optimizer, "unpack_state_"):
+        optimizer.unpack_state_(param)  # type: ignore[union-attr]
+    elif hasattr(optimizer, "_new_buffer"):
+        state = optimizer.state.get(param, {})  # type: ignore[union-attr]
+        for key, value in state.items():
+            if hasattr(value, "__tensor_flatten__") and hasattr(value, "dequantize"):
+                state[key] = value.dequantize()
+
+
+def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
+    """Undo :func:`unpack_state_` for the shape that the parameter has now."""
+    if hasattr(optimizer, "pack_state_"):
+        optimizer.pack_state_(param)  # type: ignore[union-attr]
+    elif hasattr(optimizer, "_new_buffer"):
+        state = optimizer.state.get(param, {})  # type: ignore[union-attr]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():  # all but the number of steps
+                packed = optimizer._new_buffer(param.detach(), key == "exp_avg")  # type: ignore[union-attr]
+                state[key] = packed.copy_(value)
+
+
+def stored_bytes(value: Any) -> int:
+    """Bytes that a tensor keeps, those inside of a packed one; none for what is no tensor."""
+    if not isinstance(value, Tensor):
+        return 0
+    if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return sum(stored_bytes(getattr(value, name)) for name in names)
+    return value.numel() * value.element_size()

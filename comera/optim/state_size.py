@@ -1,0 +1,95 @@
+"""Bytes of an optimizer's state, counted before its first step.
+
+The optimizer's own step is run on copies of the parameters that hold no memory (torch's meta
+device), so what is counted is what it will allocate, whichever optimizer it is.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from comera.optim import layout
+from comera.optim.galore import GaLore
+
+
+def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Bytes that are kept of every parameter from its first step on.
+
+    Args:
+        optimizer: Nothing of it is changed. Where a parameter has state already, that is counted.
+
+    Raises:
+        ValueError: If its step does not run without numbers, so that it can only be counted later.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    fresh = [param for param in params if not any(True for _ in _tensors(optimizer, param))]
+    counted = {param: _bytes(optimizer, param) for param in params}
+    if fresh:
+        memo = _meta_copies(optimizer)
+        twin = _twin(optimizer, memo)
+        for param in filter(lambda param: param.requires_grad, fresh):
+            memo[id(param)].grad = torch.empty_like(memo[id(param)])
+        try:
+            with _EveryNumberIsOne(), torch.compiler.set_stance("force_eager"):
+                twin.step()
+        except Exception as problem:
+            raise ValueError(
+                f"the state of {type(optimizer).__name__} cannot be counted before its first "
+                f"step: {problem}"
+            ) from problem
+        counted |= {param: _bytes(twin, memo[id(param)]) for param in fresh}
+    return counted
+
+
+def _bytes(optimizer: Optimizer, param: Tensor) -> int:
+    return sum(layout.stored_bytes(value) for value in _tensors(optimizer, param))
+
+
+def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[Tensor]:
+    """What is kept of a parameter."""
+    yield from _values(optimizer.state.get(param, {}))
+    if isinstance(optimizer, GaLore) and (stand_in := optimizer.stand_in(param)) is not None:
+        yield from _values(optimizer.inner.state.get(stand_in, {}))
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
+    """What a copy of the optimizer shall have in the place of its parameters and state."""
+    whole = [optimizer, optimizer.inner] if isinstance(optimizer, GaLore) else [optimizer]
+    memo: dict[int, Any] = {}
+    for part in whole:
+        memo[id(part.state)] = defaultdict(dict)
+        for group in part.param_groups:
+            for param in group["params"]:
+                blank = torch.empty_like(param, device="meta")
+                memo.setdefault(id(param), nn.Parameter(blank, param.requires_grad))
+    return memo
+
+
+def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy with other parameters and no state, made of all that the optimizer has."""
+    kind = type(optimizer)
+    twin = kind.__new__(kind)
+    full = optimizer.__getstate__() if isinstance(optimizer, GaLore) else layout.whole(optimizer)
+    twin.__setstate__(copy.deepcopy(full, memo))
+    for group in twin.param_groups:  # the plain step: the same state without fused kernels
+        group |= {key: False for key in ("fused", "foreach", "capturable") if key in group}
+    return twin
+
+
+class _EveryNumberIsOne(TorchDispatchMode):
+    """What a step reads back from tensors that hold no numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))

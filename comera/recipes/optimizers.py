@@ -1,0 +1,239 @@
+"""The optimizer of a run, by its name in the settings, with the keys that belong to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from comera.optim.came import CAME
+from comera.optim.galore import GaLore
+from comera.optim.galore_named import GaLoreAdamW8bit
+from comera.rank.groups import galore_param_groups, param_groups
+from comera.recipes.parse import did_you_mean
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and its schedule. ``optimizer: came`` is short for its name alone.
+
+    What is null is the chosen optimizer's default; a key that it does not take is refused.
+
+    Args:
+        name: adamw, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw, galore_adamw8bit or
+            galore_adafactor. The names with adamw8bit need torchao.
+        lr: Peak learning rate; by default 5e-4 for adamw, 3e-4 for came, 1e-2 for adafactor, 0.1
+            for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by ``scale``.
+        dense_lr: Peak rate of the dense twin; ``lr`` if not given.
+        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
+        gate_lr: Constant rate of the rank gates.
+        weight_decay: Of dense matrices only.
+        betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
+            is 0.9999 where two are given.
+        eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
+            ``comera.GaLoreAdafactor``.
+        clip_threshold: Largest root mean square of an update, for came and adafactor.
+        beta2_decay: For adafactor: the power of the step by which its moments slow down.
+        momentum: For sgd.
+        rank: Of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about what
+            its authors take.
+        update_proj_gap: Steps between two subspaces, for galore.
+        scale: Factor of every projected step, for galore.
+        proj_type: How to project, for galore; see ``comera.GaLore``.
+        target_modules: Which dense layers to project, for galore; a regular expression or names.
+        warmup_share: Share of all steps with a rising rate.
+        schedule: How the rate falls afterwards, to zero.
+    """
+
+    name: str = "adamw"
+    lr: float | None = None
+    dense_lr: float | None = None
+    core_lr: float | None = None
+    gate_lr: float = 2e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] | tuple[float, float, float] | None = None
+    eps: float | tuple[float | None, float] | None = None
+    clip_threshold: float | None = None
+    beta2_decay: float | None = None
+    momentum: float | None = None
+    rank: int | None = None
+    update_proj_gap: int | None = None
+    scale: float | None = None
+    proj_type: str | None = None
+    target_modules: str | list[str] | None = None
+    warmup_share: float = 0.05
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One name: its class, and what it takes with the defaults; ``rank`` makes it a GaLore."""
+
+    make: Callable[..., Optimizer]
+    defaults: dict[str, Any]
+
+
+def _adafactor(groups: Any, clip_threshold: float, **settings: Any) -> Optimizer:
+    return torch.optim.Adafactor(groups, d=clip_threshold, **settings)
+
+
+def _galore_adafactor(groups: Any, clip_threshold: float, **settings: Any) -> Optimizer:
+    return GaLore(groups, torch.optim.Adafactor, d=clip_threshold, **settings)
+
+
+def _fused_adamw(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    return torch.optim.AdamW(groups, fused=_can_fuse(groups), **settings)
+
+
+def _galore_adamw(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
+
+
+def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+    return not groups[0]["params"][0].is_meta  # torch has no such kernel there
+
+
+def _adamw8bit(groups: Any, **settings: Any) -> Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, **settings)
+
+
+_ADAM = {"lr": 5e-4, "betas": (0.9, 0.999), "eps": 1e-8}
+_CAME = {
+    "lr": 3e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0
+}  # fmt: skip
+_ADAFACTOR = {"lr": 1e-2, "beta2_decay": -0.8, "eps": (1e-15, 1e-3), "clip_threshold": 1.0}
+_GALORE = {
+    "rank": None, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std",
+    "target_modules": "all-linear",
+}  # fmt: skip
+_CHOICES = {
+    "adamw": _Choice(_fused_adamw, _ADAM),
+    "adamw8bit": _Choice(_adamw8bit, _ADAM),
+    "adafactor": _Choice(_adafactor, _ADAFACTOR),
+    "sgd": _Choice(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "came": _Choice(CAME, _CAME),
+    "came8bit": _Choice(lambda groups, **s: CAME(groups, state_dtype="8bit", **s), _CAME),
+    "galore_adamw": _Choice(_galore_adamw, {**_ADAM, "lr": 2e-3, **_GALORE}),
+    "galore_adamw8bit": _Choice(GaLoreAdamW8bit, {**_ADAM, "lr": 2e-3, **_GALORE}),
+    "galore_adafactor": _Choice(_galore_adafactor, {**_ADAFACTOR, **_GALORE}),
+}
+_COMMON = (
+    "name", "lr", "dense_lr", "core_lr", "gate_lr", "weight_decay", "warmup_share", "schedule"
+)  # fmt: skip
+
+
+def check_optimizer(settings: OptimizerConfig) -> None:
+    """Raise ``ValueError`` for an unknown name, or a key that does not belong to it."""
+    choice = _choice(settings.name)
+    for key, value in vars(settings).items():
+        if value is None or key in _COMMON or key in choice.defaults:
+            continue
+        takers = ", ".join(name for name, other in _CHOICES.items() if key in other.defaults)
+        raise ValueError(
+            f"optimizer.{key}={value!r} is not a setting of {settings.name}: it belongs to "
+            f"{takers}; leave it out (--optimizer.{key}=null), or choose one of them"
+        )
+    for key in ("betas", "eps"):
+        _check_count(settings.name, key, getattr(settings, key), choice.defaults.get(key))
+
+
+def settled(settings: OptimizerConfig, width: int) -> dict[str, Any]:
+    """All settings that the chosen optimizer takes, with its defaults for those not given.
+
+    Args:
+        settings: Checked by :func:`check_optimizer`.
+        width: Of the model, for the rank of GaLore.
+    """
+    choice = _choice(settings.name)
+    full = {**choice.defaults, **({"rank": max(1, width // 4)} if _projects(choice) else {})}
+    given = {key: value for key, value in vars(settings).items() if value is not None}
+    found = {key: given.get(key, full.get(key)) for key in vars(settings)}
+    if found["betas"] is not None and "betas" in full:  # came has three
+        found["betas"] = (*found["betas"], *full["betas"][len(found["betas"]) :])
+    kept = {key: value for key, value in found.items() if key in full or key in _COMMON}
+    return {**kept, "name": _plain(settings.name)}
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> Optimizer:
+    """The optimizer of a model, its groups made by :func:`~comera.param_groups` or for GaLore.
+
+    Args:
+        model: On any device, ``meta`` too.
+        settings: Of the run.
+        width: As for :func:`settled`.
+
+    Raises:
+        ValueError: If a setting is out of range, GaLore finds nothing to project, or a package is
+            missing.
+    """
+    check_optimizer(settings)
+    choice, values = _choice(settings.name), settled(settings, width)
+    own = {key: values[key] for key in choice.defaults if key not in ("lr", *_GALORE)}
+    common = {key: values[key] for key in ("gate_lr", "core_lr", "weight_decay")}
+    try:
+        if _projects(choice):
+            groups = _galore_groups(model, values, common)
+        else:
+            groups = param_groups(model, values["lr"], **common)
+        return choice.make(groups, **own)
+    except ImportError:
+        raise ValueError(
+            f"optimizer.name={settings.name} needs torchao, which is not installed: "
+            "pip install torchao"
+        ) from None
+    except ValueError as problem:
+        raise ValueError(f"optimizer.name={settings.name}: {problem}") from None
+
+
+def _galore_groups(
+    model: nn.Module, values: dict[str, Any], common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    keys = {key: values[key] for key in _GALORE if key != "rank"}
+    try:
+        return galore_param_groups(model, values["lr"], values["rank"], **keys, **common)
+    except ValueError as problem:
+        raise ValueError(
+            f"there is nothing to project: {problem}. GaLore is for dense layers, tensor-train "
+            "cores are small already: keep layers dense with tensorize.exclude_modules, lower "
+            "optimizer.rank, or choose another optimizer, such as adamw"
+        ) from None
+
+
+def _check_count(name: str, key: str, given: Any, default: Any) -> None:
+    """A key that takes one number here and several there."""
+    if given is None:
+        return
+    if isinstance(default, float):
+        if not isinstance(given, int | float):
+            raise ValueError(f"optimizer.{key}={given!r} must be one number for {name}")
+        return
+    count = len(given) if isinstance(given, tuple | list) else 1
+    if not 2 <= count <= len(default):
+        wanted = "two numbers" if len(default) == 2 else "two or three numbers"
+        raise ValueError(f"optimizer.{key}={given!r} must be {wanted} for {name}")
+
+
+def _choice(name: str) -> _Choice:
+    try:
+        return _CHOICES[_plain(name)]
+    except KeyError:
+        raise ValueError(
+            f"optimizer.name={name} is no optimizer{did_you_mean(name, _CHOICES)}"
+        ) from None
+
+
+def _plain(name: str) -> str:
+    """Hugging Face writes ``galore_adamw_8bit``."""
+    return name.replace("_8bit", "8bit")
+
+
+def _projects(choice: _Choice) -> bool:
+    return "rank" in choice.defaults
+
+
+OPTIMIZERS = tuple(_CHOICES)
+"""All names."""

@@ -1,0 +1,169 @@
+"""What a model and its optimizer keep in memory, counted before training."""
+
+import html
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.optim.galore import GaLore
+from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.layout import stored_bytes
+from comera.optim.state_size import state_bytes
+from comera.planning.table import show_bytes
+
+_HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Parameters that belong together.
+
+    Attributes:
+        name: Of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
+            parameters and buffers.
+        entries: Numbers in them.
+        weights: Bytes of them.
+        gradients: Bytes of their gradients, between the backward pass and the step.
+        state: Bytes that the optimizer keeps from its first step on.
+    """
+
+    name: str
+    entries: int
+    weights: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.state
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryReport:
+    """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
+
+    Attributes:
+        optimizer: What it is, in words.
+        groups: In the order of the optimizer's groups.
+        title: Above the table.
+    """
+
+    optimizer: str
+    groups: tuple[GroupMemory, ...]
+    title: str = "memory at the start"
+
+    @property
+    def total(self) -> GroupMemory:
+        """All groups together."""
+        sums = (
+            sum(getattr(group, key) for group in self.groups)
+            for key in ("entries", "weights", "gradients", "state")
+        )
+        return GroupMemory("total", *sums)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table as text, the total last."""
+        return [
+            (
+                group.name,
+                f"{group.entries:,}",
+                *(f"{n:,}" for n in (group.weights, group.gradients, group.state, group.total)),
+            )
+            for group in (*self.groups, self.total)
+        ]
+
+    def summary(self) -> str:
+        """The total in words."""
+        total = self.total
+        share = f", {total.state / total.weights:.2f}x the weights" if total.weights else ""
+        return (
+            f"{show_bytes(total.total)} before activations and work space; "
+            f"{self.optimizer} keeps {show_bytes(total.state)}{share}"
+        )
+
+    def __str__(self) -> str:
+        table = Table(title=f"{self.title}, bytes")
+        for k, name in enumerate(_HEADER):
+            table.add_column(name, justify="right" if k else "left", overflow="fold")
+        rows = self.rows()
+        for k, row in enumerate(rows):
+            table.add_row(*row, end_section=k == len(rows) - 2)
+        out = io.StringIO()
+        Console(file=out, width=_WIDTH, color_system=None, markup=False).print(table)
+        return f"{out.getvalue().rstrip()}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows()
+        )
+        return (
+            f"<table><caption>{html.escape(self.title)}, bytes</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{html.escape(self.summary())}</p>"
+        )
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerInBackward,
+    title: str = "memory at the start",
+) -> MemoryReport:
+    """Bytes of weights, gradients and optimizer state, counted exactly and without allocating.
+
+    Activations, what a step computes with, and what the allocator leaves unused are not in it.
+
+    Args:
+        model: On any device, ``meta`` too.
+        optimizer: Of its parameters. Its step is run on tensors without memory to see what it
+            keeps; where it has state already, that is counted. Groups of one name share a line.
+            With updates in backward the gradients listed are never alive all at once.
+        title: Above the table.
+
+    Raises:
+        ValueError: If the optimizer's step does not run there and has not been run for real.
+
+    Example::
+
+        optimizer = comera.CAME(comera.param_groups(model, lr=3e-4))
+        print(comera.memory_report(model, optimizer))
+    """
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer = optimizer.optimizer
+    states = state_bytes(optimizer)
+    members: dict[str, list[Tensor]] = {}
+    trained = set()
+    for number, group in enumerate(optimizer.param_groups):
+        name = group.get("name", f"group {number}" if len(optimizer.param_groups) > 1 else "all")
+        members.setdefault(str(name), []).extend(group["params"])
+        trained |= {id(param) for param in group["params"]}
+    rest: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in trained:
+            rest.setdefault(id(tensor), tensor)
+    if rest:
+        members.setdefault("not trained", []).extend(rest.values())
+    groups = []
+    for name, tensors in members.items():
+        with_grad = [tensor for tensor in tensors if tensor.requires_grad]
+        groups.append(
+            GroupMemory(
+                name,
+                entries=sum(tensor.numel() for tensor in tensors),
+                weights=sum(map(stored_bytes, tensors)),
+                gradients=sum(map(stored_bytes, with_grad)),
+                state=sum(states.get(tensor, 0) for tensor in tensors),
+            )
+        )
+    kind = type(optimizer).__name__
+    if type(optimizer) is GaLore:
+        kind += f" around {type(optimizer.inner).__name__}"
+    return MemoryReport(kind, tuple(groups), title)

@@ -1,0 +1,265 @@
+import dataclasses
+import logging
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+import comera
+from comera.data.masked_text import MaskedTextData
+from comera.nn.config import TTConfig
+from comera.recipes.cli import main
+from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
+from comera.recipes.folder import other_settings
+from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled
+from comera.recipes.run import planned_memory, planned_model, run
+from comera.recipes.sweep import read_sweep, run_sweep
+from comera.train.step import TrainStep
+from tests.texts import write_functions
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A little text, prepared once."""
+    folder = tmp_path_factory.mktemp("data")
+    write_functions(folder / "text", 6, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMERA_CACHE", str(folder / "cache"))
+        yield MaskedTextData(str(folder / "text"), vocab_size=300, length=16, heldout=0.2)
+
+
+@pytest.fixture
+def config(data, tmp_path) -> RunConfig:
+    """A run of a moment: attention dense, the rest in tensor-train form, ranks learned."""
+    return RunConfig(
+        out=str(tmp_path / "run"),
+        masked_text=data,
+        model=ModelConfig(d_model=32, num_layers=1, num_heads=2, ffn_dim=64),
+        tensorize=TTConfig(rank=8, order=2, target_modules=["fc1", "fc2"]),
+        ranks=RankConfig(target=0.6, early_share=0.3, late_share=0.4),
+        train=TrainConfig(steps=10, batch_size=4, eval_batches=2, log_every=5, save_every=0),
+    )
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def name(request):
+    with warnings.catch_warnings():
+        if "adamw8bit" in request.param:
+            warnings.simplefilter("ignore")  # of torchao's own making
+            pytest.importorskip("torchao.optim", reason="torchao is not installed")
+        with torch.compiler.set_stance("force_eager"):
+            yield request.param
+
+
+def quiet_run(config, **changes):
+    changed = dataclasses.replace(config, **changes)
+    return run(changed, Console(quiet=True), quiet=True)
+
+
+def weights(config, part="."):
+    return (Path(config.out) / part / "model.safetensors").read_bytes()
+
+
+def test_every_choice_trains_truncates_and_resumes_exactly(name, config, tmp_path, monkeypatch):
+    config.optimizer = OptimizerConfig(name, gate_lr=0.05, core_lr=2e-3, dense_lr=1e-3)
+    config.twin = name in ("adamw", "galore_adamw")
+    outcomes = quiet_run(config)
+    assert outcomes[0].ranks["size"] <= outcomes[0].ranks["target_size"]
+    assert all(0 < outcome.metrics["loss"] < 8 for outcome in outcomes)
+    again = dataclasses.replace(config, out=str(tmp_path / "again"))
+    real, pressed = TrainStep.__call__, []
+
+    def call(self, batch):
+        if self.steps_done == 8 and len(pressed) < len(outcomes):  # the cores have been cut
+            pressed.append(len(pressed))
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    for _ in outcomes:  # in the model, and in its twin
+        assert quiet_run(again) == []
+    assert len(quiet_run(again)) == len(outcomes)
+    assert weights(again) == weights(config)
+    if config.twin:
+        assert weights(again, "dense") == weights(config, "dense")
+
+
+def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
+    config.optimizer = OptimizerConfig(name)
+    config.ranks = None
+    made, real = [], TrainStep.__init__
+
+    def init(self, model, loss_fn, optimizer, *args, **kwargs):
+        made.append((model, optimizer))
+        real(self, model, loss_fn, optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(TrainStep, "__init__", init)
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    run(config, console, quiet=True)
+    console.file.close()
+    (planned,) = planned_memory(config)
+    ((model, optimizer),) = made
+    title = planned.title
+    assert comera.memory_report(model, optimizer, title) == planned
+    printed = console.export_text()
+    assert title in printed
+    assert all(line.rstrip() in printed for line in str(planned).splitlines())
+
+
+def test_adamw_is_what_it_always_was(config):
+    """By default, and in a folder begun before there was a choice."""
+    model = planned_model(config)
+    groups = comera.param_groups(model, 5e-4, gate_lr=2e-3, weight_decay=0.01)
+    plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    made = make_optimizer(model, config.optimizer, 32)
+    assert type(made) is torch.optim.AdamW
+    for mine, before in zip(made.param_groups, plain.param_groups, strict=True):
+        assert {**mine, "fused": None} == {**before, "fused": None}
+    with torch.device("cpu"):
+        assert make_optimizer(torch.nn.Linear(2, 3), config.optimizer, 32).defaults["fused"]
+    quiet_run(config)
+    file = Path(config.out) / "config.yaml"
+    settings = yaml.safe_load(file.read_text())
+    assert settings["optimizer"] == {
+        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": 2e-3,
+        "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "warmup_share": 0.05,
+        "schedule": "linear",
+    }  # fmt: skip
+    for key in ("name", "eps"):
+        settings["optimizer"].pop(key)
+    file.write_text(yaml.safe_dump(settings))
+    assert other_settings(config) is None
+    assert len(quiet_run(config)) == 1
+    other = dataclasses.replace(config, optimizer=OptimizerConfig("came", lr=5e-4))
+    assert other_settings(other).startswith("optimizer.name: adamw -> came, optimizer.betas: ")
+
+
+def test_defaults_are_those_of_the_optimizer():
+    assert settled(OptimizerConfig("galore_adamw_8bit"), 32)["name"] == "galore_adamw8bit"
+    galore = settled(OptimizerConfig("galore_adamw", update_proj_gap=50), 256)
+    assert (galore["rank"], galore["update_proj_gap"], galore["scale"]) == (64, 50, 0.25)
+    came = settled(OptimizerConfig("came", betas=(0.8, 0.98)), 256)
+    assert came["betas"] == (0.8, 0.98, 0.9999)
+    assert "rank" not in came
+    keys = set().union(*(settled(OptimizerConfig(name), 8) for name in OPTIMIZERS))
+    assert keys == {field.name for field in dataclasses.fields(OptimizerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "cane"}, "optimizer.name=cane is no optimizer: did you mean came"),
+        ({"rank": 8}, "optimizer.rank=8 is not a setting of adamw: it belongs to galore_adamw, "),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas=.* of sgd: it belongs to adamw, "),
+        ({"name": "came", "momentum": 0.5}, "optimizer.momentum=0.5 .* belongs to sgd; leave it"),
+        ({"name": "galore_adamw", "clip_threshold": 2.0}, "clip_threshold=2.0 .* adafactor, came"),
+        ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for adamw"),
+        ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for adamw"),
+        ({"name": "came", "eps": 1e-8}, "optimizer.eps=1e-08 must be two numbers for came"),
+        ({"name": "came", "clip_threshold": 0.0}, "optimizer.name=came: clip_threshold=0.0 must"),
+        ({"name": "galore_adamw", "rank": 0}, "name=galore_adamw: rank=0 must be a whole number"),
+        ({"name": "galore_adamw", "proj_type": "up"}, "proj_type='up' must be one of 'std'"),
+        ({"name": "galore_adamw", "rank": 99}, "nothing to project: .* rank=99. GaLore is for"),
+        ({"name": "galore_adamw", "target_modules": "x"}, "target_modules='x' names no dense"),
+    ],
+)
+def test_what_does_not_belong_is_named_before_anything_is_done(config, settings, message):
+    config.optimizer = OptimizerConfig(**settings)
+    with pytest.raises(ValueError, match=message):
+        quiet_run(config)
+    assert not Path(config.out).exists()
+
+
+def test_a_model_without_dense_layers_has_nothing_to_project(config):
+    config.tensorize = TTConfig(rank=4, order=2)
+    config.optimizer = OptimizerConfig("galore_adamw")
+    with pytest.raises(ValueError, match=r"keep layers dense with tensorize\.exclude"):
+        quiet_run(config)
+    config.tensorize = TTConfig(rank=4, order=2, exclude_modules=["query"])
+    assert quiet_run(config)
+
+
+def test_a_missing_package_is_named_with_its_command(config, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    for name in ("adamw8bit", "galore_adamw8bit", "galore_adamw_8bit"):
+        config.optimizer = OptimizerConfig(name)
+        with pytest.raises(ValueError, match=rf"name={name} needs torchao.*: pip install torchao"):
+            quiet_run(config)
+
+
+@pytest.fixture
+def file(config, tmp_path):
+    """The run as a YAML file, with another section ``optimizer``."""
+
+    def write(optimizer):
+        settings = {**config.settings(), "optimizer": optimizer}
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return str(path)
+
+    return write
+
+
+def test_the_name_alone_in_a_file_or_on_the_command_line(file, capsys):
+    def planned(*words):
+        status = main(["plan", *words])
+        return status, capsys.readouterr().out
+
+    adamw, came = file({"lr": 1e-3}), "CAME keeps"
+    assert "AdamW keeps" in planned(adamw)[1]
+    for words in (["--optimizer=came"], ["--optimizer.name=came8bit", "--optimizer.lr=1e-4"]):
+        assert came in planned(adamw, *words)[1]
+    assert came in planned(file("came"))[1]
+    assert "galore" in planned(file("galore_adamw"), "--optimizer.rank=4")[1]
+    status, out = planned(file("galore_adamw"), "--optimizer.momentum=0.5")
+    assert status == 1
+    assert "optimizer.momentum=0.5 is not a setting of galore_adamw" in out
+    status, out = planned(file({"betas": [0.9, 0.98]}), "--optimizer=sgd")
+    assert (status, "--optimizer.betas=null" in out) == (1, True)
+    assert (
+        planned(file({"betas": [0.9, 0.98]}), "--optimizer=sgd", "--optimizer.betas=null")[0] == 0
+    )
+
+
+def test_training_from_the_command_line(file, caplog):
+    caplog.set_level(logging.ERROR)
+    path = file("galore_adafactor")
+    assert main(["train", path, "--train.steps=3", "--ranks=null"]) == 0
+    folder = Path(yaml.safe_load(Path(path).read_text())["out"])
+    settings = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]
+    assert (settings["name"], settings["rank"], settings["lr"]) == ("galore_adafactor", 8, 1e-2)
+
+
+def test_variants_of_a_sweep_choose(config, tmp_path):
+    base = {**config.settings(), "optimizer": "came", "ranks": None}
+    base["train"] |= {"steps": 2}
+    content = {
+        "out": str(tmp_path / "sweep"),
+        "base": base,
+        "seeds": [0],
+        "reference": "came",
+        "variants": {
+            "came": {},
+            "came-fast": {"optimizer": {"lr": 1e-3}},
+            "galore": {"optimizer": "galore_adamw"},
+            "galore-4": {"extends": "galore", "optimizer.rank": 4},
+        },
+    }
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content))
+    found = {k: v.config.optimizer for k, v in read_sweep(path).variants.items()}
+    assert [(o.name, o.lr, o.rank) for o in found.values()] == [
+        ("came", None, None),
+        ("came", 1e-3, None),
+        ("galore_adamw", None, None),
+        ("galore_adamw", None, 4),
+    ]
+    content["variants"]["wrong"] = {"optimizer": {"name": "galore_adamw", "rank": 999}}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=r"variant wrong: optimizer.name=galore_adamw: there is"):
+        run_sweep(path, console=Console(quiet=True))
