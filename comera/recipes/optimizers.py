@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdamW8bit
+from comera.optim.muon import MuonAdamW
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.recipes.parse import did_you_mean
 
@@ -22,12 +23,14 @@ class OptimizerConfig:
     What is null is the chosen optimizer's default; a key that it does not take is refused.
 
     Args:
-        name: adamw, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw, galore_adamw8bit or
-            galore_adafactor. The names with adamw8bit need torchao.
-        lr: Peak learning rate; by default 5e-4 for adamw, 3e-4 for came, 1e-2 for adafactor, 0.1
-            for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by ``scale``.
+        name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
+            galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
+            ``comera.MuonAdamW``, muon for the cores and adamw for everything else.
+        lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 3e-4 for came, 1e-2 for
+            adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
+            ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
-        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
+        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given, for muon 2e-3.
         gate_lr: Constant rate of the rank gates.
         weight_decay: Of dense matrices only.
         betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
@@ -36,7 +39,7 @@ class OptimizerConfig:
             ``comera.GaLoreAdafactor``.
         clip_threshold: Largest root mean square of an update, for came and adafactor.
         beta2_decay: For adafactor: the power of the step by which its moments slow down.
-        momentum: For sgd.
+        momentum: For sgd and muon.
         rank: Of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about what
             its authors take.
         update_proj_gap: Steps between two subspaces, for galore.
@@ -91,6 +94,10 @@ def _galore_adamw(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
     return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
 
 
+def _muon(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    return MuonAdamW(groups, fused=_can_fuse(groups), **settings)
+
+
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
     return not groups[0]["params"][0].is_meta  # torch has no such kernel there
 
@@ -112,6 +119,7 @@ _GALORE = {
 }  # fmt: skip
 _CHOICES = {
     "adamw": _Choice(_fused_adamw, _ADAM),
+    "muon": _Choice(_muon, {**_ADAM, "lr": 7e-4, "core_lr": 2e-3, "momentum": 0.95}),
     "adamw8bit": _Choice(_adamw8bit, _ADAM),
     "adafactor": _Choice(_adafactor, _ADAFACTOR),
     "sgd": _Choice(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -172,7 +180,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     """
     check_optimizer(settings)
     choice, values = _choice(settings.name), settled(settings, width)
-    own = {key: values[key] for key in choice.defaults if key not in ("lr", *_GALORE)}
+    own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
     common = {key: values[key] for key in ("gate_lr", "core_lr", "weight_decay")}
     try:
         if _projects(choice):

@@ -156,7 +156,7 @@ def test_defaults_are_those_of_the_optimizer():
         ({"name": "cane"}, "optimizer.name=cane is no optimizer: did you mean came"),
         ({"rank": 8}, "optimizer.rank=8 is not a setting of adamw: it belongs to galore_adamw, "),
         ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas=.* of sgd: it belongs to adamw, "),
-        ({"name": "came", "momentum": 0.5}, "optimizer.momentum=0.5 .* belongs to sgd; leave it"),
+        ({"name": "came", "momentum": 0.5}, "optimizer.momentum=0.5 .* belongs to muon, sgd; leave it"),
         ({"name": "galore_adamw", "clip_threshold": 2.0}, "clip_threshold=2.0 .* adafactor, came"),
         ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for adamw"),
         ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for adamw"),
