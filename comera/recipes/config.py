@@ -136,6 +136,11 @@ class RunConfig:
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value} must be at least 1")
         check_optimizer(self.optimizer)
+        if self.optimizer.in_backward and self.train.clip_norm is not None:
+            raise ValueError(
+                f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "
+                "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
+            )
         if self.ranks is not None:
             if not 0 < self.ranks.target <= 1:
                 raise ValueError(

@@ -46,6 +46,8 @@ class OptimizerConfig:
         scale: Factor of every projected step, for galore.
         proj_type: How to project, for galore; see ``comera.GaLore``.
         target_modules: Which dense layers to project, for galore; a regular expression or names.
+        in_backward: Step each parameter inside backward and free its gradient at once, see
+            ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
         warmup_share: Share of all steps with a rising rate.
         schedule: How the rate falls afterwards, to zero.
     """
@@ -66,6 +68,7 @@ class OptimizerConfig:
     scale: float | None = None
     proj_type: str | None = None
     target_modules: str | list[str] | None = None
+    in_backward: bool = False
     warmup_share: float = 0.05
     schedule: Literal["linear", "cosine", "constant"] = "linear"
 
@@ -130,7 +133,8 @@ _CHOICES = {
     "galore_adafactor": _Choice(_galore_adafactor, {**_ADAFACTOR, **_GALORE}),
 }
 _COMMON = (
-    "name", "lr", "dense_lr", "core_lr", "gate_lr", "weight_decay", "warmup_share", "schedule"
+    "name", "lr", "dense_lr", "core_lr", "gate_lr", "weight_decay", "in_backward",
+    "warmup_share", "schedule",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
+from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.folder import claim
@@ -267,7 +268,7 @@ def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     return TrainStep(
         model,
         task.loss_fn,
-        optimizer,
+        OptimizerInBackward(optimizer) if settings.in_backward else optimizer,
         ranks,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,

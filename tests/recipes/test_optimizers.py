@@ -89,6 +89,21 @@ def test_every_choice_trains_truncates_and_resumes_exactly(name, config, tmp_pat
         assert weights(again, "dense") == weights(config, "dense")
 
 
+def test_steps_in_backward_end_at_the_same_model(config, tmp_path):
+    config.train.clip_norm = None
+    quiet_run(config)
+    other = dataclasses.replace(
+        config, out=str(tmp_path / "other"), optimizer=OptimizerConfig(in_backward=True)
+    )
+    quiet_run(other)
+    assert weights(other) == weights(config)
+    other.train = dataclasses.replace(config.train, clip_norm=1.0)
+    with pytest.raises(
+        ValueError, match=r"train\.clip_norm=1\.0 needs all .* train\.clip_norm=null"
+    ):
+        other.check()
+
+
 def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
     config.optimizer = OptimizerConfig(name)
     config.ranks = None
@@ -127,10 +142,10 @@ def test_adamw_is_what_it_always_was(config):
     settings = yaml.safe_load(file.read_text())
     assert settings["optimizer"] == {
         "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": 2e-3,
-        "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "warmup_share": 0.05,
-        "schedule": "linear",
+        "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "in_backward": False,
+        "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
-    for key in ("name", "eps"):
+    for key in ("name", "eps", "in_backward"):
         settings["optimizer"].pop(key)
     file.write_text(yaml.safe_dump(settings))
     assert other_settings(config) is None
@@ -156,7 +171,10 @@ def test_defaults_are_those_of_the_optimizer():
         ({"name": "cane"}, "optimizer.name=cane is no optimizer: did you mean came"),
         ({"rank": 8}, "optimizer.rank=8 is not a setting of adamw: it belongs to galore_adamw, "),
         ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas=.* of sgd: it belongs to adamw, "),
-        ({"name": "came", "momentum": 0.5}, "optimizer.momentum=0.5 .* belongs to muon, sgd; leave it"),
+        (
+            {"name": "came", "momentum": 0.5},
+            "optimizer.momentum=0.5 .* belongs to muon, sgd; leave it",
+        ),
         ({"name": "galore_adamw", "clip_threshold": 2.0}, "clip_threshold=2.0 .* adafactor, came"),
         ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for adamw"),
         ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for adamw"),
