@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore
+from comera.optim.muon import MuonAdamW
 from comera.optim.partial import plain_step, step_on
 
 
@@ -50,8 +51,8 @@ class OptimizerInBackward:
         and an exception in backward leaves some parameters updated: check the loss before, as
         ``comera.TrainStep`` does. ``use_reentrant=False`` is the right kind of activation
         checkpointing; the other runs a shared layer after it has changed, which is an error here.
-        CAME updates small tensors of equal shape in the same calls after backward, here one by one:
-        some 0.2 ms each on a CPU.
+        CAME and Muon update tensors of equal shape in the same calls after backward, here one by
+        one: CAME takes some 0.2 ms each on a CPU.
         The hooks live as long as the parameters, or until :meth:`remove`.
 
     Raises:
@@ -311,7 +312,7 @@ def _check_sharding(optimizer: Optimizer, param: Tensor, process_group: Any) -> 
         why = "finds its subspaces from whole matrices"
     elif isinstance(optimizer, torch.optim.Adafactor):
         why = "takes norms in place, which torch cannot do on shards"
-    elif isinstance(optimizer, CAME):
+    elif isinstance(optimizer, CAME | MuonAdamW):
         why = "stacks whole matrices of equal shape"
     if why is not None:
         raise ValueError(

@@ -8,7 +8,7 @@ from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
 from comera.optim.projection import matrix_shape
 
-_PROJECTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def param_groups(
@@ -18,6 +18,7 @@ def param_groups(
     gate_lr: float = 1e-3,
     core_lr: float | None = None,
     weight_decay: float = 0.0,
+    muon_modules: str | list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters for an optimizer, each once: rank gates have a rate of their own.
 
@@ -28,27 +29,40 @@ def param_groups(
             falls from one to zero in ``1 / gate_lr`` steps at best. They are never decayed.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Of dense matrices only: not of cores, biases, norms or gates.
+        muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` shall step by Muon like
+            cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
+            :class:`~comera.TTConfig`. Embeddings and output layers do better without.
 
     Returns:
         Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; empty ones are left out.
+
+    Raises:
+        ValueError: If ``muon_modules`` names no dense layer.
     """
     layers = tensor_trains(model).values()
     kind = {id(gate): "gates" for layer in layers for gate in layer.gates}
     kind |= {id(core): "cores" for layer in layers for core in layer.cores}
+    if muon_modules is not None:
+        weights = _dense_weights(model, muon_modules)
+        if not weights:
+            raise ValueError(f"muon_modules={muon_modules!r} names no dense layer that is trained")
+        kind |= {id(weight): "matrices" for weight in weights}
     members: dict[str, list[nn.Parameter]] = {}
     for param in model.parameters():
         if param.requires_grad:
             default = "dense" if param.dim() > 1 else "vectors"
             members.setdefault(kind.get(id(param), default), []).append(param)
-    rates = {"gates": gate_lr, "cores": lr if core_lr is None else core_lr}
+    core_lr = lr if core_lr is None else core_lr
+    rates = {"gates": gate_lr, "cores": core_lr, "matrices": core_lr}
     return [
         {
             "name": name,
             "params": members[name],
             "lr": rates.get(name, lr),
-            "weight_decay": weight_decay if name == "dense" else 0.0,
+            "weight_decay": weight_decay if name in ("dense", "matrices") else 0.0,
+            **({"muon": True} if name == "matrices" else {}),
         }
-        for name in ("cores", "gates", "dense", "vectors")
+        for name in ("cores", "gates", "matrices", "dense", "vectors")
         if name in members
     ]
 
@@ -87,18 +101,11 @@ def galore_param_groups(
     Raises:
         ValueError: If no weight is left to project.
     """
-    shared = {
-        id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    projected = {
+        id(weight): weight
+        for weight in _dense_weights(model, target_modules)
+        if min(matrix_shape(weight)) > rank
     }
-    projected: dict[int, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        chosen = target_modules == "all-linear" or matches(name, target_modules)
-        if not chosen or not isinstance(module, _PROJECTED):
-            continue
-        weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        wide_enough = min(matrix_shape(weight)) > rank
-        if weight.requires_grad and id(weight) not in shared and wide_enough:
-            projected[id(weight)] = weight
     if not projected:
         raise ValueError(
             f"target_modules={target_modules!r} names no dense layer with both sides above "
@@ -113,3 +120,17 @@ def galore_param_groups(
         "scale": scale, "proj_type": proj_type,
     }  # fmt: skip
     return [group for group in (*groups, galore) if group["params"]]
+
+
+def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[nn.Parameter]:
+    """Trained weights of linear and convolution layers, each once; none an embedding shares."""
+    shared = {
+        id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    }
+    found: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _MATRICES) and (modules == "all-linear" or matches(name, modules)):
+            weight: nn.Parameter = module.weight  # type: ignore[assignment]
+            if weight.requires_grad and id(weight) not in shared:
+                found[id(weight)] = weight
+    return list(found.values())

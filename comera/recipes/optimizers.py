@@ -45,7 +45,8 @@ class OptimizerConfig:
         update_proj_gap: Steps between two subspaces, for galore.
         scale: Factor of every projected step, for galore.
         proj_type: How to project, for galore; see ``comera.GaLore``.
-        target_modules: Which dense layers to project, for galore; a regular expression or names.
+        target_modules: Which dense layers to project, for galore, or to step by muon like cores,
+            by default none; a regular expression or names.
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
         warmup_share: Share of all steps with a rising rate.
@@ -122,7 +123,9 @@ _GALORE = {
 }  # fmt: skip
 _CHOICES = {
     "adamw": _Choice(_fused_adamw, _ADAM),
-    "muon": _Choice(_muon, {**_ADAM, "lr": 7e-4, "core_lr": 2e-3, "momentum": 0.95}),
+    "muon": _Choice(
+        _muon, {**_ADAM, "lr": 7e-4, "core_lr": 2e-3, "momentum": 0.95, "target_modules": None}
+    ),
     "adamw8bit": _Choice(_adamw8bit, _ADAM),
     "adafactor": _Choice(_adafactor, _ADAFACTOR),
     "sgd": _Choice(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -190,7 +193,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
         if _projects(choice):
             groups = _galore_groups(model, values, common)
         else:
-            groups = param_groups(model, values["lr"], **common)
+            modules = values.get("target_modules")
+            groups = param_groups(model, values["lr"], muon_modules=modules, **common)
         return choice.make(groups, **own)
     except ImportError:
         raise ValueError(

@@ -140,6 +140,21 @@ def test_groups_hold_every_parameter_once(model):
     }
 
 
+def test_dense_layers_can_be_stepped_by_muon(model):
+    groups = comera.param_groups(
+        model, 1e-3, core_lr=5e-4, weight_decay=0.1, muon_modules="all-linear"
+    )
+    (group,) = [g for g in groups if g["name"] == "matrices"]
+    assert [id(p) for p in group["params"]] == [id(model[4].weight)]
+    assert (group["lr"], group["weight_decay"], group["muon"]) == (5e-4, 0.1, True)
+    held = [id(p) for g in groups for p in g["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    muon = {g["name"]: g["muon"] for g in comera.MuonAdamW(groups).param_groups}
+    assert muon == {"cores": True, "gates": False, "matrices": True, "vectors": False}
+    with pytest.raises(ValueError, match="muon_modules='fc' names no dense layer"):
+        comera.param_groups(model, 1e-3, muon_modules="fc")
+
+
 def test_a_size_that_met_its_target_is_left_alone(model):
     ranks = comera.TwoStage(model, 1.0, 0, 5, loss_goal=1e6, rho_loss=0.5)
     loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
