@@ -104,7 +104,7 @@ class MuonAdamW(torch.optim.AdamW):
     def _step_by_muon(self, group: dict[str, Any]) -> None:
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for param in group["params"]:
-            if param.grad is None:
+            if param.grad is None or not param.numel():  # a layer that has vanished
                 continue
             if param.grad.is_sparse or param.is_complex():
                 kind = "sparse" if param.grad.is_sparse else "complex"
@@ -114,8 +114,7 @@ class MuonAdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros(())  # AdamW looks for it wherever there is state
                 state["momentum_buffer"] = torch.zeros_like(param)
             state["step"] += 1
-            average = state["momentum_buffer"]
-            average.lerp_(param.grad, 1 - self.momentum)
+            average = state["momentum_buffer"].lerp_(param.grad, 1 - self.momentum)
             update = param.grad.lerp(average, self.momentum)
             key = param.shape, param.dtype, param.device
             alike.setdefault(key, []).append((param, update))

@@ -147,6 +147,17 @@ def test_truncation_cuts_its_average():
     train(model, optimizer, 2, 4)
 
 
+def test_a_vanished_layer_is_passed_over():
+    model = tensorized()
+    optimizer = muon(model)
+    train(model, optimizer, 0, 1)
+    with torch.no_grad():
+        model.wide.gates[0].zero_()
+    comera.truncate_(model, optimizer, min_rank=0)
+    assert 0 in model.wide.ranks
+    train(model, optimizer, 1, 3)
+
+
 def test_steps_in_backward_are_the_same():
     model, twin = tensorized(), tensorized()
     optimizer, other = muon(model), muon(twin)
