@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from comera.data.masked_text import MaskedTextData
 from comera.data.nli import NliData
 from comera.nn.config import TTConfig
@@ -132,9 +134,11 @@ class RunConfig:
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and self.nli is None:
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
-        for name, value in (("steps", self.train.steps), ("batch_size", self.train.batch_size)):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "threads"):
+            value = getattr(self.train, name)
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value} must be at least 1")
+        check_device(self.device)
         check_optimizer(self.optimizer)
         if self.optimizer.in_backward and self.train.clip_norm is not None:
             raise ValueError(
@@ -156,3 +160,12 @@ class RunConfig:
                     f"ranks.late_share={self.ranks.late_share} must be shares of all steps that "
                     "add up to at most 1"
                 )
+
+
+def check_device(name: str) -> None:
+    """Raise ``ValueError`` for what is neither ``auto`` nor a device of torch's."""
+    if name != "auto":
+        try:
+            torch.device(name)
+        except RuntimeError as problem:
+            raise ValueError(f"device={name!r} is not a device: {problem}") from None

@@ -68,6 +68,10 @@ class TrainStep:
             raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
             _check_in_backward(model, clip_norm)
+        if autocast is not None and not isinstance(autocast, torch.dtype):
+            raise TypeError(
+                f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
+            )
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler

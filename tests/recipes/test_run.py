@@ -112,6 +112,7 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"ranks": RankConfig(early_share=0.8, late_share=0.3)}, "ranks.late_share=0.3"),
         ({"ranks": RankConfig(target=30)}, "ranks.target=30 must be in"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
+        ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )

@@ -127,6 +127,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(step):
     torch.testing.assert_close(dict(step.model.named_parameters()), before)
 
 
+def test_autocast_takes_a_dtype():
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"autocast='bf16' must be a dtype such as torch\.bfloat16"):
+        comera.TrainStep(model, loss_fn, optimizer, autocast="bf16")
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_cannot_be_clipped_to_is_refused(clip_norm):
     model = torch.nn.Linear(3, 3)
