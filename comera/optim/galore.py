@@ -43,7 +43,6 @@ class _Begun(NamedTuple):
     """A parameter of a projected group between the two halves of its step.
 
     Attributes:
-        param: The parameter.
         stand_in: What the inner optimizer steps in its place, if anything.
         factor: What that step is multiplied by.
         lent: The gradient to give back to a parameter that has none.

@@ -2,7 +2,7 @@
 
 import html
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,8 +38,8 @@ def plan_html(plan: "Plan") -> str:
     return "".join(
         [
             f"<p>{html.escape(plan.title)}<br>{html.escape(_setting(plan))}</p>",
-            _html(f"{plan.chosen.name}, step by step", _STEP_HEADER, _step_rows(plan)),
-            _html("candidates", _CANDIDATE_HEADER, _candidate_rows(plan)),
+            table_html(_STEP_HEADER, _step_rows(plan), caption=f"{plan.chosen.name}, step by step"),
+            table_html(_CANDIDATE_HEADER, _candidate_rows(plan), caption="candidates"),
             f"<p>{'<br>'.join(map(html.escape, verdict(plan)))}</p>",
         ]
     )
@@ -153,10 +153,14 @@ def _text(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]], 
     return out.getvalue().rstrip()
 
 
-def _html(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table_html(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", note: str = ""
+) -> str:
+    """A plain HTML table for notebooks; all text is escaped, line breaks of the note kept."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    caption = f"<caption>{html.escape(title)}</caption>"
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    caption = caption and f"<caption>{html.escape(caption)}</caption>"
+    note = note and f"<p>{html.escape(note)}</p>".replace("\n", "<br>")
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"

@@ -1,6 +1,5 @@
 """How much smaller a tensorised model is, layer by layer, and what its layers cost."""
 
-import html
 import io
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from comera.planning.cost import (
     tt_embedding_cost,
     tt_linear_cost,
 )
+from comera.planning.table import table_html
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,7 @@ class CompressionReport:
 
     def _repr_html_(self) -> str:
         header, rows = self.rows()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in rows
-        )
-        total = html.escape(self.summary()).replace("\n", "<br>")
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{total}</p>"
+        return table_html(header, rows, note=self.summary())
 
 
 def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionReport:

@@ -1,6 +1,5 @@
 """What a model and its optimizer keep in memory, counted before training."""
 
-import html
 import io
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from comera.optim.galore import GaLore
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.layout import stored_bytes
 from comera.optim.state_size import state_bytes
-from comera.planning.table import show_bytes
+from comera.planning.table import show_bytes, table_html
 
 _HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
 _WIDTH = 100
@@ -100,16 +99,7 @@ class MemoryReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows()
-        )
-        return (
-            f"<table><caption>{html.escape(self.title)}, bytes</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self.summary())}</p>"
-        )
+        return table_html(_HEADER, self.rows(), caption=f"{self.title}, bytes", note=self.summary())
 
 
 def memory_report(

@@ -1,6 +1,5 @@
 """What the planner says about the layers of a model: which way each runs, and against dense."""
 
-import html
 import io
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from comera.ops.machine import machine_of
 from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan, plan_embedding, plan_linear
-from comera.planning.table import show_seconds
+from comera.planning.table import show_seconds, table_html
 
 _WIDTH = 100
 _HEADER = ("layers", "shape and ranks", "runs", "time", "time / dense", "peak / dense", "instead")
@@ -105,15 +104,7 @@ class ModelPlan:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows()
-        )
-        return (
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self.summary())}</p>"
-        )
+        return table_html(_HEADER, self.rows(), note=self.summary())
 
 
 def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
