@@ -21,9 +21,9 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steep at zero, singular values end between 0.7 and 1.2 (Jordan)."""
 
 
-_LIKE_ADAM = 0.2
-"""Times the root of the wider side: the root mean square of a step is then about that of Adam's
-(Liu et al., arXiv 2502.16982, section 2.2)."""
+_STEP_SIZE = 0.6
+"""Root mean square of a step of full rank, in learning rates. Adam's is about 0.2 (Liu et al., arXiv
+2502.16982, section 2.2); cores did best at three times that (docs/quality.md)."""
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -41,7 +41,9 @@ class MuonAdamW(torch.optim.AdamW):
     Note:
         State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype, and
         ``step``, float32 ``()``.
-        Steps do not depend on the scale of the gradient. Cores of equal shape are stepped in the
+        Steps are three times those of :class:`torch.optim.Muon` with
+        ``adjust_lr_fn="match_rms_adamw"``, so that AdamW's learning rate serves both, and do not
+        depend on the scale of the gradient. Cores of equal shape are stepped in the
         same calls, in float32 on a CPU and in bfloat16 elsewhere, as :class:`torch.optim.Muon`.
 
     Raises:
@@ -122,7 +124,7 @@ class MuonAdamW(torch.optim.AdamW):
             params, updates = (list(column) for column in zip(*members, strict=True))
             rows, cols = core_matrix(shape)
             steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), self.ns_steps)
-            steps *= group["lr"] * _LIKE_ADAM * math.sqrt(max(rows, cols))
+            steps *= group["lr"] * _STEP_SIZE * math.sqrt(max(rows, cols))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             steps = steps.reshape(-1, *shape)

@@ -30,7 +30,7 @@ class OptimizerConfig:
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
-        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given, for muon 2e-3.
+        core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         gate_lr: Constant rate of the rank gates.
         weight_decay: Of dense matrices only.
         betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
@@ -123,9 +123,7 @@ _GALORE = {
 }  # fmt: skip
 _CHOICES = {
     "adamw": _Choice(_fused_adamw, _ADAM),
-    "muon": _Choice(
-        _muon, {**_ADAM, "lr": 7e-4, "core_lr": 2e-3, "momentum": 0.95, "target_modules": None}
-    ),
+    "muon": _Choice(_muon, {**_ADAM, "lr": 7e-4, "momentum": 0.95, "target_modules": None}),
     "adamw8bit": _Choice(_adamw8bit, _ADAM),
     "adafactor": _Choice(_adafactor, _ADAFACTOR),
     "sgd": _Choice(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

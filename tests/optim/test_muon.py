@@ -73,9 +73,8 @@ def test_dense_matrices_step_as_by_torchs_muon():
         pytest.skip("this torch has no Muon")
     start = torch.randn(48, 32)
     mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    settings = {"lr": 1e-2, "weight_decay": 0.1}
-    ours = comera.MuonAdamW([{"params": [mine], "muon": True}], **settings)
-    torchs = muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    ours = comera.MuonAdamW([{"params": [mine], "muon": True}], lr=1e-2, weight_decay=0.3)
+    torchs = muon([theirs], lr=3e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(10):
         grad = torch.randn(48, 32)
         mine.grad, theirs.grad = grad.clone(), grad.clone()
