@@ -20,10 +20,12 @@ from comera.optim.partial import plain_step
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steep at zero, singular values end between 0.7 and 1.2 (Jordan)."""
 
-
 _STEP_SIZE = 0.6
-"""Root mean square of a step of full rank, in learning rates. Adam's is about 0.2 (Liu et al., arXiv
-2502.16982, section 2.2); cores did best at three times that (docs/quality.md)."""
+"""Root mean square of a step of full rank, in learning rates.
+
+Adam's steps have about 0.2 (Liu et al., arXiv 2502.16982, section 2.2); cores did best at three
+times that (``docs/quality.md``).
+"""
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -63,8 +65,11 @@ class MuonAdamW(torch.optim.AdamW):
             raise ValueError(f"momentum={momentum} must be in [0, 1)")
         if ns_steps < 1:
             raise ValueError(f"ns_steps={ns_steps} must be at least 1")
-        self.momentum, self.ns_steps = momentum, ns_steps
         super().__init__(params, lr, **settings)
+        self.defaults |= {"momentum": momentum, "ns_steps": ns_steps}
+        for group in self.param_groups:
+            group.setdefault("momentum", momentum)
+            group.setdefault("ns_steps", ns_steps)
         # A GradScaler must not count on AdamW's fused step to divide by its scale.
         self._step_supports_amp_scaling = False
 
@@ -104,6 +109,7 @@ class MuonAdamW(torch.optim.AdamW):
         return loss
 
     def _step_by_muon(self, group: dict[str, Any]) -> None:
+        momentum = group["momentum"]
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for param in group["params"]:
             if param.grad is None or not param.numel():  # a layer that has vanished
@@ -116,14 +122,14 @@ class MuonAdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros(())  # AdamW looks for it wherever there is state
                 state["momentum_buffer"] = torch.zeros_like(param)
             state["step"] += 1
-            average = state["momentum_buffer"].lerp_(param.grad, 1 - self.momentum)
-            update = param.grad.lerp(average, self.momentum)
+            average = state["momentum_buffer"].lerp_(param.grad, 1 - momentum)
+            update = param.grad.lerp(average, momentum)
             key = param.shape, param.dtype, param.device
             alike.setdefault(key, []).append((param, update))
         for (shape, *_), members in alike.items():
             params, updates = (list(column) for column in zip(*members, strict=True))
             rows, cols = core_matrix(shape)
-            steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), self.ns_steps)
+            steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), group["ns_steps"])
             steps *= group["lr"] * _STEP_SIZE * math.sqrt(max(rows, cols))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

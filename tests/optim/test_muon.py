@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -127,6 +128,17 @@ def test_resume_is_exact():
     third.load_state_dict(copy.deepcopy(second.state_dict()))
     train(again, third, 2, 4)
     assert_same(model, first, again, third)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_go_on_alike(copied):
+    model = tensorized()
+    optimizer = muon(model, momentum=0.8)
+    train(model, optimizer, 0, 2)
+    twin, other = copied((model, optimizer))
+    train(model, optimizer, 2, 4)
+    train(twin, other, 2, 4)
+    assert_same(model, optimizer, twin, other)
 
 
 def test_truncation_cuts_its_average():
