@@ -4,6 +4,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import comera
 from comera.nn.module import tensor_trains
@@ -128,6 +132,19 @@ def test_resume_is_exact():
     third.load_state_dict(copy.deepcopy(second.state_dict()))
     train(again, third, 2, 4)
     assert_same(model, first, again, third)
+
+
+def test_distributed_checkpoints_bring_it_back():
+    model, twin = tensorized(), tensorized()
+    optimizer = muon(model)
+    train(model, optimizer, 0, 2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    twin.load_state_dict(model.state_dict())
+    other = muon(twin)
+    set_optimizer_state_dict(twin, other, copy.deepcopy(saved))
+    train(model, optimizer, 2, 4)
+    train(twin, other, 2, 4)
+    assert_same(model, optimizer, twin, other)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
