@@ -1,11 +1,12 @@
 """``comera train CONFIG``, ``plan``, ``sweep``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
 
+import difflib
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import yaml
@@ -67,9 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(ArgumentParser):
+    """Says in one line what was wrong, and which option may have been meant."""
+
+    options: Sequence[str] = ()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[\w.]+)", message, re.IGNORECASE)
+        near = difflib.get_close_matches(unknown[1], self.options, n=1) if unknown else []
+        if near:
+            message += f": did you mean {near[0]}?"
+        super().error(message, ex)
+
+
 def make_parser() -> ArgumentParser:
     """The parser of the ``comera`` command."""
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="comera",
         description="Train models in compressed form.",
         allow_abbrev=False,
@@ -80,9 +94,11 @@ def make_parser() -> ArgumentParser:
         ("train", "train a run, or resume it"),
         ("plan", "show what a run would train, and what it would be compressed to"),
     ):
-        command = ArgumentParser(description=text, allow_abbrev=False)
+        command = _Parser(description=text, allow_abbrev=False)
         command.add_argument("--config", action=ActionConfigFile, help="YAML file of the run")
         command.add_class_arguments(RunConfig, None)
+        command.usage = f"comera {name} CONFIG [--KEY=VALUE ...]"
+        command.options = [s for action in command._actions for s in action.option_strings]
         commands.add_subcommand(name, command, help=text)
     sweep = ArgumentParser(
         description="Train variants of one run over seeds, and compare them; the same command "
@@ -114,8 +130,13 @@ def make_parser() -> ArgumentParser:
 def _in_full(arguments: Sequence[str]) -> list[str]:
     """Short forms as jsonargparse wants them: ``train CONFIG``, ``--optimizer=NAME``."""
     words = list(arguments)
-    if len(words) > 1 and words[0] in ("train", "plan") and not words[1].startswith("-"):
-        words.insert(1, "--config")
+    if words and words[0] in ("train", "plan"):
+        for k in range(1, len(words)):
+            alone = k == 1 or not words[k - 1].startswith("-") or "=" in words[k - 1]
+            if alone and not words[k].startswith("-"):
+                words[k] = f"--config={words[k]}"
+                words.insert(1, words.pop(k))  # first, so that keys before it count too
+                break
     return [_OPTIMIZER.sub(r"--optimizer.name=\1", word) for word in words]
 
 

@@ -138,6 +138,19 @@ def test_plan_says_what_a_run_will_end_at(config):
     assert report.tt_dense_params == compressed.layer_dense_params
 
 
+def test_the_configuration_may_stand_anywhere(capsys):
+    quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
+    printed = []
+    for words in (
+        [quickstart, "--model.d_model=64", "--train.steps", "7"],
+        ["--model.d_model=64", quickstart, "--train.steps", "7"],
+        ["--train.steps", "7", "--model.d_model=64", quickstart],
+    ):
+        assert main(["plan", *words, "--tensorize.rank=8"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+
+
 def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
     assert main(["plan", quickstart, "--model.d_model=64", "--tensorize.rank=8"]) == 0
@@ -147,7 +160,9 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     assert "targt" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", quickstart, "--train.step=3"])  # no abbreviations
-    assert "train.step" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--train.step=3: did you mean --train.steps?" in said
+    assert len(said.splitlines()) < 5
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("modell:\n  d_model: 3\n")
     with pytest.raises(SystemExit):
