@@ -37,14 +37,16 @@ def train(model, optimizer, first, last):
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (7, 40), (40, 7), (1, 5)], ids=str)
-def test_singular_values_become_one_and_vectors_stay(shape):
+def test_singular_values_become_one_and_vectors_stay(shape, device):
     x = torch.randn(4, *shape, dtype=torch.float64)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    inside = u.mT @ orthogonalize(x, 5) @ v.mT  # in the basis of x's own singular vectors
+    found = orthogonalize(x.to(device), 5).cpu()
+    inside = u.mT @ found @ v.mT  # in the basis of x's own singular vectors
     clear = s > 0.02 * s.norm(dim=1, keepdim=True)  # far smaller ones have not arrived yet
     diagonal = inside.diagonal(dim1=1, dim2=2)
     assert ((diagonal > 0.5) & (diagonal < 1.25) | ~clear).all()
-    torch.testing.assert_close(inside, torch.diag_embed(diagonal), atol=1e-10, rtol=0)
+    close = 1e-10 if device == "cpu" else 0.05  # bfloat16 elsewhere
+    torch.testing.assert_close(inside, torch.diag_embed(diagonal), atol=close, rtol=0)
 
 
 def test_a_zero_matrix_stays_zero_and_scale_does_not_matter():
