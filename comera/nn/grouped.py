@@ -1,6 +1,5 @@
 """Join the half-chains of all linear layers of a model in a few calls."""
 
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -51,12 +50,7 @@ class GroupedMerge:
                 layer.shared_halves = halves
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_halves = None
 

@@ -44,8 +44,9 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
         raise ValueError(f"update_proj_gap={gap!r} must be a whole number of at least 1")
     if not scale > 0:
         raise ValueError(f"scale={scale!r} must be above 0")
-    eps = {**inner.defaults, **group}.get("eps")
-    if isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:  # type: ignore[index]
+    settings: dict[str, Any] = {"eps": None, **inner.defaults, **group}
+    eps = settings["eps"]
+    if isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
         raise ValueError(
             f"eps={eps} must have a second number above 0: the least size of a parameter to which "
             "a projected step is relative"

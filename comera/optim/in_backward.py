@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -147,12 +146,7 @@ class OptimizerInBackward:
     def __enter__(self) -> "OptimizerInBackward":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.remove()
 
     @property

@@ -25,10 +25,13 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     By the optimizer's own ``unpack_state_`` where it has one; torchao's eight-bit and four-bit
     moments become float32.
     """
-    if hasattr(optimizer, "unpack_state_"):
-        optimizer.unpack_state_(param)  # type: ignore[union-attr]
+    if optimizer is None:
+        return
+    own = getattr(optimizer, "unpack_state_", None)
+    if own is not None:
+        own(param)
     elif hasattr(optimizer, "_new_buffer"):
-        state = optimizer.state.get(param, {})  # type: ignore[union-attr]
+        state = optimizer.state.get(param, {})
         for key, value in state.items():
             if hasattr(value, "__tensor_flatten__") and hasattr(value, "dequantize"):
                 state[key] = value.dequantize()
@@ -36,14 +39,16 @@ def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Undo :func:`unpack_state_` for the shape that the parameter has now."""
-    if hasattr(optimizer, "pack_state_"):
-        optimizer.pack_state_(param)  # type: ignore[union-attr]
-    elif hasattr(optimizer, "_new_buffer"):
-        state = optimizer.state.get(param, {})  # type: ignore[union-attr]
+    if optimizer is None:
+        return
+    own, new_buffer = (getattr(optimizer, name, None) for name in ("pack_state_", "_new_buffer"))
+    if own is not None:
+        own(param)
+    elif new_buffer is not None:
+        state = optimizer.state.get(param, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():  # all but the number of steps
-                packed = optimizer._new_buffer(param.detach(), key == "exp_avg")  # type: ignore[union-attr]
-                state[key] = packed.copy_(value)
+                state[key] = new_buffer(param.detach(), key == "exp_avg").copy_(value)
 
 
 def stored_bytes(value: Any) -> int:

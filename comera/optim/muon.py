@@ -87,7 +87,7 @@ class MuonAdamW(torch.optim.AdamW):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient.
 
         Raises:

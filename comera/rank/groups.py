@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
@@ -122,15 +122,15 @@ def galore_param_groups(
     return [group for group in (*groups, galore) if group["params"]]
 
 
-def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[nn.Parameter]:
+def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[Tensor]:
     """Trained weights of linear and convolution layers, each once; none an embedding shares."""
     shared = {
         id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
     }
-    found: dict[int, nn.Parameter] = {}
+    found: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, _MATRICES) and (modules == "all-linear" or matches(name, modules)):
-            weight: nn.Parameter = module.weight  # type: ignore[assignment]
+            weight = module.weight
             if weight.requires_grad and id(weight) not in shared:
                 found[id(weight)] = weight
     return list(found.values())

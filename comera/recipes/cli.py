@@ -83,7 +83,7 @@ class _Parser(ArgumentParser):
 
 def make_parser() -> ArgumentParser:
     """The parser of the ``comera`` command."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="comera",
         description="Train models in compressed form.",
         allow_abbrev=False,

@@ -62,8 +62,9 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
         below = out.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        out[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merged(below, value)
+        out[key] = value
     return out
 
 

@@ -190,20 +190,6 @@ def test_an_exclusion_that_excludes_nothing_is_named(caplog, exclude, said):
     assert "embedding, layers.0.fc1" in line
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"rank": -1}, "rank=-1"),
-        ({"rank": [4, 0, 4]}, "rank=[4, 0, 4]"),
-        ({"embedding_rank": 0}, "embedding_rank=0"),
-        ({"rank_pattern": {"head": 0}}, "rank_pattern['head']=0"),
-    ],
-)
-def test_a_rank_below_one_is_refused_where_it_is_written(settings, named):
-    with pytest.raises(ValueError, match=re.escape(f"{named} must be at least 1")):
-        TTConfig(**settings)
-
-
 def test_attention_keeps_its_projection(caplog):
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     with caplog.at_level(logging.WARNING, "comera"):

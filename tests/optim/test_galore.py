@@ -47,6 +47,17 @@ def train(model, optimizer, first, last):
     return losses
 
 
+def train_alike(a, other, b, ours, steps):
+    """On the gradients of ``a``: a closed loop would multiply rounding errors."""
+    for k in range(steps):
+        backward(a, k)
+        for mine, its in zip(b.parameters(), a.parameters(), strict=True):
+            mine.grad = None if its.grad is None else its.grad.clone()
+        other.step()
+        ours.step()
+        other.zero_grad()
+
+
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
 def test_trajectory_equals_that_of_galore_torch(proj_type):
     theirs = pytest.importorskip("galore_torch", reason="galore-torch is not installed")
@@ -56,13 +67,7 @@ def test_trajectory_equals_that_of_galore_torch(proj_type):
         groups(a, proj_type=proj_type), lr=1e-3, eps=eps, no_deprecation_warning=True
     )
     ours = GaLoreAdamW(groups(b, proj_type=proj_type), eps=eps, projection="svd", stagger=False)
-    for k in range(50):  # on the same gradients: a closed loop would multiply its rounding errors
-        backward(a, k)
-        for mine, its in zip(b.parameters(), a.parameters(), strict=True):
-            mine.grad = None if its.grad is None else its.grad.clone()
-        other.step()
-        ours.step()
-        other.zero_grad()
+    train_alike(a, other, b, ours, 50)
     # In both its singular bases a gradient is diagonal: off it is rounding noise, which Adam scales
     # to full steps.
     atol = 5e-4 if proj_type == "full" else 2e-5

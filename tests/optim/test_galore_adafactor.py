@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from comera.optim.galore_named import GaLoreAdafactor
-from tests.optim.test_galore import backward, groups, make_model
+from tests.optim.test_galore import backward, groups, make_model, train_alike
 
 
 @pytest.fixture
@@ -33,13 +33,7 @@ def test_trajectory_equals_that_of_galore_torch(theirs, proj_type):
     ours = GaLoreAdafactor(
         listed(b, 1e-2, proj_type=proj_type), projection="svd", stagger=False
     )  # fmt: skip
-    for k in range(50):  # on the same gradients: a closed loop would multiply its rounding errors
-        backward(a, k)
-        for mine, its in zip(b.parameters(), a.parameters(), strict=True):
-            mine.grad = None if its.grad is None else its.grad.clone()
-        other.step()
-        ours.step()
-        other.zero_grad()
+    train_alike(a, other, b, ours, 50)
     for mine, its, before in zip(b.parameters(), a.parameters(), start, strict=True):
         assert (mine - its).norm() <= 1e-3 * (its - before).norm()
 
