@@ -14,12 +14,14 @@ from comera.bench.linear import linear
 from comera.bench.memory import memory
 from comera.bench.numerics import DisagreementError
 from comera.bench.objective import objective
+from comera.bench.optimizers import Llama, optimizers
 from comera.bench.options import (
     add_common,
     add_embedding,
     add_linear,
     add_memory,
     add_objective,
+    add_optimizers,
     add_ranking,
     add_step,
     add_truncation,
@@ -171,6 +173,14 @@ def _run_truncation(session: Session, options: Namespace) -> None:
     truncation(session, encoders_of(options), options.batch, options.keep)
 
 
+def _run_optimizers(session: Session, options: Namespace) -> None:
+    sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "batch")
+    for name in (*sizes, "rank", "gap"):
+        check_positive(name, options[name])
+    llama = Llama(**{name: options[name] for name in sizes})
+    optimizers(session, llama, options.rank, options.gap, options.peers == "all")
+
+
 def _run_ranking(session: Session, options: Namespace) -> None:
     ranks = numbers_of("rank", options.rank)
     ranking(session, widths_of(options.widths), ranks, numbers_of("tokens", options.tokens))
@@ -201,6 +211,11 @@ _BENCHMARKS: Mapping[
         "time a training step before and after truncation of its ranks",
         add_truncation,
         _run_truncation,
+    ),
+    "optimizers": (
+        "time the updates of optimizers on a dense language model",
+        add_optimizers,
+        _run_optimizers,
     ),
     "ranking": (
         "measure all ways to compute a layer, and whether the planner's order is right",

@@ -108,6 +108,22 @@ def add_ranking(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=str, metavar="N", default=["8,128,2048"])
 
 
+def add_optimizers(parser: ArgumentParser) -> None:
+    """Of ``optimizers``: a causal language model, by default that of 58 million parameters."""
+    parser.add_argument("--layers", type=int, default=8, help="of the model")
+    parser.add_argument("--width", type=int, default=512, help="of the model")
+    parser.add_argument("--ffn", type=int, default=1376, help="width of the feed-forward part")
+    parser.add_argument("--heads", type=int, default=8, help="of the attention")
+    parser.add_argument("--vocab", type=int, default=32000, help="tokens")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--rank", type=int, default=128, help="of the subspaces of GaLore")
+    parser.add_argument(
+        "--gap", type=int, default=200, help="updates from one subspace to the next"
+    )
+    _add_peers(parser)
+
+
 def _add_shape(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shape",

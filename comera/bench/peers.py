@@ -90,7 +90,9 @@ def tensorly_embedding(layer: TTTable) -> nn.Module:
     )
 
 
-def galore_adamw(model: nn.Module, lr: float) -> Optimizer:
+def galore_adamw(
+    model: nn.Module, lr: float, rank: int = GALORE_RANK, gap: int = GALORE_GAP
+) -> Optimizer:
     """GaLore's AdamW: gradients of all linear weights in a subspace, all else plain."""
     galore = _load("galore_torch", "galore-torch")
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
@@ -99,13 +101,18 @@ def galore_adamw(model: nn.Module, lr: float) -> Optimizer:
         {"params": [param for param in model.parameters() if id(param) not in chosen]},
         {
             "params": linear,
-            "rank": GALORE_RANK,
-            "update_proj_gap": GALORE_GAP,
+            "rank": rank,
+            "update_proj_gap": gap,
             "scale": GALORE_SCALE,
             "proj_type": "std",
         },
     ]
     return galore.GaLoreAdamW(groups, lr=lr, no_deprecation_warning=True)
+
+
+def came(model: nn.Module, lr: float) -> Optimizer:
+    """CAME of its authors, every parameter alike."""
+    return _load("came_pytorch", "came-pytorch").CAME(model.parameters(), lr=lr)
 
 
 def refresh_galore(optimizer: Optimizer) -> None:

@@ -5,15 +5,16 @@ from typing import Any, Literal
 
 import torch
 
-from comera.data.masked_text import MaskedTextData
 from comera.data.nli import NliData
+from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
 @dataclass
 class ModelConfig:
-    """A transformer encoder, see ``comera.models.transformer.Encoder``.
+    """The transformer: ``comera.models.transformer.Encoder``, for ``causal_text`` a
+    ``comera.models.decoder.Decoder`` in the shape of LLaMA.
 
     Args:
         d_model: Width.
@@ -21,7 +22,7 @@ class ModelConfig:
         num_heads: Attention heads a block.
         ffn_dim: Width of the feed-forward layers.
         dropout: Dropout probability.
-        norm: Layer norm before (pre) or after (post) each part of a block.
+        norm: Norm before (pre) or after (post) each part of a block; a decoder's is before.
     """
 
     d_model: int = 256
@@ -98,7 +99,8 @@ class RunConfig:
         out: Folder of the run. A run found there under the same settings is resumed.
         seed: Of parameters, batches and dropout.
         device: ``auto`` takes a GPU where there is one.
-        masked_text: Data of masked-language-model pre-training; give this or ``nli``.
+        masked_text: Text of masked-language-model pre-training; give one of the three.
+        causal_text: Text of a causal language model.
         nli: Data of natural-language inference.
         model: The transformer.
         tensorize: Which layers become tensor trains; null trains a dense model.
@@ -112,7 +114,8 @@ class RunConfig:
     out: str = "runs/run"
     seed: int = 0
     device: str = "auto"
-    masked_text: MaskedTextData | None = None
+    masked_text: TextData | None = None
+    causal_text: TextData | None = None
     nli: NliData | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     tensorize: TTConfig | None = None
@@ -126,10 +129,19 @@ class RunConfig:
         """Everything as plain values, with the defaults of the chosen optimizer filled in."""
         return {**asdict(self), "optimizer": settled(self.optimizer, self.model.d_model)}
 
+    @property
+    def data(self) -> TextData | NliData:
+        """The section of the data."""
+        found = self.masked_text or self.causal_text or self.nli
+        assert found is not None, "check allows exactly one"
+        return found
+
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
-        if (self.masked_text is None) == (self.nli is None):
-            raise ValueError("give exactly one of the sections masked_text and nli")
+        if sum(data is not None for data in (self.masked_text, self.causal_text, self.nli)) != 1:
+            raise ValueError("give exactly one of the sections masked_text, causal_text and nli")
+        if self.causal_text is not None and self.model.norm != "pre":
+            raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and self.nli is None:

@@ -24,7 +24,7 @@ from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.folder import claim
 from comera.recipes.optimizers import make_optimizer
-from comera.recipes.tasks import Task, make_model, planned_vocab_size, prepare_task
+from comera.recipes.tasks import Task, make_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory import MemoryReport, memory_report
 from comera.report.plan import ModelPlan
@@ -114,8 +114,7 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     Nothing is allocated and no data is read.
     """
     model = planned_model(config)
-    length = (config.masked_text or config.nli).length  # type: ignore[union-attr]
-    tokens = max(1, config.train.batch_size // config.train.accumulate) * length
+    tokens = max(1, config.train.batch_size // config.train.accumulate) * config.data.length
     report = compression_report(model, tokens)
     if config.tensorize is None:
         return report, None, None
@@ -145,7 +144,7 @@ def planned_model(config: RunConfig) -> nn.Module:
     """The model that a run starts with, without memory for its parameters."""
     config.check()
     with torch.device("meta"):
-        model = make_model(config, planned_vocab_size(config))
+        model = make_model(config, config.data.vocab_size)
     return model if config.tensorize is None else tensorize_(model, config.tensorize)
 
 

@@ -255,7 +255,7 @@ def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
     if given not in ("accuracy", "loss"):
         raise ValueError(f"metric={given} must be accuracy or loss")
     if given == "accuracy" and without:
-        raise ValueError(f"metric=accuracy is not measured for masked_text (variant {without})")
+        raise ValueError(f"metric=accuracy is measured for nli alone (not in variant {without})")
     return given
 
 

@@ -1,5 +1,6 @@
-"""The two tasks a recipe can train: what differs between them, behind one interface."""
+"""The tasks a recipe can train: what differs between them, behind one interface."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.data.causal_text import CausalText
 from comera.data.masked_text import MaskedText
 from comera.data.nli import LABELS, NliPairs
+from comera.data.text import TextStreams
+from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.config import ModelConfig, RunConfig
+
+_LARGEST_LOSS = 700.0
+"""Above that a perplexity is too large for a float."""
 
 
 @dataclass
@@ -35,27 +42,30 @@ class Task:
 
 def prepare_task(config: RunConfig, device: torch.device) -> Task:
     """Read the data of a run; raises what the readers raise."""
-    if config.masked_text is not None:
-        return _masked_text(config, device)
-    return _nli(config, device)
+    if config.nli is not None:
+        return _nli(config, device)
+    return _masked_text(config, device) if config.masked_text else _causal_text(config, device)
 
 
 def make_model(config: RunConfig, vocab_size: int) -> nn.Module:
     """The dense model of a run, on torch's default device."""
+    model = config.model
+    if config.causal_text is not None:
+        decoder = Decoder(
+            vocab_size,
+            model.d_model,
+            model.num_layers,
+            model.num_heads,
+            model.ffn_dim,
+            model.dropout,
+        )
+        return CausalLanguageModel(decoder, vocab_size)
     if config.masked_text is not None:
-        encoder = _encoder(config.model, vocab_size, config.masked_text.length, 0)
+        encoder = _encoder(model, vocab_size, config.masked_text.length, 0)
         return MaskedLanguageModel(encoder, vocab_size)
     assert config.nli is not None, "RunConfig.check allows exactly one task"
-    encoder = _encoder(config.model, vocab_size, config.nli.length, 2)
-    return SequenceClassifier(encoder, len(LABELS), config.model.dropout)
-
-
-def planned_vocab_size(config: RunConfig) -> int:
-    """Tokens of the vocabulary, known without reading the data."""
-    if config.masked_text is not None:
-        return config.masked_text.vocab_size
-    assert config.nli is not None, "RunConfig.check allows exactly one task"
-    return config.nli.vocab_size
+    encoder = _encoder(model, vocab_size, config.nli.length, 2)
+    return SequenceClassifier(encoder, len(LABELS), model.dropout)
 
 
 def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) -> Encoder:
@@ -74,26 +84,64 @@ def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) ->
 
 def _masked_text(config: RunConfig, device: torch.device) -> Task:
     assert config.masked_text is not None
-    assert config.train.steps is not None, "RunConfig.check asks for steps here"
-    data = MaskedText.prepare(config.masked_text)
+    data = MaskedText(TextStreams.prepare(config.masked_text))
     size = config.train.batch_size
-    valid = data.valid_batches(config.train.eval_batches or 32, size)
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["tokens"], batch["positions"])
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
+        return _token_loss(model(batch["tokens"], batch["positions"]), batch["targets"])
+
+    return _text_task(
+        config,
+        device,
+        loss_fn,
+        lambda step: data.batch(step, size, config.seed),
+        data.valid_batches(config.train.eval_batches or 32, size),
+    )
+
+
+def _causal_text(config: RunConfig, device: torch.device) -> Task:
+    assert config.causal_text is not None
+    data = CausalText(TextStreams.prepare(config.causal_text))
+    size = config.train.batch_size
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return _token_loss(model(batch["tokens"]), batch["targets"])
+
+    return _text_task(
+        config,
+        device,
+        loss_fn,
+        lambda step: data.batch(step, size, config.seed),
+        data.valid_batches(config.train.eval_batches, size),
+    )
+
+
+def _text_task(
+    config: RunConfig,
+    device: torch.device,
+    loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+    get_batch: Callable[[int], dict[str, Tensor]],
+    valid: list[dict[str, Tensor]],
+) -> Task:
+    """A task without end, judged by its loss on held-out batches."""
+    assert config.train.steps is not None, "RunConfig.check asks for steps here"
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        losses = [loss_fn(model, _to(batch, device)) for batch in valid]
-        return {"loss": float(torch.stack(losses).mean())}
+        total = sum(float(loss_fn(model, _to(b, device))) * b["targets"].numel() for b in valid)
+        loss = total / sum(batch["targets"].numel() for batch in valid)
+        return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
     return Task(
-        make_model=lambda: make_model(config, data.vocab_size),
-        get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
+        make_model=lambda: make_model(config, config.data.vocab_size),
+        get_batch=lambda step: _to(get_batch(step), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=config.train.steps,
     )
+
+
+def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _nli(config: RunConfig, device: torch.device) -> Task:

@@ -287,3 +287,24 @@ def test_help_reads_well(capsys):
             bench(*words, "--help")
         assert stopped.value.code == 0
     assert "--curve" in capsys.readouterr().out
+
+
+def test_optimizers(tmp_path, capsys):
+    out = tmp_path / "optimizers.json"
+    sizes = "layers=1 width=16 ffn=24 heads=2 vocab=40 length=6 batch=2 rank=4 gap=3 repeats=2"
+    words = [f"--{size}" for size in sizes.split()]
+    assert bench("optimizers", *words, "--threads", "1", f"--json={out}") == 0
+    rows = {row["optimizer"]: row for row in results(out)[0]["rows"]}
+    adamw, came = rows["AdamW, fused"], rows["CAME"]
+    weights = 2 * 40 * 16 + 4 * 16 * 16 + 3 * 16 * 24 + 3 * 16
+    assert 8 * weights <= adamw["state_bytes"] < 8.2 * weights  # and the numbers of steps
+    assert came["state_ratio"] < 0.75
+    assert adamw["step_ratio"] == 1
+    assert came["step_ms"] > came["update_ms"] > 0
+    assert {"GaLore, AdamW", "GaLore, CAME", "Muon, AdamW"} <= set(rows)
+    if find_spec("galore_torch"):
+        theirs, ours = rows["galore-torch, AdamW"], rows["GaLore, AdamW"]
+        assert theirs["state_bytes"] == pytest.approx(ours["state_bytes"], rel=0.1)
+    assert "longest / median step" in capsys.readouterr().out
+    assert bench("optimizers", "--rank=0") == 1
+    assert "rank=0 must be at least 1" in capsys.readouterr().out

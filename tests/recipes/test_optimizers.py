@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 import comera
-from comera.data.masked_text import MaskedTextData
+from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
@@ -30,7 +30,7 @@ def data(tmp_path_factory):
     write_functions(folder / "text", 6, 40)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMERA_CACHE", str(folder / "cache"))
-        yield MaskedTextData(str(folder / "text"), vocab_size=300, length=16, heldout=0.2)
+        yield TextData(str(folder / "text"), vocab_size=300, length=16, heldout=0.2)
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def wrong(content: dict, path: str, value) -> None:
             "waits for its own time: tt -> tt",
         ),
         ("metric", "accurcy", "metric=accurcy must be accuracy or loss"),
-        ("metric", "accuracy", "metric=accuracy is not measured for masked_text"),
+        ("metric", "accuracy", "metric=accuracy is measured for nli alone"),
         ("base", 3, "base=3 must be the path"),
     ],
 )

@@ -1,0 +1,161 @@
+"""A causal language model in the shape of LLaMA, its parameters named as Hugging Face names them.
+
+Touvron et al. 2023, arXiv 2302.13971: RMS norms before each part, rotary positions, a gated
+feed-forward part, no biases. ``transformers`` has the same model behind a large dependency; this
+one is for the recipes, and reads its weights. Shape suffixes: B = batch, T = time, D = width,
+H = heads, E = head width, V = vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comera.nn.fused import linears
+
+_EPS = 1e-6
+"""Of the RMS norms."""
+_BASE = 10_000.0
+"""Wavelengths of the rotary positions run from 2 pi to this times 2 pi tokens (2104.09864)."""
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with rotary positions."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        if d_model % (2 * num_heads):
+            raise ValueError(
+                f"d_model={d_model} is not a multiple of 2 * num_heads={2 * num_heads}: rotary "
+                "positions need heads of even width"
+            )
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor, turns_2TE: Tensor) -> Tensor:
+        q, k, v = (
+            y_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for y_BTD in linears(x_BTD, [self.q_proj, self.k_proj, self.v_proj])
+        )
+        mixed_BHTE = F.scaled_dot_product_attention(
+            _turned(q, turns_2TE), _turned(k, turns_2TE), v, is_causal=True
+        )
+        return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, d_model: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(d_model, ffn_dim, bias=False)
+        self.up_proj = nn.Linear(d_model, ffn_dim, bias=False)
+        self.down_proj = nn.Linear(ffn_dim, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate, up = linears(x_BTD, [self.gate_proj, self.up_proj])
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind an RMS norm and beside a residual."""
+
+    def __init__(self, d_model: int, num_heads: int, ffn_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(d_model, eps=_EPS)
+        self.self_attn = Attention(d_model, num_heads)
+        self.post_attention_layernorm = nn.RMSNorm(d_model, eps=_EPS)
+        self.mlp = FeedForward(d_model, ffn_dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor, turns_2TE: Tensor) -> Tensor:
+        mixed_BTD = self.self_attn(self.input_layernorm(x_BTD), turns_2TE)
+        x_BTD = x_BTD + self.dropout(mixed_BTD)
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """Token embedding, a stack of layers and a norm.
+
+    Args:
+        vocab_size: Number of tokens.
+        d_model: Width.
+        num_layers: Number of layers.
+        num_heads: Attention heads a layer; ``d_model`` is a multiple of twice as many.
+        ffn_dim: Width of the feed-forward part; LLaMA's is 8/3 of ``d_model``.
+        dropout: Probability on both residual branches; LLaMA has none.
+
+    Shapes:
+        tokens ``(B, T)`` integers; output ``(B, T, D)``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 256,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        ffn_dim: int = 688,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.head_width = d_model // num_heads
+        self.embed_tokens = nn.Embedding(vocab_size, d_model)
+        self.layers = nn.ModuleList(
+            Layer(d_model, num_heads, ffn_dim, dropout) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(d_model, eps=_EPS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embed_tokens(tokens_BT)
+        turns_2TE = _turns(tokens_BT.shape[1], self.head_width, x_BTD)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, turns_2TE)
+        return self.norm(x_BTD)
+
+
+class CausalLanguageModel(nn.Module):
+    """Predict each token from those before it.
+
+    A state dict of ``transformers.LlamaForCausalLM`` with as many key as query heads and an output
+    layer of its own loads, and gives the same logits.
+
+    Args:
+        decoder: The stack of layers.
+        vocab_size: Number of tokens.
+
+    Shapes:
+        tokens ``(B, T)`` integers; output logits ``(B, T, V)``, at each position those of the next.
+    """
+
+    def __init__(self, decoder: Decoder, vocab_size: int) -> None:
+        super().__init__()
+        self.model = decoder
+        self.lm_head = nn.Linear(decoder.norm.normalized_shape[0], vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal entries of standard deviation 0.02, as LLaMA's; norms start at one."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.lm_head(self.model(tokens_BT))
+
+
+def _turns(length: int, head_width: int, like: Tensor) -> Tensor:
+    """Cosines and sines of the angle of each position and entry of a head, ``(2, T, E)``."""
+    steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
+    angles = torch.arange(length, device=like.device)[:, None] * _BASE ** (-steps / head_width)
+    angles = torch.cat([angles, angles], 1)
+    return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
+
+
+def _turned(x_BHTE: Tensor, turns_2TE: Tensor) -> Tensor:
+    """Each pair of entries, one of either half of a head, turned by the angle of its position."""
+    first, second = x_BHTE.chunk(2, -1)
+    cos_TE, sin_TE = turns_2TE
+    return x_BHTE * cos_TE + torch.cat([-second, first], -1) * sin_TE

@@ -1,0 +1,105 @@
+import gzip
+import lzma
+
+import pytest
+import torch
+
+from comera.data.causal_text import CausalText
+from comera.data.masked_text import MaskedText
+from comera.data.text import TextData, TextStreams
+from comera.data.vocabulary import CLS, MASK, PAD
+from tests.texts import write_functions
+
+
+@pytest.fixture
+def streams(tmp_path, monkeypatch) -> TextStreams:
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "text"
+    write_functions(folder, 12, 40)
+    return TextStreams.prepare(TextData(str(folder), vocab_size=300, length=32, heldout=0.2))
+
+
+@pytest.fixture
+def data(streams) -> MaskedText:
+    return MaskedText(streams)
+
+
+def test_a_batch_depends_only_on_seed_and_step(data):
+    again = MaskedText(TextStreams.prepare(data.streams.settings))  # from the cache
+    assert torch.equal(again.streams.train, data.streams.train)
+    for step in (0, 7):
+        one, two = data.batch(step, 4, seed=1), again.batch(step, 4, seed=1)
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    assert not torch.equal(data.batch(0, 4, 1)["tokens"], data.batch(1, 4, 1)["tokens"])
+    assert not torch.equal(data.batch(0, 4, 1)["tokens"], data.batch(0, 4, 2)["tokens"])
+
+
+def test_masking_follows_bert(data):
+    batch = data.batch(0, 400, seed=0)
+    tokens, positions, targets = batch["tokens"], batch["positions"], batch["targets"]
+    assert tokens.shape == (400, 32)
+    assert positions.shape == targets.shape == (400, round(0.15 * 31))
+    assert (tokens[:, 0] == CLS).all()
+    assert (positions >= 1).all()
+    assert (positions.sort(1).values.diff(dim=1) > 0).all()  # no position twice
+    shown = tokens.gather(1, positions)
+    share_masked = float((shown == MASK).float().mean())
+    share_kept = float((shown == targets).float().mean())
+    assert abs(share_masked - 0.8) < 0.03
+    assert abs(share_kept - 0.1) < 0.03
+    assert (targets != MASK).all()
+    assert (tokens != PAD).all()
+
+
+def test_held_out_batches_are_fixed_and_from_other_files(data):
+    one, two = data.valid_batches(3, 4), data.valid_batches(3, 4)
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, two, strict=True))
+    assert len(data.streams.valid) < len(data.streams.train)
+
+
+def test_causal_targets_are_the_next_tokens(streams):
+    data = CausalText(streams)
+    batch = data.batch(3, 4, seed=1)
+    assert batch["tokens"].shape == batch["targets"].shape == (4, 32)
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    again = data.batch(3, 4, seed=1)
+    assert torch.equal(batch["tokens"], again["tokens"])
+    assert not torch.equal(batch["tokens"], data.batch(4, 4, seed=1)["tokens"])
+
+
+def test_causal_evaluation_sees_each_held_out_token_once(streams):
+    data = CausalText(streams)
+    batches = data.valid_batches(None, 4)
+    targets = torch.cat([batch["targets"].flatten() for batch in batches])
+    rows = (len(streams.valid) - 1) // 32
+    assert torch.equal(targets, streams.valid[1 : rows * 32 + 1].long())
+    assert rows > 8
+    two = data.valid_batches(2, 4)
+    assert len(two) == 2
+    assert torch.equal(two[1]["tokens"], batches[1]["tokens"])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.xz"])
+def test_one_file_compressed_or_not_gives_both_streams(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    text = "".join(f"the {k} words of line {k * k}\n" for k in range(400))
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
+    (tmp_path / name).write_bytes(pack(text.encode()))
+    settings = TextData(str(tmp_path), "*.txt*", vocab_size=300, length=16, heldout=0.1)
+    found = TextStreams.prepare(settings)
+    assert 0.05 < len(found.valid) / len(found.train) < 0.2
+
+
+def test_the_standard_library_is_the_default_corpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
+    data = TextStreams.prepare(TextData(max_megabytes=0.3, vocab_size=400, length=16))
+    assert int(data.train.max()) < 400
+    assert len(data.train) > 50_000
+
+
+def test_too_little_or_no_text_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file matches '\*\.txt' under"):
+        TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt"))
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ValueError, match="too little text"):
+        TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt", vocab_size=300))
