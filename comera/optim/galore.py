@@ -24,6 +24,7 @@ from comera.optim.galore_checks import (
     check_subspaces,
     listed,
 )
+from comera.optim.galore_state import joined, parted
 from comera.optim.partial import step_on
 from comera.optim.projection import (
     METHODS,
@@ -78,7 +79,8 @@ class GaLore(Optimizer):
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
         Subspaces and projected moments are float32 whatever the parameters are. A gradient that
         is not finite leaves the subspace as it was; one of zeros finds none, and the parameter
-        waits.
+        waits. A step can be captured in a CUDA graph after one eager step, if the inner
+        optimizer's can; see :meth:`refresh_`.
 
     Raises:
         ValueError: If a group has an unknown key or a setting out of range, or holds a vector.
@@ -146,7 +148,8 @@ class GaLore(Optimizer):
         """One step of every parameter that has a gradient.
 
         Raises:
-            RuntimeError: If a gradient to be projected is sparse or complex.
+            RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
+                parameter is captured in a CUDA graph.
         """
         loss = None
         if closure is not None:
@@ -183,6 +186,18 @@ class GaLore(Optimizer):
         self._show_state(param)
         self._lift(begun)
 
+    @torch.no_grad()
+    def refresh_(self) -> None:
+        """Count a step, and find those subspaces anew that are due, from the gradients at hand.
+
+        For steps that are replayed from a CUDA graph, where nothing of this can happen: call it
+        after each replay. Subspaces keep their memory, so the next replay uses the new ones.
+        """
+        for group in self.param_groups:
+            for param in group["params"] if "rank" in group else ():
+                if param in self._stand_ins and param.grad is not None:
+                    self._refresh(param, param.grad.flatten(1), group, self._numbers[param])
+
     def unpack_state_(self, param: Tensor) -> None:
         """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
         layout.unpack_state_(self._inner, param)
@@ -213,6 +228,7 @@ class GaLore(Optimizer):
         wide = param.to(torch.promote_types(param.dtype, torch.float32))
         return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
 
+    @torch.compiler.disable
     def _hand_over(self, position: int) -> dict[str, Any]:
         """A group, once the inner optimizer has its settings: schedulers and users change ours."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
@@ -224,6 +240,7 @@ class GaLore(Optimizer):
             theirs["weight_decay"] = 0.0
         return mine
 
+    @torch.compiler.disable
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:
         """Decay, and give the stand-in its gradient; None without one or while it waits."""
         grad = param.grad
@@ -237,9 +254,16 @@ class GaLore(Optimizer):
             param.grad = decayed
             return _Begun(param, None, factor, grad)
         matrix = decayed.flatten(1)
-        self._refresh(param, matrix, group, self._numbers[param])
+        captured = _captured()
+        if not captured:
+            self._refresh(param, matrix, group, self._numbers[param])
         bases = self._bases(param)
         if not bases:
+            if captured:
+                raise RuntimeError(
+                    f"GaLore has no subspace yet for a parameter of shape {tuple(param.shape)}, "
+                    "and none can be found in a CUDA graph: take a step before it is captured"
+                )
             stand_in.grad = None
             return None
         low = into(matrix, bases)
@@ -247,6 +271,7 @@ class GaLore(Optimizer):
         stand_in.grad = low
         return _Begun(param, stand_in, factor, None)
 
+    @torch.compiler.disable
     def _lift(self, begun: list[_Begun | None]) -> None:
         """Take the steps that the stand-ins took."""
         for one in begun:
@@ -280,8 +305,12 @@ class GaLore(Optimizer):
                 if key in moments:
                     moments[key] = rotate(moments[key], old, new)
         for side, basis in new.items():
-            state[OURS + side] = basis
+            if side in old:
+                old[side].copy_(basis)  # a captured step looks for it there
+            else:
+                state[OURS + side] = basis
 
+    @torch.compiler.disable
     def _show_state(self, param: Tensor) -> None:
         """What is not projected has the inner optimizer's state, the very same, as its own."""
         if param not in self._stand_ins and param in self._inner.state:
@@ -330,11 +359,7 @@ class GaLore(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; the inner optimizer's state beside the subspaces."""
-        mine, theirs = super().state_dict(), self._inner.state_dict()
-        state = {k: dict(v) for k, v in theirs["state"].items()}
-        for k, entries in mine["state"].items():
-            state.setdefault(k, {}).update(entries)
-        return {**mine, "state": state}
+        return joined(super().state_dict(), self._inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave.
@@ -348,21 +373,14 @@ class GaLore(Optimizer):
         if len(numbers) == len(params):  # else the base class says what differs
             for k, param in zip(numbers, params, strict=True):
                 self._check_fit(param, state.get(k, {}))
-        split: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
-        for k, entries in state.items():
-            for key, value in entries.items():
-                split[key.startswith(OURS)].setdefault(k, {})[key] = value
-        inner_groups = [
-            {key: value for key, value in group.items() if key not in KEYS}
-            for group in state_dict["param_groups"]
-        ]
-        self._inner.load_state_dict({"state": split[False], "param_groups": inner_groups})
+        theirs, subspaces = parted(state_dict)
+        self._inner.load_state_dict(theirs)
         # Without the state, which the base class would round to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
         for param in params:
             self._show_state(param)
         by_number = dict(zip(numbers, params, strict=True))
-        for k, entries in split[True].items():
+        for k, entries in subspaces.items():
             device = by_number[k].device
             self.state[by_number[k]] = {
                 key: value.clone() if key == f"{OURS}step" else value.to(device, copy=True)
@@ -376,6 +394,10 @@ class GaLore(Optimizer):
         if param in self._stand_ins:
             group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
         check_subspaces(param, group, found)
+
+
+def _captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

@@ -258,13 +258,14 @@ def test_staggered_refreshes_come_in_different_steps():
     params = [nn.Parameter(torch.randn(20, 30)) for _ in range(12)]
     optimizer = GaLoreAdamW([{"params": params, "rank": 4, "update_proj_gap": 6}], lr=0.0)
     changed = []
+    old = [torch.zeros(20, 4) for _ in params]
     for _ in range(13):
-        old = [optimizer.state.get(p, {}).get("galore_left") for p in params]
         for p in params:
             p.grad = torch.randn(20, 30)
         optimizer.step()
-        new = [optimizer.state[p]["galore_left"] for p in params]
-        changed.append(sum(a is not b for a, b in zip(old, new, strict=True)))
+        new = [optimizer.state[p]["galore_left"].clone() for p in params]
+        changed.append(sum(not torch.equal(a, b) for a, b in zip(old, new, strict=True)))
+        old = new
     assert changed[0] == 12
     assert sum(changed[1:]) == 24
     assert max(changed[1:]) <= 4
