@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
+from comera.ops.look_up import check_range
+from comera.ops.operator import is_plain
 from comera.shapes import TTMShape
 
 
@@ -19,6 +21,12 @@ class TTEmbeddingBag(TTTable):
 
     Shapes:
         output ``(bags, embedding_dim)``.
+
+    Raises:
+        ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
+            CPU), or weights do not fit the input.
+        IndexError: If an index is no row (on the CPU).
+        NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
     """
 
     __constants__ = (
@@ -64,25 +72,74 @@ class TTEmbeddingBag(TTTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        flat = input.reshape(-1)
+        flat, starts = self._laid_out(input, offsets)
+        if not torch.compiler.is_compiling():
+            check_range(input, self.num_embeddings)
+        if per_sample_weights is not None:
+            self._check_weights(input, per_sample_weights)
+            per_sample_weights = per_sample_weights.reshape(-1)
+        if self.mode == "max":
+            return self._maxima(flat, starts)
+        return self._bags(flat, starts, self._weights(flat, starts, per_sample_weights))
+
+    def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """All entries one after the other, and where each bag begins."""
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    "offsets are for a 1-d input; the bags of this 2-d input are its "
+                    f"{input.shape[0]} rows"
+                )
+            starts = torch.arange(input.shape[0], device=input.device) * input.shape[1]
+            return input.reshape(-1), starts
+        if input.dim() != 1:
+            raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-d or 2-d")
+        if offsets is None:
+            raise ValueError("a 1-d input needs offsets: where each bag begins in it")
+        _check_offsets(offsets, input.shape[0], self.include_last_offset)
+        return input, offsets[:-1] if self.include_last_offset else offsets
+
+    def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
+        """Of every entry in the sum of its bag; None for ones."""
+        if self.padding_idx is None and self.mode == "sum":
+            return weights
+        dtype = self.cores[0].dtype
+        counted = torch.ones_like(flat, dtype=dtype)
+        if self.padding_idx is not None:
+            counted = (flat != self.padding_idx).to(dtype)
+        if self.mode == "sum":
+            return counted if weights is None else weights * counted
+        bag = torch.searchsorted(starts, torch.arange(len(flat), device=flat.device), right=True)
+        wide = counted.double() if flat.device.type == "cpu" else counted.float()
+        sizes = wide.new_zeros(len(starts) + 1).index_add_(0, bag, wide)
+        return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
+
+    def _maxima(self, flat: Tensor, starts: Tensor) -> Tensor:
         rows = self._rows(flat)
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
-        entries = torch.arange(flat.shape[0], device=flat.device, dtype=input.dtype)
-        padding = None
-        if self.padding_idx is not None or not flat.shape[0]:  # torch refuses an empty table
+        entries, padding = torch.arange(len(flat), device=flat.device), None
+        if self.padding_idx is not None or not len(flat):  # torch refuses an empty table
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
-            padding = flat.shape[0]
+            padding = len(flat)
             entries = torch.where(flat == self.padding_idx, padding, entries)
         return nn.functional.embedding_bag(
-            entries.reshape(input.shape),
-            rows,
-            offsets,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=padding,
+            entries, rows, starts.long(), mode="max", padding_idx=padding
         )
+
+    def _check_weights(self, input: Tensor, weights: Tensor) -> None:
+        if self.mode != "sum":
+            raise NotImplementedError(
+                f"per_sample_weights need mode='sum', this bag has mode={self.mode!r}"
+            )
+        if weights.shape != input.shape:
+            raise ValueError(
+                f"per_sample_weights have shape {tuple(weights.shape)}, "
+                f"the input {tuple(input.shape)}"
+            )
+        dtype = self.cores[0].dtype
+        if weights.dtype != dtype:
+            raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
 
     @classmethod
     def from_embedding_bag(
@@ -120,3 +177,28 @@ class TTEmbeddingBag(TTTable):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> None:
+    """Raise ``ValueError`` for what does not cut the entries into bags; on the CPU."""
+    if offsets.dim() != 1:
+        raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
+    if with_end and not offsets.shape[0]:
+        raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
+    known = is_plain(offsets) and not torch.compiler.is_compiling()
+    if offsets.device.type != "cpu" or not offsets.numel() or not known:
+        return
+    if offsets[0] != 0:
+        raise ValueError(f"offsets[0]={int(offsets[0])} must be 0, where the first bag begins")
+    falling = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falling):
+        k = int(falling[0])
+        raise ValueError(
+            f"offsets must not decrease: offsets[{k + 1}]={int(offsets[k + 1])} comes after "
+            f"offsets[{k}]={int(offsets[k])}"
+        )
+    if offsets[-1] > entries:
+        k = int((offsets > entries).nonzero()[0])
+        raise ValueError(
+            f"offsets[{k}]={int(offsets[k])} is past the end of an input of {entries} entries"
+        )

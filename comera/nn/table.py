@@ -11,7 +11,7 @@ from comera.nn.decompose import decompose_matrix, decompose_table
 from comera.nn.hot import HotRows
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
-from comera.ops.tt_embedding import tt_embedding, ttm_to_dense
+from comera.ops.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, only_one
 
 
@@ -73,21 +73,21 @@ class TTTable(TensorTrainModule):
             nn.init.normal_(self.hot, std=std)
 
     def _rows(self, indices: Tensor) -> Tensor:
-        hot: Tensor | None
+        """``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        return tt_embedding(indices, *self._sizes(), **self._parts())
+
+    def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Weighted sums of rows, ``(bags, embedding_dim)``."""
+        return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
+
+    def _sizes(self) -> tuple[list[Tensor], int, int]:
+        return list(self.cores), self.num_embeddings, self.embedding_dim
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"gates": list(self.gates), "threshold": self.prune_below}
         if isinstance(self.hot, HotRows):
-            hot, basis = self.hot.coordinates, self.hot.basis
-        else:
-            hot, basis = self.hot, None
-        return tt_embedding(
-            indices,
-            list(self.cores),
-            self.num_embeddings,
-            self.embedding_dim,
-            gates=list(self.gates),
-            threshold=self.prune_below,
-            hot_HK=hot,
-            basis_KD=basis,
-        )
+            return {**parts, "hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
+        return {**parts, "hot_HK": self.hot}
 
     @property
     def weight(self) -> Tensor:

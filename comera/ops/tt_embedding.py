@@ -1,12 +1,10 @@
-"""Read rows of an embedding table that is held as a tensor-train matrix.
+"""Read rows of an embedding table that is held as a tensor-train matrix, or sums of them over bags.
 
-The cores join to two halves; a row is the product of one slice of each. Two redundancies go:
-every distinct row is made once however often it is asked for, and the halves are joined once
-for all rows (CoMERA, arXiv 2405.14377, section 4.2).
+The cores join to two halves; a row is the product of one slice of each.
 
-Shape suffixes: V = left and W = right part of a row's number, P and Q = left and right part of
-the width, R = the bond between the halves, D = width, H = hot rows, K = their coordinates: D where
-they are dense, fewer where they are coordinates in a basis.
+Shape suffixes: N = entries, B = bags, V = left and W = right part of a row's number, P and Q = left
+and right part of the width, R = the bond between the halves, D = width, H = hot rows, K = their
+coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
 import math
@@ -14,10 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.chain import merge_chain
-from comera.ops.operator import operator
+from comera.ops.look_up import check_range, look_up
 
 
 def tt_embedding_reference(
@@ -64,10 +63,62 @@ def tt_embedding(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
+    halves = merge_table_halves(cores, gates, threshold)
+    if not torch.compiler.is_compiling():
+        check_range(indices, num_embeddings)  # it knows the shape, the operator does not
     flat = indices.reshape(-1)
-    rows = _ttm_lookup(flat, left_VPR, right_WRQ, hot_HK, basis_KD, num_embeddings, embedding_dim)
+    if _captured(flat):
+        rows = _every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
+    else:
+        rows, _, _ = look_up(
+            flat, *halves, hot_HK, basis_KD, None, None, num_embeddings, embedding_dim
+        )
     return rows.reshape(*indices.shape, embedding_dim)
+
+
+def tt_embedding_bag(
+    indices_N: Tensor,
+    offsets_B: Tensor,
+    weights_N: Tensor | None,
+    cores: Sequence[Tensor],
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    gates: Sequence[Tensor] = (),
+    threshold: float = 0.0,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
+) -> Tensor:
+    """Weighted sums over bags of rows, no row laid out more than once.
+
+    Args:
+        indices_N: Integers, bag after bag.
+        offsets_B: First entry of each bag, rising from 0.
+        weights_N: Of every entry, in the dtype of the cores; None for ones.
+        cores: As for :func:`tt_embedding`, as is all that follows.
+        num_embeddings: See there.
+        embedding_dim: See there.
+        gates: See there.
+        threshold: See there.
+        hot_HK: See there.
+        basis_KD: See there.
+
+    Returns:
+        ``(B, embedding_dim)`` in the dtype of the cores.
+
+    Raises:
+        IndexError: If an index is out of range (checked on the CPU).
+    """
+    halves = merge_table_halves(cores, gates, threshold)
+    offsets_B = offsets_B.long()
+    if _captured(indices_N):
+        rows = _every_row(indices_N, *halves, hot_HK, basis_KD, embedding_dim)
+        each = torch.arange(indices_N.shape[0], device=indices_N.device)
+        return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
+    sums, _, _ = look_up(
+        indices_N, *halves, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings, embedding_dim
+    )
+    return sums
 
 
 def merge_table_halves(
@@ -101,112 +152,28 @@ def _rows_before_columns(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return apart.permute(order).reshape(merged.shape[0], rows, cols, merged.shape[-1])
 
 
-@operator("comera::ttm_lookup")
-def _ttm_lookup(
-    indices: Tensor,
+def _captured(indices: Tensor) -> bool:
+    """Whether sizes have to be known before the numbers are: while a CUDA graph is captured."""
+    return indices.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _every_row(
+    indices_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HK: Tensor | None,
     basis_KD: Tensor | None,
-    num_embeddings: int,
     embedding_dim: int,
 ) -> Tensor:
-    _check_range(indices, num_embeddings)
-    rows, inverse = torch.unique(indices, return_inverse=True)
-    num_hot, left, right = _pairs(rows, right_WRQ, hot_HK)
-    with without_autocast(left_VPR):
-        made = torch.bmm(left_VPR[left], right_WRQ[right]).flatten(1)[:, :embedding_dim]
-        if hot_HK is not None:
-            hot = hot_HK[rows[:num_hot]]
-            made = torch.cat([hot if basis_KD is None else hot @ basis_KD, made])
-    return made[inverse]
-
-
-@_ttm_lookup.register_fake
-def _(indices, left_VPR, right_WRQ, hot_HK, basis_KD, num_embeddings, embedding_dim):
-    return left_VPR.new_empty(indices.shape[0], embedding_dim)
-
-
-@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
-def _ttm_lookup_backward(
-    grad_BD: Tensor,
-    indices: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, inverse = torch.unique(indices, return_inverse=True)
-    num_hot, left, right = _pairs(rows, right_WRQ, hot_HK)
-    per_row = grad_BD.new_zeros(rows.shape[0], grad_BD.shape[1]).index_add_(0, inverse, grad_BD)
-    cold = per_row[num_hot:]
-    width = left_VPR.shape[1] * right_WRQ.shape[2]
-    cold = torch.nn.functional.pad(cold, (0, width - cold.shape[1]))
-    cold = cold.reshape(-1, left_VPR.shape[1], right_WRQ.shape[2])
-    with without_autocast(left_VPR):
-        to_left = torch.bmm(cold, right_WRQ[right].transpose(1, 2))
-        to_right = torch.bmm(left_VPR[left].transpose(1, 2), cold)
-    grad_left = torch.zeros_like(left_VPR).index_add_(0, left, to_left)
-    grad_right = torch.zeros_like(right_WRQ).index_add_(0, right, to_right)
-    return grad_left, grad_right, *_hot_grads(per_row[:num_hot], rows[:num_hot], hot_HK, basis_KD)
-
-
-def _hot_grads(
-    grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Of the hot rows and their basis, from the gradients of distinct rows; empty for None."""
-    grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
-    if hot_HK is None:
-        return grad_hot, grad_basis
-    if basis_KD is not None:
-        with without_autocast(grad_ND):
-            grad_basis = hot_HK[rows].T @ grad_ND
-            grad_ND = grad_ND @ basis_KD.T
-    grad_hot.zero_()[rows] = grad_ND
-    return grad_hot, grad_basis
-
-
-def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
-    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)
-
-
-@_ttm_lookup_backward.register_fake
-def _(grad_BD, indices, left_VPR, right_WRQ, hot_HK, basis_KD):
-    halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
-    return *halves, _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, _, _ = inputs
-    ctx.given = [tensor is not None for tensor in tensors]
-    ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
-
-
-def _backward(ctx, grad_BD: Tensor):
-    saved = iter(ctx.saved_tensors)
-    indices, *tensors = (next(saved) if given else None for given in ctx.given)
-    grads = _ttm_lookup_backward(grad_BD, indices, *tensors)
-    wanted = [grad if given else None for grad, given in zip(grads, ctx.given[1:], strict=True)]
-    return None, *wanted, None, None
-
-
-_ttm_lookup.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _pairs(rows: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, Tensor, Tensor]:
-    """How many of the sorted ``rows`` are hot, and the two half-indices of the others."""
+    """Every entry's row for itself, all sizes fixed by the arguments."""
     hot_rows = 0 if hot_HK is None else hot_HK.shape[0]
-    num_hot = int(torch.searchsorted(rows, hot_rows)) if hot_rows else 0
-    cold = rows[num_hot:] - hot_rows
-    return num_hot, cold // right_WRQ.shape[0], cold % right_WRQ.shape[0]
-
-
-def _check_range(indices: Tensor, num_embeddings: int) -> None:
-    if indices.device.type == "cpu" and indices.numel():
-        low, high = (int(bound) for bound in torch.aminmax(indices))
-        if low < 0 or high >= num_embeddings:
-            wrong = low if low < 0 else high
-            raise IndexError(
-                f"index {wrong} is out of range for an embedding of {num_embeddings} rows "
-                f"(0 to {num_embeddings - 1})"
-            )
+    cold = (indices_N.long() - hot_rows).clamp(min=0)
+    left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
+    right = right_WRQ.index_select(0, cold % right_WRQ.shape[0])
+    with without_autocast(left_VPR):
+        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
+        if hot_HK is None:
+            return rows
+        hot = hot_HK.index_select(0, indices_N.long().clamp(max=hot_rows - 1))
+        hot = hot if basis_KD is None else hot @ basis_KD
+    return torch.where((indices_N < hot_rows).unsqueeze(1), hot, rows)

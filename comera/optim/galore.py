@@ -37,6 +37,8 @@ from comera.optim.projection import (
     rotate,
 )
 
+# As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
+_eagerly = torch._disable_dynamo
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
@@ -228,7 +230,7 @@ class GaLore(Optimizer):
         wide = param.to(torch.promote_types(param.dtype, torch.float32))
         return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
 
-    @torch.compiler.disable
+    @_eagerly
     def _hand_over(self, position: int) -> dict[str, Any]:
         """A group, once the inner optimizer has its settings: schedulers and users change ours."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
@@ -240,7 +242,7 @@ class GaLore(Optimizer):
             theirs["weight_decay"] = 0.0
         return mine
 
-    @torch.compiler.disable
+    @_eagerly
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:
         """Decay, and give the stand-in its gradient; None without one or while it waits."""
         grad = param.grad
@@ -271,7 +273,7 @@ class GaLore(Optimizer):
         stand_in.grad = low
         return _Begun(param, stand_in, factor, None)
 
-    @torch.compiler.disable
+    @_eagerly
     def _lift(self, begun: list[_Begun | None]) -> None:
         """Take the steps that the stand-ins took."""
         for one in begun:
@@ -310,7 +312,7 @@ class GaLore(Optimizer):
             else:
                 state[OURS + side] = basis
 
-    @torch.compiler.disable
+    @_eagerly
     def _show_state(self, param: Tensor) -> None:
         """What is not projected has the inner optimizer's state, the very same, as its own."""
         if param not in self._stand_ins and param in self._inner.state:

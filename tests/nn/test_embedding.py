@@ -155,7 +155,7 @@ def test_wrong_settings_are_repeated(settings, kind, message):
 
 def test_wrong_indices_are_refused(layer):
     for wrong in (-1, 50):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of range.* 50 rows"):
+        with pytest.raises(IndexError, match=f"index {wrong} at 1 is out of range.* 50 rows"):
             layer.cpu()(torch.tensor([0, wrong]))
 
 

@@ -136,5 +136,76 @@ def test_wrong_calls_are_refused_as_by_torch():
             dense(x, **call)
         with pytest.raises(theirs.type):
             bag(x, **call)
-    with pytest.raises(IndexError, match="index 11 is out of range"):
+    with pytest.raises(IndexError, match=r"index 11 at \(0, 0\) is out of range"):
         bag(torch.tensor([[ROWS]]))
+
+
+@pytest.mark.parametrize(
+    ("input", "offsets", "message"),
+    [
+        ([1, 2, 3], None, "a 1-d input needs offsets"),
+        ([1, 2, 3], [1, 2], r"offsets\[0\]=1 must be 0"),
+        ([1, 2, 3], [0, 2, 1], r"offsets\[2\]=1 comes after offsets\[1\]=2"),
+        ([1, 2, 3], [0, 2, 7, 9], r"offsets\[2\]=7 is past the end of an input of 3 entries"),
+        ([1, 2, 3], [[0, 1]], r"offsets have shape \(1, 2\); they must be 1-d"),
+        ([[1, 2], [3, 4]], [0, 2], "offsets are for a 1-d input"),
+        ([[[1]]], None, r"input has shape \(1, 1, 1\); it must be 1-d or 2-d"),
+    ],
+)
+def test_bags_that_do_not_fit_the_input_are_named(input, offsets, message):
+    offsets = None if offsets is None else torch.tensor(offsets)
+    with pytest.raises(ValueError, match=message):
+        make()(torch.tensor(input), offsets)
+
+
+def test_weights_that_do_not_fit_are_named():
+    bag, x = make(), torch.tensor([[1, 2]])
+    with pytest.raises(
+        ValueError, match=r"per_sample_weights have shape \(2,\), the input \(1, 2\)"
+    ):
+        bag(x, per_sample_weights=torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"per_sample_weights are torch\.float32, the table"):
+        bag(x, per_sample_weights=torch.ones(1, 2))
+
+
+def test_many_rows_of_few_slices():
+    """Groups of several rows that share a slice, some of their places empty."""
+    torch.manual_seed(0)
+    table = TTEmbeddingBag(
+        6000, 6, mode="sum", shape=((1000, 6), (2, 3)), rank=3, dtype=torch.float64
+    )
+    offsets = torch.arange(0, 500, 5)
+    problem = {"input": torch.randint(6000, (500,)), "offsets": offsets}
+    problem["per_sample_weights"] = torch.rand(500, dtype=torch.float64)
+    got, want = (run(bag, problem, []) for bag in (table, table.to_dense()))
+    torch.testing.assert_close(got, want)
+    grads = [run(table, problem, list(table.parameters()))[1]]
+
+    def dense(input, offsets, per_sample_weights):
+        return nn.functional.embedding_bag(
+            input, table.weight, offsets, mode="sum", per_sample_weights=per_sample_weights
+        )
+
+    grads.append(run(dense, problem, list(table.parameters()))[1])
+    torch.testing.assert_close(*grads)
+
+
+def test_a_bag_compiles_whole():
+    bag = make("mean", padding_idx=2, hot_rows=3, shape=None)
+    compiled = torch.compile(bag, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 4):
+        x = torch.randint(ROWS, (count, 5))
+        torch.testing.assert_close(compiled(x), bag(x))
+
+
+@pytest.mark.gpu
+def test_a_bag_is_captured_in_a_graph():
+    bag = make("mean", hot_rows=3, shape=None).cuda()
+    x = torch.randint(ROWS, (4, 5), device="cuda")
+    bag(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = bag(x)
+    x.copy_(torch.randint(ROWS, (4, 5)))
+    graph.replay()
+    torch.testing.assert_close(y, bag.to_dense()(x))

@@ -2,10 +2,9 @@ import pytest
 import tensorly
 import torch
 
+from comera.ops.look_up import look_up, look_up_backward
 from comera.ops.rank_gate import rank_gate_reference
 from comera.ops.tt_embedding import (
-    _ttm_lookup,
-    _ttm_lookup_backward,
     merge_table_halves,
     tt_embedding,
     tt_embedding_reference,
@@ -137,7 +136,14 @@ def test_finite_differences(gated):
 
 @pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize(
-    ("indices", "wrong"), [([0, -1], -1), ([[99], [1]], 99), ([0, 10**12], 10**12), ([-7, 99], -7)]
+    ("indices", "wrong"),
+    [
+        ([0, -1], r"-1 at 1"),
+        ([[9], [99]], r"99 at \(1, 0\)"),
+        ([0, 10**12], r"1000000000000 at 1"),
+        ([99, -7], r"99 at 0"),
+        (99, "99"),
+    ],
 )
 def test_an_index_out_of_range_is_named(indices, wrong, hot):
     problem = Problem("3 cores", **HOT[hot])
@@ -189,13 +195,18 @@ def test_the_dense_table_equals_that_of_tensorly(name):
     torch.testing.assert_close(got, torch.from_numpy(want.copy()), **CLOSE)
 
 
+@pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
 @pytest.mark.parametrize("hot", HOT)
-def test_registered_soundly(hot):
+def test_registered_soundly(hot, bags):
     problem = Problem("3 cores", **HOT[hot], dtype=torch.float32)
+    offsets = torch.tensor([0, 3, 3]) if bags else None
+    weights = torch.randn(5, requires_grad=True) if bags else None
     halves = [half.detach().requires_grad_() for half in merge_table_halves(problem.cores)]
     indices = torch.tensor([0, 1, 7, 7, 22])
-    tensors = (*halves, problem.hot, problem.basis)
-    torch.library.opcheck(_ttm_lookup.custom_op, (indices, *tensors, problem.rows, problem.width))
+    tensors = (*halves, problem.hot, problem.basis, weights, offsets)
+    sizes = problem.rows, problem.width
+    torch.library.opcheck(look_up.custom_op, (indices, *tensors, *sizes))
     frozen = [None if t is None else t.detach() for t in tensors]
-    grad = torch.randn(5, problem.width)
-    torch.library.opcheck(_ttm_lookup_backward, (grad, indices, *frozen))
+    out, *sorted_keys = look_up(indices, *frozen, *sizes)
+    grad = torch.randn_like(out)
+    torch.library.opcheck(look_up_backward, (grad, *sorted_keys, *frozen, bags))

@@ -1,0 +1,225 @@
+"""The operator that reads rows of a table from its two halves, and sums of rows over bags.
+
+Two redundancies go: every distinct row is made once however often it is asked for, and the halves
+are joined once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is ever laid
+out beside the distinct ones.
+
+Shape suffixes: N = entries, B = bags (or entries, where there are none), V = left and W = right
+part of a row's number, P and Q = left and right part of the width, R = the bond between the halves,
+D = width, H = hot rows, K = their coordinates: D where they are dense, fewer where they are
+coordinates in a basis.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.autocast import without_autocast
+from comera.ops.operator import operator
+from comera.ops.slots import Slots, make_slots, sorted_rows, sum_by, sum_by_sorted
+
+
+@operator("comera::ttm_lookup")
+def look_up(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, or sums over bags of rows.
+
+    Args:
+        indices_N: Rows to read.
+        left_VPR: Left half.
+        right_WRQ: Right half: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
+        hot_HK: Rows before those of the train.
+        basis_KD: Of the hot rows.
+        weights_N: Of every entry in its bag; None for ones.
+        offsets_B: First entry of each bag; None for rows instead of bags.
+        num_embeddings: Rows of the table.
+        embedding_dim: D.
+
+    Returns:
+        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each.
+
+    Raises:
+        IndexError: If an index is out of range (checked on the CPU).
+    """
+    check_range(indices_N, num_embeddings)
+    keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+    at_N = slots.of_entries(order_N)
+    if offsets_B is None:
+        return made_SD.index_select(0, at_N), keys_N, order_N
+    return _bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
+
+
+@look_up.register_fake
+def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
+      embedding_dim):  # fmt: skip
+    count = (indices_N if offsets_B is None else offsets_B).shape[0]
+    rows = left_VPR.new_empty(count, embedding_dim)
+    return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
+
+
+@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
+def look_up_backward(
+    grad_BD: Tensor,
+    keys_N: Tensor,
+    order_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    width = left_VPR.shape[1] * right_WRQ.shape[2]
+    from_N, grad_weights = order_N, _empty_like(None, grad_BD)
+    if offsets_B is not None:
+        bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
+        from_N = bag_N.index_select(0, order_N)
+        if with_weights:
+            made = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, grad_BD.shape[1])
+            at_N = slots.of_entries(order_N)
+            grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
+            )
+    weights = None if weights_N is None else weights_N.index_select(0, order_N)
+    per_slot = sum_by_sorted(grad_BD.contiguous(), from_N, slots.of_sorted_N, slots.count, weights)
+    hot, cold = per_slot.tensor_split([slots.hot.shape[0]])
+    cold = F.pad(cold, (0, width - cold.shape[1]))
+    tall = slots.group * left_VPR.shape[1]
+    cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
+    with without_autocast(left_VPR):
+        left, right = _slices(slots, left_VPR, right_WRQ)
+        to_right = torch.bmm(left.mT, cold)
+        del left
+        to_left = torch.bmm(cold, right.mT)
+    grad_left = sum_by(
+        to_left.view(slots.left_S.shape[0], left_VPR[0].numel()), slots.left_S, left_VPR.shape[0]
+    )
+    each = torch.arange(slots.right_T.shape[0], device=keys_N.device)
+    grad_right = sum_by_sorted(to_right.flatten(1), each, slots.right_T, right_WRQ.shape[0])
+    return (
+        grad_left.view_as(left_VPR),
+        grad_right.view_as(right_WRQ),
+        *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
+        grad_weights,
+    )
+
+
+_SUM = 0
+"""torch's number of that mode of a bag."""
+
+
+@look_up_backward.register_fake
+def _(grad_BD, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B,
+      with_weights):  # fmt: skip
+    halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
+    hot = _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
+    return *halves, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, *tensors, _, _ = inputs
+    ctx.given = [tensor is not None for tensor in tensors]
+    ctx.save_for_backward(*output[1:], *(tensor for tensor in tensors if tensor is not None))
+
+
+def _backward(ctx, grad_BD: Tensor, *_):
+    keys_N, order_N, *saved = ctx.saved_tensors
+    rest = iter(saved)
+    tensors = [next(rest) if given else None for given in ctx.given]
+    with_weights = ctx.given[4] and ctx.needs_input_grad[5]
+    grads = look_up_backward(grad_BD, keys_N, order_N, *tensors, with_weights)
+    given = [*ctx.given[:4], with_weights]
+    wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
+    return None, *wanted, None, None, None
+
+
+look_up.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, int, int]:
+    return 0 if hot_HK is None else hot_HK.shape[0], left_VPR.shape[0], right_WRQ.shape[0]
+
+
+def _slices(slots: Slots, left_VPR: Tensor, right_WRQ: Tensor) -> tuple[Tensor, Tensor]:
+    """The slices of all groups, ``(T, group * P, R)`` and ``(T, R, Q)``."""
+    left = left_VPR.index_select(0, slots.left_S)
+    left = left.view(slots.right_T.shape[0], slots.group * left_VPR.shape[1], left_VPR.shape[2])
+    return left, right_WRQ.index_select(0, slots.right_T)
+
+
+def _rows(
+    slots: Slots,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    embedding_dim: int,
+) -> Tensor:
+    """The rows of all slots, ``(S, D)``."""
+    width = left_VPR.shape[1] * right_WRQ.shape[2]
+    with without_autocast(left_VPR):
+        cold = torch.bmm(*_slices(slots, left_VPR, right_WRQ)).view(slots.left_S.shape[0], width)
+        cold = cold[:, :embedding_dim]
+        if hot_HK is None:
+            return cold.contiguous()
+        hot = hot_HK.index_select(0, slots.hot)
+        return torch.cat([hot if basis_KD is None else hot @ basis_KD, cold])
+
+
+def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
+    if not at_N.shape[0]:  # torch refuses an empty table
+        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
+    return F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
+
+
+def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
+    """Which bag each entry is in; entries before the first bag do not occur."""
+    each = torch.arange(entries, device=offsets_B.device)
+    return torch.searchsorted(offsets_B, each, right=True) - 1
+
+
+def _hot_grads(
+    grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the hot rows and their basis, from the gradients of distinct rows; empty for None."""
+    grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
+    if hot_HK is None:
+        return grad_hot, grad_basis
+    if basis_KD is not None:
+        with without_autocast(grad_ND):
+            grad_basis = hot_HK[rows].T @ grad_ND
+            grad_ND = grad_ND @ basis_KD.T
+    grad_hot.zero_()[rows] = grad_ND
+    return grad_hot, grad_basis
+
+
+def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
+    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)
+
+
+def check_range(indices: Tensor, num_embeddings: int) -> None:
+    """Raise ``IndexError`` that names the first index that is no row; on a CPU only."""
+    if indices.device.type != "cpu" or not indices.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    if low >= 0 and high < num_embeddings:
+        return
+    place = ((indices < 0) | (indices >= num_embeddings)).nonzero()[0].tolist()
+    where = f" at {place[0] if len(place) == 1 else tuple(place)}" if place else ""
+    raise IndexError(
+        f"index {int(indices[tuple(place)])}{where} is out of range for an embedding of "
+        f"{num_embeddings} rows (0 to {num_embeddings - 1})"
+    )
