@@ -33,6 +33,9 @@ class TTConfig:
         hot_rows: Rows of every targeted embedding that stay out of the tensor train, counted from
             row 0: dense rows.
         hot_rank: Instead of dense, hold those rows as so many coordinates each in one basis.
+        hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
+            replace both there, like ``rank_pattern``; the rank may be null.
+        min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
             has now and equal singular values, ``"normal"`` independent normal ones of that
             spread; ``"svd"`` approximates the present weight by TT-SVD.
@@ -56,6 +59,8 @@ class TTConfig:
     shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
     hot_rows: int = 0
     hot_rank: int | None = None
+    hot_pattern: dict[str, list[int | None]] = field(default_factory=dict)
+    min_size: int = 0
     init: Init | Literal["svd"] = "orthogonal"
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
@@ -67,6 +72,11 @@ class TTConfig:
         for name, rank in self._ranks():
             if any(bond < 1 for bond in (rank if isinstance(rank, list) else [rank])):
                 raise ValueError(f"{name}={rank} must be at least 1 on every bond")
+        for pattern, hot in self.hot_pattern.items():
+            if len(hot) != 2 or hot[0] is None:
+                raise ValueError(
+                    f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
+                )
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")
         if self.tolerance is not None and self.init != "svd":

@@ -161,7 +161,8 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
     if own_rank is not None:
         settings |= {"rank": own_rank, "compression": None}
     if is_table:
-        settings |= {"hot_rows": config.hot_rows, "hot_rank": config.hot_rank}
+        hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
+        settings |= dict(zip(("hot_rows", "hot_rank"), hot, strict=True))
     if config.init == "svd":
         settings["tolerance"] = config.tolerance if own_rank is None else None
     return settings

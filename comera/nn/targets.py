@@ -27,14 +27,16 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
-    known, chosen, attention, subclasses = [], {}, [], []
+    known, chosen, attention, subclasses, small = [], {}, [], [], []
     for name, module in model.named_modules():
         if not isinstance(module, _NAMED_TARGETS["all"]):
             continue
         known.append(name)
         if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
             continue
-        if id(module) in inside_attention:
+        if module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
+            small.append(name)
+        elif id(module) in inside_attention:
             attention.append(name)
         elif type(module) not in _NAMED_TARGETS["all"]:
             subclasses.append(name)
@@ -51,7 +53,8 @@ def find_targets(
         raise ValueError(
             f"target_modules={config.target_modules!r} with "
             f"exclude_modules={config.exclude_modules!r}"
-            f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted; "
+            f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted"
+            f"{f' and has min_size={config.min_size} entries' if small else ''}; "
             f"the model's linear and embedding layers are {listed(known) or 'none at all'}"
         )
     return chosen
@@ -60,7 +63,7 @@ def find_targets(
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
     """A pattern that fits no target is most likely misspelt."""
     names = list(targets)
-    for setting in ("rank_pattern", "shape_pattern"):
+    for setting in ("rank_pattern", "shape_pattern", "hot_pattern"):
         for pattern in getattr(config, setting):
             if not any(matches(name, pattern) for name in names):
                 raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
@@ -31,6 +32,24 @@ class ModelConfig:
     ffn_dim: int = 1024
     dropout: float = 0.1
     norm: Literal["pre", "post"] = "pre"
+
+
+@dataclass
+class DlrmConfig:
+    """A click predictor, see ``comera.models.dlrm.DLRM``.
+
+    Args:
+        embedding_dim: Width of the tables.
+        bottom: Hidden widths of the part under the continuous features.
+        top: Hidden widths of the part above the interactions.
+        table_sizes: Rows of every field's table by name, to plan without the data; those of the
+            data if not given.
+    """
+
+    embedding_dim: int = 64
+    bottom: list[int] = field(default_factory=lambda: [512, 256])
+    top: list[int] = field(default_factory=lambda: [512, 256])
+    table_sizes: dict[str, int] | None = None
 
 
 @dataclass
@@ -99,10 +118,12 @@ class RunConfig:
         out: Folder of the run. A run found there under the same settings is resumed.
         seed: Of parameters, batches and dropout.
         device: ``auto`` takes a GPU where there is one.
-        masked_text: Text of masked-language-model pre-training; give one of the three.
+        masked_text: Text of masked-language-model pre-training; give one of the four.
         causal_text: Text of a causal language model.
         nli: Data of natural-language inference.
+        clicks: Data of a click predictor.
         model: The transformer.
+        dlrm: The click predictor.
         tensorize: Which layers become tensor trains; null trains a dense model.
         ranks: Rank learning; null keeps all ranks.
         optimizer: The optimizer and its schedule, or its name alone.
@@ -117,7 +138,9 @@ class RunConfig:
     masked_text: TextData | None = None
     causal_text: TextData | None = None
     nli: NliData | None = None
+    clicks: ClickData | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
+    dlrm: DlrmConfig = field(default_factory=DlrmConfig)
     tensorize: TTConfig | None = None
     ranks: RankConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -127,24 +150,37 @@ class RunConfig:
 
     def settings(self) -> dict[str, Any]:
         """Everything as plain values, with the defaults of the chosen optimizer filled in."""
-        return {**asdict(self), "optimizer": settled(self.optimizer, self.model.d_model)}
+        return {**asdict(self), "optimizer": settled(self.optimizer, self.width)}
 
     @property
-    def data(self) -> TextData | NliData:
-        """The section of the data."""
-        found = self.masked_text or self.causal_text or self.nli
-        assert found is not None, "check allows exactly one"
-        return found
+    def text(self) -> TextData | NliData | None:
+        """The section of the data, if it is text."""
+        return self.masked_text or self.causal_text or self.nli
+
+    @property
+    def width(self) -> int:
+        """Of the model."""
+        return self.model.d_model if self.text is not None else self.dlrm.embedding_dim
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures, what tells models apart best first."""
+        if self.clicks is not None:
+            return ("auc", "accuracy", "nce", "loss")
+        return ("accuracy", "loss") if self.nli is not None else ("loss", "perplexity")
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
-        if sum(data is not None for data in (self.masked_text, self.causal_text, self.nli)) != 1:
-            raise ValueError("give exactly one of the sections masked_text, causal_text and nli")
+        sections = ("masked_text", "causal_text", "nli", "clicks")
+        if sum(getattr(self, name) is not None for name in sections) != 1:
+            raise ValueError(
+                f"give exactly one of the sections {', '.join(sections[:-1])} and {sections[-1]}"
+            )
         if self.causal_text is not None and self.model.norm != "pre":
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
-        if self.train.epochs is not None and self.nli is None:
+        if self.train.epochs is not None and not (self.nli or self.clicks):
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
         for name in ("steps", "batch_size", "accumulate", "log_every", "threads"):
             value = getattr(self.train, name)

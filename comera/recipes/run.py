@@ -24,7 +24,7 @@ from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.folder import claim
 from comera.recipes.optimizers import make_optimizer
-from comera.recipes.tasks import Task, make_model, prepare_task
+from comera.recipes.tasks import Task, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory import MemoryReport, memory_report
 from comera.report.plan import ModelPlan
@@ -114,7 +114,8 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     Nothing is allocated and no data is read.
     """
     model = planned_model(config)
-    tokens = max(1, config.train.batch_size // config.train.accumulate) * config.data.length
+    tokens = max(1, config.train.batch_size // config.train.accumulate)
+    tokens *= 1 if config.text is None else config.text.length
     report = compression_report(model, tokens)
     if config.tensorize is None:
         return report, None, None
@@ -135,7 +136,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
     for name, settings in _jobs(config):
         with _quiet():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
-        optimizer = make_optimizer(model, settings.optimizer, settings.model.d_model)
+        optimizer = make_optimizer(model, settings.optimizer, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 
@@ -144,7 +145,7 @@ def planned_model(config: RunConfig) -> nn.Module:
     """The model that a run starts with, without memory for its parameters."""
     config.check()
     with torch.device("meta"):
-        model = make_model(config, config.data.vocab_size)
+        model = planned_dense_model(config)
     return model if config.tensorize is None else tensorize_(model, config.tensorize)
 
 
@@ -245,7 +246,7 @@ def _train_one(
 
 def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     settings = config.optimizer
-    optimizer = make_optimizer(model, settings, config.model.d_model)
+    optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
         optimizer,

@@ -248,14 +248,17 @@ def _seeds(given: Any) -> tuple[int, ...]:
 
 
 def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
-    """The metric asked for, if every variant's task has it."""
-    without = next((name for name, v in variants.items() if v.config.nli is None), None)
+    """The metric asked for, if every variant's task has it; by default the first of them."""
+    measured = [(name, variant.config.metrics) for name, variant in variants.items()]
+    shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
     if given is None:
-        return "loss" if without else "accuracy"
-    if given not in ("accuracy", "loss"):
-        raise ValueError(f"metric={given} must be accuracy or loss")
-    if given == "accuracy" and without:
-        raise ValueError(f"metric=accuracy is measured for nli alone (not in variant {without})")
+        return shared[0]
+    if given not in shared:
+        lacking = next(name for name, found in measured if given not in found)
+        raise ValueError(
+            f"metric={given} is not measured in variant {lacking}; all variants have "
+            f"{', '.join(shared)}"
+        )
     return given
 
 

@@ -1,7 +1,7 @@
 """The tasks a recipe can train: what differs between them, behind one interface."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.data.causal_text import CausalText
+from comera.data.clicks import Clicks
 from comera.data.masked_text import MaskedText
 from comera.data.nli import LABELS, NliPairs
 from comera.data.text import TextStreams
 from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.dlrm import DLRM
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.config import ModelConfig, RunConfig
+from comera.recipes.metrics import click_metrics
 
 _LARGEST_LOSS = 700.0
 """Above that a perplexity is too large for a float."""
+_EVALUATED = 16_384
+"""Rows of a click log that are evaluated at a time."""
+NUM_CONTINUOUS = 13
+"""Continuous features of Criteo's logs."""
 
 
 @dataclass
@@ -42,9 +49,29 @@ class Task:
 
 def prepare_task(config: RunConfig, device: torch.device) -> Task:
     """Read the data of a run; raises what the readers raise."""
+    if config.clicks is not None:
+        return _clicks(config, device)
     if config.nli is not None:
         return _nli(config, device)
     return _masked_text(config, device) if config.masked_text else _causal_text(config, device)
+
+
+def planned_dense_model(config: RunConfig) -> nn.Module:
+    """The dense model, on torch's default device; of the data only a click log is read.
+
+    Raises:
+        ValueError: If a click log is needed and not there.
+    """
+    if config.text is not None:
+        return make_model(config, config.text.vocab_size)
+    assert config.clicks is not None, "RunConfig.check allows exactly one task"
+    sizes = config.dlrm.table_sizes
+    if sizes is not None:
+        criteo = config.clicks.format == "criteo"
+        return _dlrm(config, sizes, NUM_CONTINUOUS if criteo else len(config.clicks.continuous))
+    with torch.device("cpu"):
+        data = Clicks.prepare(config.clicks)
+    return _dlrm(config, _table_sizes(config, data), data.num_continuous)
 
 
 def make_model(config: RunConfig, vocab_size: int) -> nn.Module:
@@ -80,6 +107,26 @@ def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) ->
         segments,
         model.norm,
     )
+
+
+def _dlrm(config: RunConfig, table_sizes: Mapping[str, int], num_continuous: int) -> nn.Module:
+    model = config.dlrm
+    return DLRM(table_sizes, num_continuous, model.embedding_dim, model.bottom, model.top)
+
+
+def _table_sizes(config: RunConfig, data: Clicks) -> Mapping[str, int]:
+    """What the settings say, where that is enough for the data; else those of the data."""
+    found = dict(zip(data.field_names, data.table_sizes, strict=True))
+    given = config.dlrm.table_sizes
+    if given is None:
+        return found
+    for name, size in found.items():
+        if given.get(name, 0) < size:
+            raise ValueError(
+                f"dlrm.table_sizes has {given.get(name, 'nothing')} for {name}, whose "
+                f"categories in {data.settings.file} take {size} rows"
+            )
+    return {name: given[name] for name in found}
 
 
 def _masked_text(config: RunConfig, device: torch.device) -> Task:
@@ -132,7 +179,7 @@ def _text_task(
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
     return Task(
-        make_model=lambda: make_model(config, config.data.vocab_size),
+        make_model=lambda: planned_dense_model(config),
         get_batch=lambda step: _to(get_batch(step), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
@@ -150,9 +197,6 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
     dev = data.dev_batches(4 * size, limit)
-    steps = config.train.steps
-    if steps is None:
-        steps = round(config.train.epochs * data.steps_per_epoch(size))  # type: ignore[operator]
 
     def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["tokens"], batch["segments"]).float()
@@ -175,8 +219,39 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
         get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
-        steps=steps,
+        steps=_steps(config, data.steps_per_epoch(size)),
     )
+
+
+def _clicks(config: RunConfig, device: torch.device) -> Task:
+    assert config.clicks is not None
+    data = Clicks.prepare(config.clicks)
+    size = config.train.batch_size
+    limit = config.train.eval_batches and config.train.eval_batches * size
+
+    def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["continuous"], batch["fields"]).float()
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits_of(model, batch), batch["labels"])
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        batches = [_to(batch, device) for batch in data.valid_batches(_EVALUATED, limit)]
+        logits = torch.cat([logits_of(model, batch) for batch in batches])
+        return click_metrics(logits, torch.cat([batch["labels"] for batch in batches]))
+
+    return Task(
+        make_model=lambda: _dlrm(config, _table_sizes(config, data), data.num_continuous),
+        get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        steps=_steps(config, data.steps_per_epoch(size)),
+    )
+
+
+def _steps(config: RunConfig, per_epoch: int) -> int:
+    steps, epochs = config.train.steps, config.train.epochs
+    return round((epochs or 0) * per_epoch) if steps is None else steps
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Any]:

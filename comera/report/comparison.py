@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric != "loss"
+        return self.metric in ("accuracy", "auc")
 
 
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:

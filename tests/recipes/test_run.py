@@ -106,7 +106,10 @@ def test_a_dense_run_needs_no_other_section(config):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"masked_text": None}, "exactly one of the sections masked_text, causal_text and nli"),
+        (
+            {"masked_text": None},
+            "exactly one of .* masked_text, causal_text, nli and clicks",
+        ),
         ({"tensorize": None}, "ranks needs a section tensorize"),
         ({"train": TrainConfig()}, "exactly one of train.steps and train.epochs"),
         ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),

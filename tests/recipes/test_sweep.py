@@ -208,8 +208,8 @@ def wrong(content: dict, path: str, value) -> None:
             {"extends": "dense", "same_time_as": "tt"},
             "waits for its own time: tt -> tt",
         ),
-        ("metric", "accurcy", "metric=accurcy must be accuracy or loss"),
-        ("metric", "accuracy", "metric=accuracy is measured for nli alone"),
+        ("metric", "accurcy", "metric=accurcy is not measured in variant dense; all .* have loss"),
+        ("metric", "accuracy", "metric=accuracy is not measured in variant dense"),
         ("base", 3, "base=3 must be the path"),
     ],
 )

@@ -1,0 +1,245 @@
+"""Rows of click logs as their files have them, a chunk at a time: labels, numbers, categories.
+
+Read are tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), the ``train.txt``
+of the Criteo challenges as distributed, and the ratings of MovieLens.
+"""
+
+import gzip
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pandas as pd
+
+CHUNK = 200_000
+"""Lines that are read at a time."""
+
+CRITEO_COLUMNS = (
+    ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
+)  # fmt: skip
+_EXPECTED = (
+    "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
+    "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
+)
+_MOVIELENS = ["user", "item", "rating", "time"]
+
+
+@dataclass
+class Chunk:
+    """Consecutive rows.
+
+    Attributes:
+        labels: ``(n,)``, of which what is above ``positive`` is a click.
+        continuous: ``(n, C)`` float64; NaN where nothing is given.
+        fields: ``(n, F)`` uint64: the category itself or its hash, so that equal ones are equal.
+        skipped: Malformed lines among them that were left out.
+    """
+
+    labels: np.ndarray
+    continuous: np.ndarray
+    fields: np.ndarray
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns are what.
+
+    Attributes:
+        label: The column with the label.
+        continuous: Numbers.
+        fields: Categories.
+    """
+
+    label: str
+    continuous: tuple[str, ...]
+    fields: tuple[str, ...]
+
+
+def find_file(source: str) -> Path:
+    """The path of a data file; raises ``FileNotFoundError`` that says what is expected."""
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
+    return path
+
+
+def columns_of(
+    path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
+) -> Columns:
+    """What the settings say, and for what they leave open what the file says.
+
+    Raises:
+        ValueError: If a named column is not there, or no label is named.
+    """
+    if format == "criteo":
+        return Columns("label", tuple(CRITEO_COLUMNS[1:14]), tuple(CRITEO_COLUMNS[14:]))
+    names = _MOVIELENS if format == "movielens" else _column_names(path)
+    if format == "movielens":
+        label, fields = label or "rating", fields or ["user", "item"]
+    if label is None:
+        raise ValueError(f"clicks.label names no column of {path}; it has {', '.join(names)}")
+    if not fields:
+        fields = [name for name in names if name != label and name not in continuous]
+    for name in (label, *continuous, *fields):
+        if name not in names:
+            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+    return Columns(label, tuple(continuous), tuple(fields))
+
+
+def read_chunks(
+    path: Path, format: str, columns: Columns, skip_bad: bool, first: int = 0
+) -> Iterator[Chunk]:
+    """The rows of a file.
+
+    Args:
+        path: The file.
+        format: ``"table"``, ``"criteo"`` or ``"movielens"``.
+        columns: Which columns are what.
+        skip_bad: Leave malformed lines out and count them, instead of raising.
+        first: Number of the first chunk that is wanted.
+
+    Raises:
+        ValueError: At a malformed line or cell: its number and what was expected.
+    """
+    if format == "table" and path.suffix in (".npz", ".parquet"):
+        yield from itertools.islice(_whole(path, columns), first, None)
+        return
+    names, separator, header = _layout(path, format)
+    with _open(path) as file:
+        start = 1
+        if header:
+            file.readline()
+            start = 2
+        start += sum(1 for _ in itertools.islice(file, first * CHUNK))
+        while lines := list(itertools.islice(file, CHUNK)):
+            yield _parse(path, lines, start, names, separator, columns, skip_bad)
+            start += len(lines)
+
+
+def _parse(
+    path: Path,
+    lines: list[bytes],
+    start: int,
+    names: Sequence[str],
+    separator: str,
+    columns: Columns,
+    skip_bad: bool,
+) -> Chunk:
+    """Rows of lines, the first of them number ``start`` of the file."""
+    mark, cells = separator.encode(), len(names)
+    numbers = np.arange(start, start + len(lines))
+    good = np.array([line.count(mark) == cells - 1 for line in lines])
+    if not good.all() and not skip_bad:
+        first = int(np.flatnonzero(~good)[0])
+        raise ValueError(
+            f"line {numbers[first]} of {path} has {lines[first].count(mark) + 1} values, expected "
+            f"{cells}: {lines[first][:80]!r}; clicks.skip_bad_lines=true leaves such lines out"
+        )
+    kept = [line for line, fine in zip(lines, good, strict=True) if fine]
+    numbers = numbers[good]
+    text = b"".join(kept).replace(b"::", b"\t") if separator == "::" else b"".join(kept)
+    frame = pd.read_csv(
+        io.BytesIO(text), sep="\t" if separator == "::" else separator, header=None,
+        names=list(names), dtype=str, keep_default_na=False, quoting=3, skip_blank_lines=False,
+    )  # fmt: skip
+    broken = np.zeros(len(frame), bool)
+    numeric = {}
+    for name in (columns.label, *columns.continuous):
+        values = pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64)
+        wrong = np.isnan(values) & ((frame[name] != "").to_numpy() | (name == columns.label))
+        if wrong.any() and not skip_bad:
+            row = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"line {numbers[row]} of {path}: {name} is {frame[name].iloc[row]!r}, expected a "
+                "number; clicks.skip_bad_lines=true leaves such lines out"
+            )
+        broken |= wrong
+        numeric[name] = values
+    keep = ~broken
+    fields = [_codes(frame[name])[keep] for name in columns.fields]
+    return Chunk(
+        numeric[columns.label][keep],
+        _side_by_side([numeric[name][keep] for name in columns.continuous], keep.sum()),
+        np.stack(fields, 1),
+        skipped=len(lines) - int(keep.sum()),
+    )
+
+
+def _whole(path: Path, columns: Columns) -> Iterator[Chunk]:
+    """A file of typed columns, cut into chunks."""
+    wanted = [columns.label, *columns.continuous, *columns.fields]
+    table: dict[str, np.ndarray] = {}
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            table = {name: file[name] for name in wanted}
+    else:
+        frame = pd.read_parquet(path, columns=wanted)
+        table = {name: frame[name].to_numpy() for name in wanted}
+    rows = len(table[columns.label])
+    for name in wanted:
+        if len(table[name]) != rows:
+            raise ValueError(f"{path}: {name} has {len(table[name])} values, the label {rows}")
+    numeric = {n: table[n].astype(np.float64) for n in (columns.label, *columns.continuous)}
+    fields = np.stack([_codes(pd.Series(table[name])) for name in columns.fields], 1)
+    continuous = _side_by_side([numeric[name] for name in columns.continuous], rows)
+    for start in range(0, rows, CHUNK):
+        part = slice(start, start + CHUNK)
+        yield Chunk(numeric[columns.label][part], continuous[part], fields[part])
+
+
+def _codes(values: pd.Series) -> np.ndarray:
+    """uint64: whole numbers as they are, all else by a hash of 64 bits."""
+    if pd.api.types.is_integer_dtype(values.dtype):
+        return values.to_numpy().astype(np.int64).view(np.uint64)
+    return pd.util.hash_array(values.to_numpy(dtype=object), categorize=True)
+
+
+def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    return np.stack(columns, 1) if columns else np.empty((rows, 0))
+
+
+def _layout(path: Path, format: str) -> tuple[Sequence[str], str, bool]:
+    """Names of the columns, what separates them, and whether a first line names them."""
+    if format == "table":
+        return _column_names(path), _separator(path), True
+    first = _first_line(path)
+    if format == "criteo":
+        return CRITEO_COLUMNS, "\t", first.startswith("label\t")
+    if first.startswith("userId,"):
+        return _MOVIELENS, ",", True
+    return _MOVIELENS, "::" if "::" in first else "\t", False
+
+
+def _column_names(path: Path) -> list[str]:
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            return list(file.files)
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from None
+        return list(pyarrow.parquet.read_schema(path).names)
+    return _first_line(path).split(_separator(path))
+
+
+def _separator(path: Path) -> str:
+    if ".csv" in path.suffixes:
+        return ","
+    if ".tsv" in path.suffixes:
+        return "\t"
+    raise ValueError(f"{path}: {_EXPECTED}")
+
+
+def _first_line(path: Path) -> str:
+    with _open(path) as file:
+        return file.readline().decode("utf-8", errors="replace").rstrip("\r\n")
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]

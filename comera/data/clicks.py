@@ -1,0 +1,241 @@
+"""Click logs: rows of categories and numbers with a label, for recommendation models.
+
+A file is read once and in chunks; what comes of it is kept in the cache folder, where an
+interrupted preparation goes on. Categories are numbered by falling frequency, so that the first
+rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingBag``).
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comera.data.click_files import Columns, columns_of, find_file, read_chunks
+from comera.data.vocabulary import fingerprint
+from comera.files import cache_folder, replacing
+
+log = logging.getLogger("comera")
+
+RARE = 0
+"""Row of a table for all categories that are not in the vocabulary."""
+
+
+@dataclass
+class ClickData:
+    """Where clicks come from.
+
+    Args:
+        file: A table with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), Criteo's
+            ``train.txt`` or the ratings of MovieLens.
+        format: ``table``, ``criteo`` or ``movielens``.
+        label: Column of the label; known for the other formats.
+        positive: A label above this is a click.
+        fields: Columns of categories; all but the label and ``continuous`` if none is named.
+        continuous: Columns of numbers.
+        transform: Of the continuous numbers x: ``log`` is ``log(1 + max(x, 0))``, ``standard``
+            shifts and scales them to mean 0 and variance 1, cut at 5; missing ones become 0.
+        min_count: Categories seen less often in training share one row.
+        hash_rows: Instead of a vocabulary, so many rows for each field with more categories,
+            shared by their hashes.
+        heldout: Share of the rows for evaluation.
+        split: ``random``, or ``last`` for the last rows of the file, such as a log's last day.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there.
+    """
+
+    file: str = ""
+    format: Literal["table", "criteo", "movielens"] = "table"
+    label: str | None = None
+    positive: float = 0.0
+    fields: list[str] = field(default_factory=list)
+    continuous: list[str] = field(default_factory=list)
+    transform: Literal["log", "standard"] = "log"
+    min_count: int = 1
+    hash_rows: int | None = None
+    heldout: float = 0.1
+    split: Literal["random", "last"] = "random"
+    skip_bad_lines: bool = False
+
+
+class Clicks:
+    """Prepared rows, and batches that depend only on a seed and a step number.
+
+    Attributes:
+        table_sizes: Rows of each field's table.
+        field_names: Their columns.
+        num_continuous: Continuous features.
+        skipped: Malformed lines that were left out.
+    """
+
+    def __init__(self, settings: ClickData, folder: Path) -> None:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        self.settings = settings
+        self.table_sizes: list[int] = facts["table_sizes"]
+        self.field_names: list[str] = facts["fields"]
+        self.skipped: int = facts["skipped"]
+        self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        self.num_continuous = int(self._arrays["continuous"].shape[1])
+        self._train, self._valid = np.load(folder / "train.npy"), np.load(folder / "valid.npy")
+        self._order: tuple[tuple[int, int], np.ndarray] | None = None
+
+    @classmethod
+    def prepare(cls, settings: ClickData) -> "Clicks":
+        """Read and number the categories, or take that from the cache.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If a column is missing, a line malformed, or a share leaves no rows.
+        """
+        path = find_file(settings.file)
+        folder = cache_folder() / f"clicks-{fingerprint({**vars(settings), 'corpus': 1}, [path])}"
+        if not (folder / _FACTS).is_file():
+            _prepare(settings, path, folder)
+        return cls(settings, folder)
+
+    @property
+    def num_train(self) -> int:
+        return len(self._train)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        return self.num_train // batch_size
+
+    def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+        """Training batch number ``step``; always the same for the same arguments.
+
+        ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32 ``(B,)``.
+        """
+        per_epoch = self.steps_per_epoch(batch_size)
+        if not per_epoch:
+            raise ValueError(f"batch_size={batch_size} exceeds the {self.num_train} training rows")
+        epoch, position = divmod(step, per_epoch)
+        if self._order is None or self._order[0] != (epoch, seed):
+            rng = np.random.default_rng([seed % 2**32, epoch])
+            self._order = (epoch, seed), rng.permutation(self._train)
+        return self._rows(self._order[1][position * batch_size : (position + 1) * batch_size])
+
+    def valid_batches(
+        self, batch_size: int, limit: int | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """The held-out rows in order, or the first ``limit``."""
+        rows = self._valid[:limit]
+        return (self._rows(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
+
+    def _rows(self, rows: np.ndarray) -> dict[str, Tensor]:
+        found = {name: torch.from_numpy(array[rows]) for name, array in self._arrays.items()}
+        return {**found, "fields": found["fields"].long()}
+
+
+_FACTS = "facts.json"
+_ARRAYS = ("continuous", "fields", "labels")
+
+
+def _prepare(settings: ClickData, path: Path, folder: Path) -> None:
+    columns = columns_of(
+        path, settings.format, settings.label, settings.continuous, settings.fields
+    )
+    chunks = _read(settings, path, columns, folder / "chunks")
+    labels = np.concatenate([_load(chunk, "labels") for chunk in chunks])
+    labels = (labels > settings.positive).astype(np.float32)
+    train, valid = _split(settings, len(labels))
+    skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)
+    if skipped:
+        log.warning("%s: %d malformed lines were left out", path, skipped)
+    held = np.zeros(len(labels), bool)
+    held[valid] = True
+    fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
+    for k in range(len(columns.fields)):
+        values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
+        fields[:, k], size = _numbered(values, ~held, settings)
+        sizes.append(size)
+    continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
+    arrays = {
+        "labels": labels,
+        "fields": fields,
+        "continuous": _transformed(continuous, ~held, settings.transform),
+        "train": train,
+        "valid": valid,
+    }
+    for name, array in arrays.items():
+        with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, array)
+    facts = {"table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped}
+    with replacing(folder / _FACTS) as temporary:
+        temporary.write_text(json.dumps(facts), encoding="utf-8")
+    shutil.rmtree(folder / "chunks")
+
+
+def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
+    """Files of the chunks; those that an interrupted preparation has left are not read again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = sorted(folder.glob("*.npz"))
+    chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
+    for number, chunk in enumerate(chunks, start=len(found)):
+        file = folder / f"{number:06d}.npz"
+        with replacing(file) as temporary, temporary.open("wb") as out:
+            fields = {f"field{k}": values for k, values in enumerate(chunk.fields.T)}
+            np.savez(
+                out,
+                labels=chunk.labels,
+                continuous=chunk.continuous.astype(np.float32),
+                skipped=chunk.skipped,
+                **fields,
+            )
+        found.append(file)
+    if not found:
+        raise ValueError(f"{path} holds no rows")
+    return found
+
+
+def _load(chunk: Path, name: str) -> np.ndarray:
+    with np.load(chunk) as file:
+        return file[name]
+
+
+def _split(settings: ClickData, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows to evaluate on."""
+    count = round(settings.heldout * rows)
+    if not 0 < count < rows:
+        raise ValueError(
+            f"clicks.heldout={settings.heldout} of {rows} rows must leave some on either side"
+        )
+    order = np.arange(rows)
+    if settings.split == "random":
+        order = np.random.default_rng(0).permutation(rows)
+    return np.sort(order[:-count]), np.sort(order[-count:])
+
+
+def _numbered(
+    values: np.ndarray, training: np.ndarray, settings: ClickData
+) -> tuple[np.ndarray, int]:
+    """Row of each category, and how many rows there are; row 0 is that of rare ones."""
+    known, where, counts = np.unique(values[training], return_inverse=True, return_counts=True)
+    if settings.hash_rows is not None and len(known) >= settings.hash_rows:
+        return (1 + values % np.uint64(settings.hash_rows - 1)).astype(np.int32), settings.hash_rows
+    frequent = counts >= settings.min_count
+    number = np.full(len(known), RARE, np.int32)
+    order = np.argsort(-counts, kind="stable")
+    order = order[frequent[order]]
+    number[order] = 1 + np.arange(len(order))
+    rows = np.full(len(values), RARE, np.int32)
+    rows[training] = number[where]
+    place = np.searchsorted(known, values[~training]).clip(max=len(known) - 1)
+    seen = known[place] == values[~training]
+    rows[~training] = np.where(seen, number[place], RARE)
+    return rows, 1 + len(order)
+
+
+def _transformed(values: np.ndarray, training: np.ndarray, transform: str) -> np.ndarray:
+    missing = ~np.isfinite(values)
+    if transform == "log":
+        values = np.log1p(np.where(missing, 0, values).clip(min=0), dtype=np.float64)
+    elif values.shape[1]:
+        known = np.where(missing, np.nan, values)[training]
+        spread = np.nanstd(known, 0)
+        values = ((values - np.nanmean(known, 0)) / np.where(spread > 0, spread, 1)).clip(-5, 5)
+    return np.where(missing, 0, values).astype(np.float32)

@@ -1,0 +1,110 @@
+"""DLRM: a click predictor of large embedding tables and small fully connected parts.
+
+Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. Shape suffixes: B = batch,
+C = continuous features, F = fields with a table, D = width, N = entries of all bags.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Bags = Tensor | Sequence[tuple[Tensor, Tensor]]
+
+
+class DLRM(nn.Module):
+    """Embeddings of fields and of the continuous features, their products, and a top part.
+
+    Args:
+        table_sizes: Rows of each field's table, by name or in order; the tables are the modules
+            ``tables.<name>`` or ``tables.<number>``.
+        num_continuous: Continuous features; 0 for none, which leaves out the bottom part.
+        embedding_dim: Width of the tables.
+        bottom: Hidden widths of the part that brings the continuous features to that width.
+        top: Hidden widths of the part above the interactions, which ends in one number.
+
+    Shapes:
+        continuous ``(B, C)``, or None where there are none; fields ``(B, F)`` integers, or for
+        fields of many values a list of pairs ``(indices (N,), offsets (B,))``, one for each field;
+        output ``(B,)``, the logit of a click.
+
+    Raises:
+        ValueError: If there is no table, or inputs do not fit the model.
+    """
+
+    def __init__(
+        self,
+        table_sizes: Mapping[str, int] | Sequence[int],
+        num_continuous: int,
+        embedding_dim: int = 64,
+        bottom: Sequence[int] = (512, 256),
+        top: Sequence[int] = (512, 256),
+    ) -> None:
+        super().__init__()
+        if not table_sizes:
+            raise ValueError("table_sizes=[] must name the rows of at least one table")
+        self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
+        if not isinstance(table_sizes, Mapping):
+            table_sizes = {str(k): size for k, size in enumerate(table_sizes)}
+        self.tables = nn.ModuleDict(
+            {
+                name: nn.EmbeddingBag(size, embedding_dim, mode="sum")
+                for name, size in table_sizes.items()
+            }
+        )
+        self.bottom = (
+            _layers([num_continuous, *bottom, embedding_dim], last=nn.ReLU())
+            if num_continuous
+            else None
+        )
+        parts = len(table_sizes) + bool(num_continuous)
+        width = parts * (parts - 1) // 2 + (embedding_dim if num_continuous else 0)
+        self.top = _layers([max(1, width), *top, 1])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As in the release: tables uniform by their size, layers normal by their widths."""
+        for table in self.tables.values():
+            bound = 1 / math.sqrt(table.num_embeddings)  # type: ignore[arg-type]
+            nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=math.sqrt(2 / sum(layer.weight.shape)))
+                nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
+
+    def forward(self, continuous_BC: Tensor | None, fields: Bags) -> Tensor:
+        parts = [
+            table(*bags)
+            for table, bags in zip(self.tables.values(), self._by_field(fields), strict=True)
+        ]
+        below = []
+        if self.bottom is not None:
+            if continuous_BC is None or continuous_BC.shape[-1] != self.num_continuous:
+                found = None if continuous_BC is None else tuple(continuous_BC.shape)
+                raise ValueError(
+                    f"the model takes {self.num_continuous} continuous features, got {found}"
+                )
+            below = [self.bottom(continuous_BC)]
+        parts_BFD = torch.stack([*below, *parts], 1)
+        count = parts_BFD.shape[1]
+        first, second = torch.triu_indices(count, count, 1, device=parts_BFD.device)
+        products = (parts_BFD @ parts_BFD.mT)[:, first, second]
+        return self.top(torch.cat([*below, products], 1)).squeeze(1)
+
+    def _by_field(self, fields: Bags) -> list[tuple[Tensor, ...]]:
+        count = fields.shape[1] if isinstance(fields, Tensor) else len(fields)
+        if count != len(self.tables):
+            raise ValueError(f"the model has {len(self.tables)} tables, got {count} fields")
+        if isinstance(fields, Tensor):
+            return [(field,) for field in fields.split(1, 1)]
+        return [tuple(bags) for bags in fields]
+
+
+def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequential:
+    """Linear layers of these widths, rectified in between."""
+    layers: list[nn.Module] = []
+    for wide, narrow in itertools.pairwise(widths):
+        layers += [nn.Linear(wide, narrow), nn.ReLU()]
+    return nn.Sequential(*layers[:-1], *([] if last is None else [last]))

@@ -1,0 +1,231 @@
+import gzip
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from comera.data import click_files
+from comera.data.click_files import CRITEO_COLUMNS
+from comera.data.clicks import ClickData, Clicks
+from tests.data.test_real_files import DATA, real
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+
+
+def table(rows=400) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            "rating": rng.integers(0, 6, rows),
+            "user": rng.zipf(1.7, rows) % 50,
+            "city": rng.choice(["Bonn", "Köln", "Ulm"], rows),
+            "age": rng.integers(10, 90, rows).astype(float),
+        }
+    )
+
+
+def settings(path, **more):
+    return ClickData(str(path), label="rating", continuous=["age"], positive=3, **more)
+
+
+def criteo_lines(count=60) -> list[str]:
+    rng = np.random.default_rng(1)
+    lines = []
+    for _ in range(count):
+        numbers = [str(n) if n > 2 else "" for n in rng.integers(-1, 30, 13)]
+        categories = [f"{n:08x}" if n else "" for n in rng.integers(0, 6, 26)]
+        lines.append("\t".join([str(rng.integers(2)), *numbers, *categories]))
+    return lines
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_a_table_keeps_its_rows(tmp_path, name):
+    frame = table()
+    frame.to_csv(tmp_path / name, sep="\t" if "tsv" in name else ",", index=False)
+    clicks = Clicks.prepare(settings(tmp_path / name))
+    assert clicks.field_names == ["user", "city"]
+    assert clicks.table_sizes[1] == 1 + 3
+    assert clicks.num_train == 360
+    seen = [clicks.batch(step, 60, seed=0) for step in range(6)]
+    seen += list(clicks.valid_batches(64))
+    got = {
+        tuple(row)
+        for batch in seen
+        for row in zip(batch["labels"].tolist(), batch["continuous"][:, 0].tolist(), strict=True)
+    }
+    log = np.log1p(frame["age"].to_numpy()).astype(np.float32).tolist()
+    want = set(zip((frame["rating"] > 3).astype(float), log, strict=True))
+    assert got == want
+    assert sum(len(batch["labels"]) for batch in seen) == 400
+
+
+def test_rows_are_numbered_by_falling_frequency(tmp_path):
+    frame = table()
+    np.savez(tmp_path / "a.npz", rating=frame["rating"], user=frame["user"])
+    clicks = Clicks.prepare(ClickData(str(tmp_path / "a.npz"), label="rating"))
+    rows = torch.cat([clicks.batch(step, 36, 0)["fields"][:, 0] for step in range(10)])
+    counts = torch.bincount(rows, minlength=clicks.table_sizes[0])
+    assert counts[0] == 0  # row 0 is for what training has not seen
+    assert (counts[1:].diff() <= 0).all()
+    rare = Clicks.prepare(ClickData(str(tmp_path / "a.npz"), label="rating", min_count=4))
+    rows = torch.cat([rare.batch(step, 36, 0)["fields"][:, 0] for step in range(10)])
+    assert int((rows == 0).sum()) == int(counts[1:][counts[1:] < 4].sum())
+    assert torch.bincount(rows)[1:].min() >= 4
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path):
+    table().to_csv(tmp_path / "a.csv", index=False)
+    one, two = (Clicks.prepare(settings(tmp_path / "a.csv")) for _ in range(2))
+    for step in (3, 0, 7):
+        for key, value in one.batch(step, 60, 1).items():
+            assert torch.equal(value, two.batch(step, 60, 1)[key])
+    assert not torch.equal(one.batch(0, 60, 1)["fields"], one.batch(0, 60, 2)["fields"])
+    assert not torch.equal(one.batch(0, 60, 1)["fields"], one.batch(6, 60, 1)["fields"])
+
+
+def test_the_last_rows_can_be_held_out(tmp_path):
+    frame = table()
+    frame["age"] = np.arange(len(frame))
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    clicks = Clicks.prepare(settings(tmp_path / "a.csv", split="last", heldout=0.25))
+    (held,) = clicks.valid_batches(1000)
+    assert torch.equal(held["continuous"][:, 0], torch.arange(300.0, 400).log1p())
+
+
+def test_continuous_numbers_can_be_standardised(tmp_path):
+    frame = table()
+    frame.loc[5, "age"] = np.nan
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    clicks = Clicks.prepare(settings(tmp_path / "a.csv", transform="standard"))
+    numbers = torch.cat([clicks.batch(step, 36, 0)["continuous"] for step in range(10)])
+    assert abs(float(numbers.mean())) < 0.01
+    assert abs(float(numbers.std()) - 1) < 0.01
+
+
+def test_criteo_as_distributed(tmp_path):
+    lines = criteo_lines()
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    with gzip.open(tmp_path / "headed.txt.gz", "wt") as file:
+        file.write("\n".join(["\t".join(CRITEO_COLUMNS), *lines]) + "\n")
+    one, two = (
+        Clicks.prepare(ClickData(str(tmp_path / name), "criteo", heldout=0.2))
+        for name in ("train.txt", "headed.txt.gz")
+    )
+    assert one.num_continuous == 13
+    assert len(one.table_sizes) == 26
+    assert max(one.table_sizes) <= 7
+    for key, value in one.batch(0, 48, 0).items():
+        assert torch.equal(value, two.batch(0, 48, 0)[key])
+
+
+def test_more_categories_than_rows_are_hashed(tmp_path):
+    (tmp_path / "train.txt").write_text("\n".join(criteo_lines()) + "\n")
+    data = ClickData(str(tmp_path / "train.txt"), "criteo", hash_rows=4)
+    clicks = Clicks.prepare(data)
+    assert set(clicks.table_sizes) == {4}
+    assert int(clicks.batch(0, 54, 0)["fields"].max()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("u.data", "1\t7\t5\t88\n2\t7\t1\t89\n"),
+        ("ratings.dat", "1::7::5::88\n2::7::1::89\n"),
+        ("ratings.csv", "userId,movieId,rating,timestamp\n1,7,5.0,88\n2,7,1.0,89\n"),
+    ],
+)
+def test_movielens_in_its_three_forms(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    data = ClickData(str(tmp_path / name), "movielens", positive=3.5, heldout=0.5, split="last")
+    clicks = Clicks.prepare(data)
+    assert clicks.field_names == ["user", "item"]
+    assert clicks.batch(0, 1, 0)["labels"].tolist() == [1.0]
+    (held,) = clicks.valid_batches(4)
+    assert held["labels"].tolist() == [0.0]
+    assert held["fields"].tolist() == [[0, 1]]  # a user that training has not seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line + "\tmore", r"line 8 of .* has 41 values, expected 40"),
+        (lambda line: line[: line.rindex("\t")], r"line 8 of .* has 39 values, expected 40"),
+        (lambda line: "click" + line[1:], r"line 8 of .*: label is 'click', expected a number"),
+        (lambda line: "" + line[1:], r"line 8 of .*: label is '', expected a number"),
+        (lambda line: line.replace("\t", "\tx", 1), r"line 8 of .*: I1 is 'x.*expected a number"),
+    ],
+)
+def test_a_malformed_line_is_named_or_left_out(tmp_path, caplog, change, message):
+    lines = criteo_lines()
+    lines[7] = change(lines[7])
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=message):
+        Clicks.prepare(ClickData(str(path), "criteo"))
+    clicks = Clicks.prepare(ClickData(str(path), "criteo", skip_bad_lines=True))
+    assert clicks.skipped == 1
+    assert clicks.num_train == round(0.9 * 59)
+    assert "1 malformed lines were left out" in caplog.text
+
+
+def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(click_files, "CHUNK", 10)
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(criteo_lines()) + "\n")
+    data, parse, parsed = ClickData(str(path), "criteo"), click_files._parse, []
+
+    def interrupted(*args):
+        if len(parsed) == 4:
+            raise KeyboardInterrupt
+        parsed.append(args[2])
+        return parse(*args)
+
+    monkeypatch.setattr(click_files, "_parse", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Clicks.prepare(data)
+    monkeypatch.setattr(click_files, "_parse", lambda *args: parsed.append(args[2]) or parse(*args))
+    clicks = Clicks.prepare(data)
+    assert parsed == [1, 11, 21, 31, 41, 51]
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "other"))
+    fresh = Clicks.prepare(data)
+    for key, value in clicks.batch(0, 54, 0).items():
+        assert torch.equal(value, fresh.batch(0, 54, 0)[key])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"label": None}, "clicks.label names no column of .*; it has rating, user, city, age"),
+        ({"label": "click"}, "has no column 'click'; it has rating, user"),
+        ({"fields": ["user", "town"]}, "has no column 'town'"),
+        ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path, more, message):
+    path = tmp_path / "a.csv"
+    table().to_csv(path, index=False)
+    with pytest.raises(ValueError, match=message):
+        Clicks.prepare(ClickData(str(path), **{"label": "rating", **more}))
+
+
+def test_a_missing_or_unknown_file_says_what_is_expected(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data file at .*; expected a table"):
+        Clicks.prepare(ClickData(str(tmp_path / "none.csv"), label="x"))
+    (tmp_path / "a.txt").write_text("x\n1\n")
+    with pytest.raises(ValueError, match="expected a table with named columns"):
+        Clicks.prepare(ClickData(str(tmp_path / "a.txt"), label="x"))
+    (tmp_path / "b.csv").write_text("x,y\n")
+    with pytest.raises(ValueError, match=r"b\.csv holds no rows"):
+        Clicks.prepare(ClickData(str(tmp_path / "b.csv"), label="x"))
+
+
+def test_real_criteo():
+    path = real(DATA / "criteo_8k" / "train.tsv.gz")
+    data = ClickData(str(path), "criteo", min_count=3)
+    clicks = Clicks.prepare(data)
+    assert clicks.num_train == round(0.9 * 7344)
+    assert 0.15 < float(clicks.batch(0, 6000, 0)["labels"].mean()) < 0.3
