@@ -1,5 +1,6 @@
 """An embedding table: look-up, backward and the optimizer's step."""
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,14 +9,15 @@ from torch.optim import AdamW, Optimizer, SparseAdam
 
 from comera.bench import peers
 from comera.bench.linear import count
-from comera.bench.numerics import compare_table
+from comera.bench.numerics import compare_table, rows_by_cores
 from comera.bench.session import Session
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 
 _LEARNING_RATE = 1e-4
-_DENSE_COPIES = 4
-"""Weight, gradient and two moments, each as large as the table."""
+_COPIES = {"dense, AdamW": 4, "sparse, SparseAdam": 3}
+"""Weight, gradient unless it is sparse, and two moments, each as large as the table."""
+_OURS, _PLAIN = "comera, AdamW", "the same cores row by row, AdamW"
 
 
 def embedding(
@@ -41,7 +43,7 @@ def embedding(
         rank: Of the tensor train.
         zipf: Exponent of the distribution of indices; 0 for a uniform one.
         dtype: Of the table.
-        dense_limit: GiB that the dense table may take with its gradient and moments.
+        dense_limit: GiB that a dense table may take with its gradient and moments.
         with_peers: Whether tensorly-torch is measured too.
     """
     torch.manual_seed(0)
@@ -52,32 +54,28 @@ def embedding(
     layer = _train(rows, width, rank, bag, dtype).to(session.device)
     session.check(compare_table(layer, picked))
 
-    baseline = "sparse, SparseAdam"
-    layers: dict[str, tuple[nn.Module, type[Optimizer]]] = {}
-    needed = _DENSE_COPIES * rows * width * dtype.itemsize / 2**30
-    if needed <= dense_limit:
-        baseline = "dense, AdamW"
-        layers[baseline] = _table(rows, width, bag, dtype, sparse=False), AdamW
-    else:
-        session.note(
-            f"dense with AdamW is left out: weight, gradient and moments take {needed:.1f} GiB, "
-            f"more than --dense_limit={dense_limit:g}"
-        )
-    layers["sparse, SparseAdam"] = _table(rows, width, bag, dtype, sparse=True), SparseAdam
-    layers["comera, AdamW"] = layer, AdamW
+    layers: dict[str, nn.Module] = {}
+    for name, copies in _COPIES.items():
+        needed = copies * rows * width * dtype.itemsize / 2**30
+        if needed <= dense_limit:
+            layers[name] = _table(rows, width, bag, dtype, sparse=name.startswith("sparse"))
+        else:
+            session.note(
+                f"{name} is left out: {copies} copies of the table take {needed:.1f} GiB, more "
+                f"than --dense_limit={dense_limit:g}"
+            )
+    layers |= {_OURS: layer, _PLAIN: _RowByRow(copy.deepcopy(layer))}
+    baseline = next(iter(layers))
     grad = torch.randn(picked.shape[0], width).to(session.device, dtype)
-    runs = {
-        name: _step(table.to(session.device), picked, grad, optimizer)
-        for name, (table, optimizer) in layers.items()
-    }
-    parameters = {name: count(table) for name, (table, _) in layers.items()}
+    runs = {name: _step(table.to(session.device), picked, grad) for name, table in layers.items()}
+    parameters = {name: count(table) for name, table in layers.items()}
     name = f"tensorly-torch, rank {max(layer.ranks)}, AdamW"
 
     def peer() -> Callable[[], object]:
         table = peers.tensorly_embedding(layer)
         parameters[name] = count(table)
         # It keeps the columns that round the width up.
-        return _step(table, picked, _padded(grad, layer.shape.num_cols), AdamW)
+        return _step(table, picked, _padded(grad, layer.shape.num_cols))
 
     with peers.tensorly_on_torch():
         if with_peers and not bag:
@@ -116,12 +114,25 @@ def _table(rows: int, width: int, bag: int, dtype: torch.dtype, sparse: bool) ->
     return nn.Embedding(rows, width, sparse=sparse, dtype=dtype)
 
 
-def _step(
-    table: nn.Module, indices: Tensor, grad: Tensor, kind: type[Optimizer]
-) -> Callable[[], object]:
+class _RowByRow(nn.Module):
+    """The plain way to read a tensor train: a slice of every core for every index."""
+
+    def __init__(self, layer: TTEmbedding | TTEmbeddingBag) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, indices: Tensor) -> Tensor:
+        rows = rows_by_cores(self.layer, indices.flatten())
+        return rows if indices.dim() == 1 else rows.unflatten(0, indices.shape).sum(1)
+
+
+def _step(table: nn.Module, indices: Tensor, grad: Tensor) -> Callable[[], object]:
     """What is timed."""
-    settings = {"fused": True} if kind is AdamW else {}
-    optimizer = kind(table.parameters(), lr=_LEARNING_RATE, **settings)  # type: ignore[arg-type,call-arg]
+    optimizer: Optimizer
+    if getattr(table, "sparse", False):
+        optimizer = SparseAdam(table.parameters(), lr=_LEARNING_RATE)
+    else:
+        optimizer = AdamW(table.parameters(), lr=_LEARNING_RATE, fused=True)
 
     def run() -> None:
         optimizer.zero_grad()

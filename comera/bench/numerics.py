@@ -18,6 +18,7 @@ from comera.nn.convert import densify_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge
+from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 
@@ -131,7 +132,7 @@ def compare_table(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Compa
 
     exact = copy.deepcopy(layer).double()
     some = indices[picked]
-    rows = _rows(exact, some.flatten()).unflatten(0, some.shape)
+    rows = rows_by_cores(exact, some.flatten()).unflatten(0, some.shape)
     y_rows = rows if some.dim() == 1 else rows.sum(1)
     names = dict(exact.named_parameters())
     expected = torch.autograd.grad(
@@ -193,16 +194,22 @@ def _through_weight(layer: TensorTrainModule, grad: Tensor) -> dict[str, Tensor]
     return dict(zip(parts, found, strict=True))
 
 
-def _rows(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tensor:
-    """Rows of the table, ``(indices, width)``, one core after the other."""
-    digits, rest = [], indices
+def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tensor:
+    """Rows of the table, ``(indices, width)``, one core after the other, for autograd."""
+    digits, rest = [], (indices - layer.hot_rows).clamp(min=0)
     for mode in reversed(layer.shape.row_modes):
         digits.append(rest % mode)
         rest = rest // mode
-    made = torch.ones(len(indices), 1, 1, dtype=torch.double, device=indices.device)
+    like = layer.cores[0]
+    made = torch.ones(len(indices), 1, 1, dtype=like.dtype, device=like.device)
     for core, digit in zip(layer.gated_cores(), reversed(digits), strict=True):
         made = torch.einsum("bpl,lbqr->bpqr", made, core[:, digit]).flatten(1, 2)
-    return made[:, : layer.embedding_dim, 0]
+    cold = made[:, : layer.embedding_dim, 0]
+    if layer.hot is None:
+        return cold
+    hot = layer.hot.weight if isinstance(layer.hot, HotRows) else layer.hot
+    is_hot = (indices < layer.hot_rows).unsqueeze(1)
+    return torch.where(is_hot, hot[indices.clamp(max=layer.hot_rows - 1)], cold)
 
 
 def _listed(names: Sequence[str], most: int = 2) -> str:

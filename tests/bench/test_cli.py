@@ -174,17 +174,26 @@ def test_embedding(more, tmp_path):
     out = tmp_path / "out.json"
     assert bench("embedding", *TABLE, *more, "--peers=none", f"--json={out}") == 0
     (result,) = results(out)
-    assert list(result["summary"]) == ["dense, AdamW", "sparse, SparseAdam", "comera, AdamW"]
+    assert list(result["summary"]) == [
+        "dense, AdamW",
+        "sparse, SparseAdam",
+        "comera, AdamW",
+        "the same cores row by row, AdamW",
+    ]
 
 
 def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     out = tmp_path / "out.json"
-    options = ["--dense_limit", "1e-9", "--peers=none", f"--json={out}"]
-    assert bench("embedding", *TABLE, *options) == 0
+    options = ["--peers=none", f"--json={out}"]
+    size = 60 * 16 * 4 / 2**30
+    assert bench("embedding", *TABLE, *options, f"--dense_limit={3.5 * size}") == 0
     (result,) = results(out)
     assert result["baseline"] == "sparse, SparseAdam"
-    assert list(result["summary"]) == ["sparse, SparseAdam", "comera, AdamW"]
-    assert "more than --dense_limit=1e-09" in capsys.readouterr().out
+    assert len(result["summary"]) == 3
+    assert bench("embedding", *TABLE, *options, f"--dense_limit={2 * size}") == 0
+    (result,) = results(out)
+    assert result["baseline"] == "comera, AdamW"
+    assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 
 @galore
