@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from comera.optim import came_state
 from comera.optim.came_state import every, stack, write
-from comera.optim.factors import Settings, factored_step_, matrix_view, plain_step_
+from comera.optim.factors import Corrections, Settings, factored_step_, matrix_view, plain_step_
 
 _MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 
@@ -24,7 +24,8 @@ class CAME(Optimizer):
     With g the gradient, one step is ``u = g / sqrt(mean of g^2)``, clipped to a root mean square
     of ``clip_threshold``; ``m = mean of u``; ``p -= lr * m / sqrt(mean of (u - m)^2)``, where the
     two means under roots are factored. As in came-pytorch no mean is corrected for its start at
-    zero: the first steps are up to 11 times ``lr`` in size and shrink as ``(u - m)^2`` fills up.
+    zero: the first steps are up to 11 times ``lr`` in size and shrink as ``(u - m)^2`` fills up,
+    over ten thousand steps; for shorter runs see ``bias_correction``.
     Tensors that are not factored step by ``lr * m``. Learning rates of 0.5 to 0.9 times AdamW's
     are recommended by the authors.
 
@@ -55,6 +56,8 @@ class CAME(Optimizer):
         weight_decay: Decoupled: the parameter shrinks by ``lr * weight_decay`` of itself.
         state_dtype: ``"8bit"`` keeps m in int8 for tensors of at least 4096 entries, and unpacks
             one tensor, or a few small ones, at a time; None keeps it in full.
+        bias_correction: Correct all three means for their start at zero, as Adam does, so that a
+            step has the size of ``lr`` from the first to the last.
         maximize: Climb instead of descending.
         capturable: Accepted for likeness with torch's optimizers; every step can be captured.
             For a graph that follows a schedule, give ``lr`` as a tensor on the device.
@@ -74,6 +77,7 @@ class CAME(Optimizer):
         weight_decay: float = 0.0,
         *,
         state_dtype: Literal["8bit"] | None = None,
+        bias_correction: bool = False,
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
@@ -84,6 +88,7 @@ class CAME(Optimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "state_dtype": state_dtype,
+            "bias_correction": bias_correction,
             "maximize": maximize,
             "capturable": capturable,
         }
@@ -139,7 +144,7 @@ class CAME(Optimizer):
                 maximize=group["maximize"],
             )
             for alike in self._alike(group):
-                self._update(alike, settings)
+                self._update(alike, settings, group["bias_correction"])
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
@@ -159,7 +164,7 @@ class CAME(Optimizer):
             kinds.setdefault(kind, []).append(param)
         return [part for params in kinds.values() for part in came_state.parts(params)]
 
-    def _update(self, params: list[Tensor], settings: Settings) -> None:
+    def _update(self, params: list[Tensor], settings: Settings, corrected: bool) -> None:
         """One step for parameters of equal shape, in the same calls."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
@@ -167,14 +172,19 @@ class CAME(Optimizer):
         param = stack(params, shape)
         grad = stack([p.grad for p in params if p.grad is not None], shape)
         average = came_state.read_average(states, shape)
+        corrections = None
+        if corrected:
+            # The number of this step: a parameter has no count before its first one.
+            steps = torch.stack([state.get("step", param.new_zeros(())) for state in states]) + 1
+            corrections = Corrections.at(steps.to(average.dtype), settings.betas)
         if view is None:
             square = stack(every(states, "exp_avg_sq"), shape)
-            plain_step_(param, grad, average, square, settings)
+            plain_step_(param, grad, average, square, settings, corrections)
             means = {"exp_avg_sq": square}
         else:
             flat = (len(params), sum(view))
             square, residual = (stack(every(states, key), flat) for key in came_state.FACTORS)
-            factored_step_(param, grad, average, square, residual, settings)
+            factored_step_(param, grad, average, square, residual, settings, corrections)
             means = dict(zip(came_state.FACTORS, (square, residual), strict=True))
         if "step" in states[0]:
             torch._foreach_add_(every(states, "step"), 1.0)

@@ -35,6 +35,27 @@ class Settings:
         return 1 - self.lr * self.weight_decay if self.weight_decay else 1.0
 
 
+@dataclass(frozen=True)
+class Corrections:
+    """Factors, ``(b, 1)``, that undo the start of the means at zero.
+
+    Attributes:
+        update: Of u, for the mean of squared gradients.
+        mean: Of the step, for the mean of u.
+        residual: Of the step, for the mean of ``(u - mean of u)^2``.
+    """
+
+    update: Tensor
+    mean: Tensor
+    residual: Tensor
+
+    @classmethod
+    def at(cls, steps_b: Tensor, betas: tuple[float, float, float]) -> "Corrections":
+        """In the step that is number ``steps_b`` of each matrix, from 1."""
+        first, square, residual = (1 - beta ** steps_b.unsqueeze(1) for beta in betas)
+        return cls(square.sqrt(), 1 / first, residual.sqrt())
+
+
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
     """Rows and columns of the matrix as which a tensor's second moments are factored.
 
@@ -72,6 +93,7 @@ def factored_step_(
     square_bf: Tensor,
     residual_bf: Tensor,
     settings: Settings,
+    corrections: Corrections | None = None,
 ) -> None:
     """One step of CAME on matrices, in place.
 
@@ -83,6 +105,7 @@ def factored_step_(
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
         settings: Of this step.
+        corrections: Of the means; none as in came-pytorch.
     """
     beta1, beta2, beta3 = settings.betas
     batch, rows, columns = grad_brc.shape
@@ -99,6 +122,8 @@ def factored_step_(
         squares.add(block, torch.mul(grad, grad, out=part_of(block)))
     square_bf.lerp_(squares.total() + settings.eps[0], 1 - beta2)
     row, column = _inverse_roots(square_bf, rows)
+    if corrections is not None:
+        row = row * corrections.update.unsqueeze(2)
 
     # u = row * gradient * column / max(1, its root mean square / clip_threshold). The norm is
     # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
@@ -125,6 +150,8 @@ def factored_step_(
 
     row, column = _inverse_roots(residual_bf, rows)
     row = row * -settings.lr
+    if corrections is not None:
+        row = row * (corrections.mean * corrections.residual).unsqueeze(2)
     for block in blocks:
         part = torch.mul(update_avg_brc[:, block], column, out=part_of(block))
         _step_to_(param_brc[:, block], part, row[:, block], settings)
@@ -136,18 +163,21 @@ def plain_step_(
     update_avg_bn: Tensor,
     square_bn: Tensor,
     settings: Settings,
+    corrections: Corrections | None = None,
 ) -> None:
     """One step of CAME on tensors that are not factored: without the confidence term."""
     beta1, beta2, _ = settings.betas
     grad_bn = grad_bn.to(square_bn.dtype)
     square_bn.lerp_(grad_bn.square() + settings.eps[0], 1 - beta2)
     update = square_bn.rsqrt() * grad_bn
+    if corrections is not None:
+        update = update * corrections.update
     norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
     clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings.clip_threshold)).clamp(min=1.0)
     if settings.maximize:
         clip = -clip
     update_avg_bn.lerp_(update / clip, 1 - beta1)
-    one = torch.ones_like(clip)
+    one = torch.ones_like(clip) if corrections is None else corrections.mean
     _step_to_(param_bn, update_avg_bn, one * -settings.lr, settings)
 
 

@@ -37,6 +37,7 @@ class OptimizerConfig:
             is 0.9999 where two are given.
         eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
             ``comera.GaLoreAdafactor``.
+        bias_correction: For came: steps of equal size from the first on, see ``comera.CAME``.
         clip_threshold: Largest root mean square of an update, for came and adafactor.
         beta2_decay: For adafactor: the power of the step by which its moments slow down.
         momentum: For sgd and muon.
@@ -61,6 +62,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     betas: tuple[float, float] | tuple[float, float, float] | None = None
     eps: float | tuple[float | None, float] | None = None
+    bias_correction: bool | None = None
     clip_threshold: float | None = None
     beta2_decay: float | None = None
     momentum: float | None = None
@@ -114,7 +116,8 @@ def _adamw8bit(groups: Any, **settings: Any) -> Optimizer:
 
 _ADAM = {"lr": 5e-4, "betas": (0.9, 0.999), "eps": 1e-8}
 _CAME = {
-    "lr": 3e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0
+    "lr": 3e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0,
+    "bias_correction": False,
 }  # fmt: skip
 _ADAFACTOR = {"lr": 1e-2, "beta2_decay": -0.8, "eps": (1e-15, 1e-3), "clip_threshold": 1.0}
 _GALORE = {
