@@ -18,6 +18,7 @@ from torch import Tensor
 
 from comera.ops.autocast import without_autocast
 from comera.ops.operator import operator
+from comera.ops.product import stacked_product
 from comera.ops.rank_gate import rank_gate_reference
 
 
@@ -164,14 +165,14 @@ def join_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
         rest = grad
         for core, before in zip(reversed(cores[1:]), reversed(partial), strict=True):
             rest = rest.reshape(G, before.shape[1], core.shape[2] * core.shape[3])
-            grads.append(torch.bmm(before.mT, rest).view(core.shape))
-            rest = torch.bmm(rest, core.flatten(2).mT)
+            grads.append(stacked_product(before.mT, rest).view(core.shape))
+            rest = stacked_product(rest, core.flatten(2).mT)
         return [rest.reshape(cores[0].shape), *reversed(grads)]
     rest = grad
     for core, after in zip(cores[:-1], reversed(partial), strict=True):
         rest = rest.reshape(G, core.shape[1] * core.shape[2], after.shape[2])
-        grads.append(torch.bmm(rest, after.mT).view(core.shape))
-        rest = torch.bmm(core.flatten(1, 2).mT, rest)
+        grads.append(stacked_product(rest, after.mT).view(core.shape))
+        rest = stacked_product(core.flatten(1, 2).mT, rest)
     return [*grads, rest.reshape(cores[-1].shape)]
 
 
@@ -185,7 +186,7 @@ def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
                 out.append(core.reshape(G, L * N, R))
                 continue
             rows = out[-1].shape[1] * N
-            out.append(torch.bmm(out[-1], core.reshape(G, L, N * R)).view(G, rows, R))
+            out.append(stacked_product(out[-1], core.reshape(G, L, N * R)).view(G, rows, R))
         return out
     for core in list(reversed(cores))[:count]:
         G, L, N, R = core.shape
@@ -193,7 +194,7 @@ def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
             out.append(core.reshape(G, L, N * R))
             continue
         columns = N * out[-1].shape[2]
-        out.append(torch.bmm(core.reshape(G, L * N, R), out[-1]).view(G, L, columns))
+        out.append(stacked_product(core.reshape(G, L * N, R), out[-1]).view(G, L, columns))
     return out
 
 

@@ -104,6 +104,13 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return _by_onednn_turned(a, b) if _onednn_takes(a, b) else torch.mm(a, b, out=out)
 
 
+def stacked_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:
+    """``a @ b`` of equally many matrices, contiguous; for use inside of operators."""
+    if a_GMK.shape[0] == 1 and _onednn_takes(a_GMK[0], b_GKN[0]):
+        return _by_onednn_turned(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
+    return torch.bmm(a_GMK, b_GKN)
+
+
 def prefers_onednn() -> bool:
     """Whether float32 products on the CPU go to oneDNN: as measured, else by a rule of thumb."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
