@@ -26,7 +26,7 @@ class OptimizerConfig:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
             galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
             ``comera.MuonAdamW``, muon for the cores and adamw for everything else.
-        lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 3e-4 for came, 1e-2 for
+        lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 5e-4 for came, 1e-2 for
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
@@ -37,7 +37,8 @@ class OptimizerConfig:
             is 0.9999 where two are given.
         eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
             ``comera.GaLoreAdafactor``.
-        bias_correction: For came: steps of equal size from the first on, see ``comera.CAME``.
+        bias_correction: For came, true if not given: steps of the size of the rate from the first
+            on, see ``comera.CAME``.
         clip_threshold: Largest root mean square of an update, for came and adafactor.
         beta2_decay: For adafactor: the power of the step by which its moments slow down.
         momentum: For sgd and muon.
@@ -116,8 +117,8 @@ def _adamw8bit(groups: Any, **settings: Any) -> Optimizer:
 
 _ADAM = {"lr": 5e-4, "betas": (0.9, 0.999), "eps": 1e-8}
 _CAME = {
-    "lr": 3e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0,
-    "bias_correction": False,
+    "lr": 5e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0,
+    "bias_correction": True,
 }  # fmt: skip
 _ADAFACTOR = {"lr": 1e-2, "beta2_decay": -0.8, "eps": (1e-15, 1e-3), "clip_threshold": 1.0}
 _GALORE = {
