@@ -25,6 +25,7 @@ from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
 from comera.rank.groups import galore_param_groups, param_groups
+from comera.rank.hot_rows import update_hot_rows_
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
@@ -61,4 +62,5 @@ __all__ = [
     "reuse_freed_memory",
     "tensorize_",
     "truncate_",
+    "update_hot_rows_",
 ]

@@ -11,6 +11,7 @@ from comera.nn.decompose import decompose_matrix, decompose_table
 from comera.nn.hot import HotRows
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
+from comera.ops.look_up import check_range
 from comera.ops.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, only_one
 
@@ -21,8 +22,11 @@ class TTTable(TensorTrainModule):
     Attributes:
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
             :class:`~comera.nn.hot.HotRows`. None if there are none.
+        row_order: ``(num_embeddings,)`` int32, the row at which each index is kept, where
+            :func:`~comera.update_hot_rows_` has moved some; None where each is at its own.
     """
 
+    row_order: Tensor | None
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
@@ -51,6 +55,7 @@ class TTTable(TensorTrainModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.hot_rows = hot_rows
         self.hot_rank = hot_rank
+        self.register_buffer("row_order", None)
         shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
         self._build(shape, prune_below, device, dtype)
         if hot_rank is not None:
@@ -74,11 +79,19 @@ class TTTable(TensorTrainModule):
 
     def _rows(self, indices: Tensor) -> Tensor:
         """``(*indices.shape, embedding_dim)``, the padding row like any other."""
-        return tt_embedding(indices, *self._sizes(), **self._parts())
+        return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
 
     def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Weighted sums of rows, ``(bags, embedding_dim)``."""
+        indices = self._kept_at(indices)
         return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
+
+    def _kept_at(self, indices: Tensor) -> Tensor:
+        if self.row_order is None:
+            return indices
+        if not torch.compiler.is_compiling():
+            check_range(indices, self.num_embeddings)
+        return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
 
     def _sizes(self) -> tuple[list[Tensor], int, int]:
         return list(self.cores), self.num_embeddings, self.embedding_dim
@@ -100,10 +113,21 @@ class TTTable(TensorTrainModule):
         if self.hot is not None:
             hot = self.hot.weight if isinstance(self.hot, HotRows) else self.hot
             table = torch.cat([hot, table])
+        if self.row_order is not None:
+            table = table.index_select(0, self.row_order)
         if self.padding_idx is None:
             return table
         keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
         return table * keep[:, None]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        """Rows may have been moved in the file and not here, or the other way round."""
+        saved = state_dict.get(f"{prefix}row_order")
+        if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
+            self.row_order = torch.empty_like(saved, device=self.cores[0].device)
+        elif saved is None and f"{prefix}cores.0" in state_dict:
+            self.row_order = None
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
     def num_dense(self) -> int:

@@ -1,0 +1,86 @@
+"""Which rows of a table are held apart from its tensor train: those that are read most."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.nn.hot import HotRows
+from comera.nn.table import TTTable
+from comera.optim.layout import pack_state_, unpack_state_
+
+
+@torch.no_grad()
+def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: Optimizer | None = None) -> int:
+    """Make the most frequent indices the hot rows of a table, in place and at any time of training.
+
+    An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
+    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
+    whose row is what the tensor train has at that place. All other rows stay as they are, bit for
+    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero.
+
+    Args:
+        table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.
+        counts: ``(num_embeddings,)``, how often each index was read. Among equal ones those stay
+            hot that are.
+        optimizer: That of the table, if it has taken a step.
+
+    Returns:
+        How many indices became hot.
+
+    Raises:
+        ValueError: If the table has no hot rows, or there is not one count for each index.
+
+    Example::
+
+        counts = torch.bincount(all_indices, minlength=table.num_embeddings)
+        comera.update_hot_rows_(table, counts, optimizer)
+    """
+    if table.hot is None:
+        raise ValueError("the table has no hot rows: make it with hot_rows=")
+    if counts.shape != (table.num_embeddings,):
+        raise ValueError(
+            f"counts have shape {tuple(counts.shape)}; a table of {table.num_embeddings} rows "
+            f"needs ({table.num_embeddings},)"
+        )
+    device = table.cores[0].device
+    order = table.row_order
+    if order is None:
+        order = torch.arange(table.num_embeddings, dtype=torch.int32, device=device)
+    is_hot = order < table.hot_rows
+    # Stable and by falling count, the hot ones before the others: they win among equal ones.
+    first = torch.argsort(~is_hot, stable=True)
+    ranked = first[torch.argsort(counts.to(device)[first], descending=True, stable=True)]
+    wanted = torch.zeros_like(is_hot)
+    wanted[ranked[: table.hot_rows]] = True
+    entering = (wanted & ~is_hot).nonzero().flatten()
+    leaving = (is_hot & ~wanted).nonzero().flatten()
+    if not len(entering):
+        return 0
+    rows = table._rows(entering)
+    places = order[leaving].long()
+    order = order.clone()
+    order[entering], order[leaving] = order[leaving], order[entering]
+    table.row_order = order
+    if isinstance(table.hot, HotRows):
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        basis = table.hot.basis.to(wide.dtype)
+        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), optimizer)
+    else:
+        _set_rows_(table.hot, 0, places, rows, optimizer)
+    return len(entering)
+
+
+def _set_rows_(
+    param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
+) -> None:
+    """New rows of a parameter, as if they had never been trained."""
+    moved = param.data.movedim(dim, 0)
+    moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
+    if param.grad is not None:
+        param.grad.index_fill_(dim, places, 0)
+    unpack_state_(optimizer, param)
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    for value in state.values():
+        if isinstance(value, Tensor) and value.shape == param.shape:
+            value.index_fill_(dim, places, 0)
+    pack_state_(optimizer, param)

@@ -1,0 +1,118 @@
+import copy
+
+import pytest
+import torch
+
+import comera
+from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
+
+ROWS, WIDTH, HOT = 30, 12, 5
+
+
+def make(hot_rank=None, **more) -> TTEmbedding:
+    torch.manual_seed(0)
+    return TTEmbedding(ROWS, WIDTH, rank=3, order=2, hot_rows=HOT, hot_rank=hot_rank, **more)
+
+
+def train(table, optimizer, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        indices = torch.randint(ROWS, (40,), generator=torch.Generator().manual_seed(step))
+        table(indices).square().sum().backward()
+        optimizer.step()
+
+
+def counts_of(*hot) -> torch.Tensor:
+    """Counts of which the named indices are the largest."""
+    counts = torch.ones(ROWS, dtype=torch.int64)
+    counts[list(hot)] = 9
+    return counts
+
+
+@pytest.mark.parametrize("hot_rank", [None, 3])
+def test_rows_that_enter_keep_their_values_and_the_others_stay(hot_rank):
+    table = make(hot_rank)
+    before = table.weight.detach().clone()
+    assert comera.update_hot_rows_(table, counts_of(1, 3, 17, 29)) == 2
+    after = table.weight.detach()
+    left = [k for k in (0, 2, 4) if table.row_order[k] >= HOT]
+    assert len(left) == 2
+    same = [k for k in range(ROWS) if k not in (17, 29, *left)]
+    assert torch.equal(after[same], before[same])
+    if hot_rank is None:
+        torch.testing.assert_close(after[[17, 29]], before[[17, 29]])
+    else:  # as near as rows in the span of the basis can be
+        basis = table.hot.basis.detach()
+        best = before[[17, 29]] @ torch.linalg.pinv(basis) @ basis
+        torch.testing.assert_close(after[[17, 29]], best)
+    assert sorted(table.row_order.tolist()) == list(range(ROWS))
+    assert set(table.row_order[[1, 3, 17, 29]].tolist()) < set(range(HOT))
+    torch.testing.assert_close(table(torch.arange(ROWS)), table.weight)
+
+
+def test_nothing_moves_where_the_hot_rows_are_the_right_ones():
+    table = make()
+    assert comera.update_hot_rows_(table, counts_of(0, 4)) == 0
+    assert comera.update_hot_rows_(table, torch.zeros(ROWS)) == 0
+    assert table.row_order is None
+    assert "row_order" not in table.state_dict()
+
+
+def test_moving_out_and_in_again_finds_the_old_places():
+    table = make()
+    comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20))
+    assert comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 4)) == 1
+    assert torch.equal(table.row_order, torch.arange(ROWS, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("hot_rank", [None, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, comera.CAME])
+def test_state_of_new_rows_is_zero_and_of_others_kept(kind, hot_rank):
+    table = make(hot_rank)
+    optimizer = kind(table.parameters(), lr=1e-2)
+    train(table, optimizer)
+    hot = table.hot if hot_rank is None else table.hot.cores[0].squeeze(0)
+    param = table.hot if hot_rank is None else table.hot.cores[0]
+    key = "exp_avg" if kind is torch.optim.AdamW else "exp_avg_update"
+    before = optimizer.state[param][key].view(hot.shape).clone()
+    comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20), optimizer)
+    after = optimizer.state[param][key].view(hot.shape)
+    assert torch.equal(after[:4], before[:4])
+    assert before[4].any()
+    assert not after[4].any()
+    train(table, optimizer)  # goes on
+    assert after[4].any()
+
+
+def test_a_file_of_moved_rows_loads_into_a_new_table_and_back():
+    moved, fresh = make(), make()
+    plain = copy.deepcopy(fresh.state_dict())
+    comera.update_hot_rows_(moved, counts_of(11, 12, 13))
+    fresh.load_state_dict(moved.state_dict())
+    assert torch.equal(fresh.weight, moved.weight)
+    fresh.load_state_dict(plain)
+    assert fresh.row_order is None
+    twin = copy.deepcopy(moved)
+    assert torch.equal(twin.weight, moved.weight)
+    assert torch.equal(moved.to_dense().weight, moved.weight)
+
+
+def test_padding_bags_and_compilation_know_of_moved_rows():
+    torch.manual_seed(0)
+    bag = TTEmbeddingBag(ROWS, WIDTH, rank=3, order=2, hot_rows=HOT, mode="sum", padding_idx=2)
+    comera.update_hot_rows_(bag, counts_of(17, 18, 2))
+    x = torch.tensor([[2, 17, 0], [18, 29, 4]])
+    want = torch.nn.functional.embedding_bag(x, bag.weight, mode="sum", padding_idx=2)
+    torch.testing.assert_close(bag(x), want)
+    compiled = torch.compile(bag, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), want)
+    with pytest.raises(IndexError, match="index 30 at "):
+        bag(torch.tensor([[ROWS]]))
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="the table has no hot rows"):
+        comera.update_hot_rows_(TTEmbedding(ROWS, WIDTH, rank=3), torch.ones(ROWS))
+    with pytest.raises(ValueError, match=r"counts have shape \(3,\); a table of 30 rows"):
+        comera.update_hot_rows_(make(), torch.ones(3))
