@@ -29,11 +29,11 @@ from comera.optim.partial import step_on
 from comera.optim.projection import (
     METHODS,
     Method,
+    add_out_of_,
     into,
     low_shape,
     matrix_shape,
     new_bases,
-    out_of,
     rotate,
 )
 
@@ -278,9 +278,7 @@ class GaLore(Optimizer):
         """Take the steps that the stand-ins took."""
         for one in begun:
             if one is not None and one.stand_in is not None:
-                low = one.stand_in.data
-                step = out_of(low, self._bases(one.param)).reshape(one.param.shape)
-                one.param.add_((step * one.factor).to(one.param.dtype))
+                add_out_of_(one.param, one.stand_in.data * one.factor, self._bases(one.param))
                 _release(one.stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:

@@ -118,6 +118,17 @@ def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
     return low
 
 
+def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
+    """``param += out_of(low)``, the whole step never laid out where that can be."""
+    if param.dtype != low.dtype or not param.is_contiguous() or not bases:
+        param.add_(out_of(low, bases).reshape(param.shape).to(param.dtype))
+    elif "right" in bases:
+        left = bases["left"] @ low if "left" in bases else low
+        param.view(left.shape[0], -1).addmm_(left, bases["right"])
+    else:
+        param.view(-1, low.shape[1]).addmm_(bases["left"], low)
+
+
 def rotate(low: Tensor, old: dict[str, Tensor], new: dict[str, Tensor]) -> Tensor:
     """A first moment in the old subspace, seen from the new one."""
     return into(out_of(_widened(low), old), new).to(low.dtype)
