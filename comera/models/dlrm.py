@@ -19,7 +19,8 @@ class DLRM(nn.Module):
 
     Args:
         table_sizes: Rows of each field's table, by name or in order; the tables are the modules
-            ``tables.<name>`` or ``tables.<number>``.
+            ``tables.<name>`` or ``tables.<number>``. A dot in a name becomes an underscore, and one
+            follows names that torch's containers use themselves, such as ``type``.
         num_continuous: Continuous features; 0 for none, which leaves out the bottom part.
         embedding_dim: Width of the tables.
         bottom: Hidden widths of the part that brings the continuous features to that width.
@@ -31,7 +32,7 @@ class DLRM(nn.Module):
         output ``(B,)``, the logit of a click.
 
     Raises:
-        ValueError: If there is no table, or inputs do not fit the model.
+        ValueError: If there is no table, a size is below one, or inputs do not fit the model.
     """
 
     def __init__(
@@ -45,12 +46,16 @@ class DLRM(nn.Module):
         super().__init__()
         if not table_sizes:
             raise ValueError("table_sizes=[] must name the rows of at least one table")
-        self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
         if not isinstance(table_sizes, Mapping):
             table_sizes = {str(k): size for k, size in enumerate(table_sizes)}
+        sizes = {"embedding_dim": [embedding_dim], "bottom": bottom, "top": top}
+        for name, widths in {**sizes, "table_sizes": table_sizes.values()}.items():
+            if any(width < 1 for width in widths):
+                raise ValueError(f"{name}={list(widths)} must be at least 1")
+        self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
         self.tables = nn.ModuleDict(
             {
-                name: nn.EmbeddingBag(size, embedding_dim, mode="sum")
+                _module_name(name): nn.EmbeddingBag(size, embedding_dim, mode="sum")
                 for name, size in table_sizes.items()
             }
         )
@@ -100,6 +105,11 @@ class DLRM(nn.Module):
         if isinstance(fields, Tensor):
             return [(field,) for field in fields.split(1, 1)]
         return [tuple(bags) for bags in fields]
+
+
+def _module_name(name: str) -> str:
+    name = name.replace(".", "_")
+    return f"{name}_" if not name or hasattr(nn.ModuleDict(), name) else name
 
 
 def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequential:

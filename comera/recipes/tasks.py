@@ -250,6 +250,8 @@ def _clicks(config: RunConfig, device: torch.device) -> Task:
 
 
 def _steps(config: RunConfig, per_epoch: int) -> int:
+    if not per_epoch:
+        raise ValueError(f"train.batch_size={config.train.batch_size} exceeds the training rows")
     steps, epochs = config.train.steps, config.train.epochs
     return round((epochs or 0) * per_epoch) if steps is None else steps
 

@@ -76,6 +76,12 @@ def test_layers_that_are_all_small_are_named():
         comera.tensorize_(model(), comera.TTConfig(rank=2, min_size=10_000))
 
 
+def test_any_column_can_name_a_table():
+    dlrm = DLRM({"type": 4, "keys": 3, "a.b": 5, "": 2}, 0, 8)
+    assert list(dlrm.tables) == ["type_", "keys_", "a_b", "_"]
+    assert dlrm(None, torch.zeros(2, 4, dtype=torch.int64)).shape == (2,)
+
+
 def test_inputs_that_do_not_fit_are_named():
     dlrm, fields = model(), torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="takes 3 continuous features, got None"):
@@ -86,3 +92,7 @@ def test_inputs_that_do_not_fit_are_named():
         dlrm(torch.zeros(2, 3), fields[:, :2])
     with pytest.raises(ValueError, match="at least one table"):
         DLRM({}, 3)
+    with pytest.raises(ValueError, match=r"embedding_dim=\[0\] must be at least 1"):
+        DLRM(SIZES, 3, 0)
+    with pytest.raises(ValueError, match=r"top=\[8, 0\] must be at least 1"):
+        DLRM(SIZES, 3, 8, top=(8, 0))
