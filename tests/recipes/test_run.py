@@ -130,7 +130,7 @@ def test_every_configuration_can_be_planned(path, capsys):
     assert main(["plan", str(path)]) == 0
     out = capsys.readouterr().out
     assert "whole model" in out
-    assert ("fewer than dense" in out) == ("tensorize" in read_yaml(path))
+    assert ("fewer than dense" in out) == ("ranks" in read_yaml(path))
 
 
 def test_plan_says_what_a_run_will_end_at(config):
