@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from comera.nn.init import Init
+from comera.nn.linear import TTLinear
+from comera.nn.table import TTTable
+
 Bags = Tensor | Sequence[tuple[Tensor, Tensor]]
 
 
@@ -69,15 +73,26 @@ class DLRM(nn.Module):
         self.top = _layers([max(1, width), *top, 1])
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """As in the release: tables uniform by their size, layers normal by their widths."""
+    @torch.no_grad()
+    def reset_parameters(self, init: Init = "orthogonal") -> None:
+        """As in the release: tables uniform by their size, layers normal by their widths.
+
+        Tables and layers that are tensor trains get the same spread, ``init`` says how.
+        """
         for table in self.tables.values():
             bound = 1 / math.sqrt(table.num_embeddings)  # type: ignore[arg-type]
-            nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
+            if isinstance(table, TTTable):
+                table.reset_parameters(bound / math.sqrt(3), init)
+            else:
+                nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
         for layer in self.modules():
-            if isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, std=math.sqrt(2 / sum(layer.weight.shape)))
-                nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))
+            if isinstance(layer, nn.Linear | TTLinear):
+                std = math.sqrt(2 / (layer.in_features + layer.out_features))
+                if isinstance(layer, TTLinear):
+                    layer.reset_parameters(std, init)
+                else:
+                    nn.init.normal_(layer.weight, std=std)
+                nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))  # type: ignore[arg-type]
 
     def forward(self, continuous_BC: Tensor | None, fields: Bags) -> Tensor:
         parts = [

@@ -207,10 +207,7 @@ def _train_one(
     before: list[Outcome],
 ) -> Outcome | None:
     torch.manual_seed(config.seed)
-    with device:
-        model = task.make_model()
-    if config.tensorize is not None:
-        tensorize_(model, config.tensorize)
+    model = _make_model(config, task, device)
     layer_dense = compression_report(model).tt_dense_params
     if before:
         layer_dense = before[0].layer_dense_params
@@ -242,6 +239,18 @@ def _train_one(
     if result.interrupted:
         return None
     return _save(name, folder, model, result, layer_dense)
+
+
+def _make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
+    if config.tensorize is None or not task.lean or config.tensorize.init == "svd":
+        with device:
+            model = task.make_model()
+        return model if config.tensorize is None else tensorize_(model, config.tensorize)
+    with torch.device("meta"):
+        model = task.make_model()
+    tensorize_(model, config.tensorize).to_empty(device=device)
+    model.reset_parameters(config.tensorize.init)  # type: ignore[operator]
+    return model
 
 
 def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:

@@ -38,6 +38,8 @@ class Task:
         loss_fn: ``(model, batch)`` to mean loss.
         evaluate: Model to named figures, ``loss`` among them.
         steps: Optimizer steps of the whole run.
+        lean: The model can be made without ever being dense: built without memory, tensorised, and
+            then drawn by its ``reset_parameters(init)``.
     """
 
     make_model: Callable[[], nn.Module]
@@ -45,6 +47,7 @@ class Task:
     loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     evaluate: Callable[[nn.Module], dict[str, float]]
     steps: int
+    lean: bool = False
 
 
 def prepare_task(config: RunConfig, device: torch.device) -> Task:
@@ -246,6 +249,7 @@ def _clicks(config: RunConfig, device: torch.device) -> Task:
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=_steps(config, data.steps_per_epoch(size)),
+        lean=True,
     )
 
 

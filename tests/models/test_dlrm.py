@@ -76,6 +76,22 @@ def test_layers_that_are_all_small_are_named():
         comera.tensorize_(model(), comera.TTConfig(rank=2, min_size=10_000))
 
 
+def test_made_without_memory_it_starts_as_a_converted_one_does():
+    config = comera.TTConfig(rank=8, embedding_rank=8, order=2, target_modules=r"tables.*|top.0")
+    sizes = {"user": 4000, "item": 900}
+    with torch.device("meta"):
+        lean = comera.tensorize_(DLRM(sizes, 3, 32, top=(64,)), config)
+    lean.to_empty(device="cpu").reset_parameters("orthogonal")
+    other = comera.tensorize_(DLRM(sizes, 3, 32, top=(64,)), config)
+    wanted = dict(other.named_modules())
+    assert tensor_trains(lean)
+    for name, module in tensor_trains(lean).items():
+        ours, theirs = (float(m.weight.detach().square().mean().sqrt()) for m in (module, wanted[name]))
+        assert ours == pytest.approx(theirs, rel=0.1)
+    assert all(param.isfinite().all() for param in lean.parameters())
+    assert lean.top[0].bias.abs().max() > 0
+
+
 def test_any_column_can_name_a_table():
     dlrm = DLRM({"type": 4, "keys": 3, "a.b": 5, "": 2}, 0, 8)
     assert list(dlrm.tables) == ["type_", "keys_", "a_b", "_"]
