@@ -86,7 +86,9 @@ def test_made_without_memory_it_starts_as_a_converted_one_does():
     wanted = dict(other.named_modules())
     assert tensor_trains(lean)
     for name, module in tensor_trains(lean).items():
-        ours, theirs = (float(m.weight.detach().square().mean().sqrt()) for m in (module, wanted[name]))
+        ours, theirs = (
+            float(m.weight.detach().square().mean().sqrt()) for m in (module, wanted[name])
+        )
         assert ours == pytest.approx(theirs, rel=0.1)
     assert all(param.isfinite().all() for param in lean.parameters())
     assert lean.top[0].bias.abs().max() > 0
