@@ -60,9 +60,13 @@ def batch():
 
 
 def test_launches_of_a_step_stay_within_their_budget():
-    """The paper's six encoders, 38 tensor trains. Raise a budget only for a reason."""
-    assert launches(make_step()) <= 1220
-    assert launches(make_step(late=True)) <= 1260
+    """The paper's six encoders, 38 tensor trains. Raise a budget only for a reason.
+
+    The table has 150 of them, both ways and its halves included: it sorts its entries and groups
+    rows by their slices, small operations on whole numbers that save larger ones on rows.
+    """
+    assert launches(make_step()) <= 1250
+    assert launches(make_step(late=True)) <= 1290
 
 
 def test_merging_does_not_grow_with_the_number_of_layers():
