@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pandas as pd
@@ -18,9 +17,9 @@ import pandas as pd
 CHUNK = 200_000
 """Lines that are read at a time."""
 
-CRITEO_COLUMNS = (
-    ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
-)  # fmt: skip
+CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
+CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
+CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
 _EXPECTED = (
     "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
     "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
@@ -77,7 +76,7 @@ def columns_of(
         ValueError: If a named column is not there, or no label is named.
     """
     if format == "criteo":
-        return Columns("label", tuple(CRITEO_COLUMNS[1:14]), tuple(CRITEO_COLUMNS[14:]))
+        return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
     names = _MOVIELENS if format == "movielens" else _column_names(path)
     if format == "movielens":
         label, fields = label or "rating", fields or ["user", "item"]
@@ -241,5 +240,5 @@ def _first_line(path: Path) -> str:
         return file.readline().decode("utf-8", errors="replace").rstrip("\r\n")
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")

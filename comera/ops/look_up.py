@@ -175,8 +175,13 @@ def _rows(
         cold = cold[:, :embedding_dim]
         if hot_HK is None:
             return cold.contiguous()
-        hot = hot_HK.index_select(0, slots.hot)
-        return torch.cat([hot if basis_KD is None else hot @ basis_KD, cold])
+        return torch.cat([hot_rows(slots.hot, hot_HK, basis_KD), cold])
+
+
+def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
+    """Hot rows by their numbers, ``(N, D)``."""
+    hot = hot_HK.index_select(0, rows_N)
+    return hot if basis_KD is None else hot @ basis_KD
 
 
 def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:

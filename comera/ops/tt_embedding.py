@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.chain import merge_chain
-from comera.ops.look_up import check_range, look_up
+from comera.ops.look_up import check_range, hot_rows, look_up
 
 
 def tt_embedding_reference(
@@ -166,14 +166,13 @@ def _every_row(
     embedding_dim: int,
 ) -> Tensor:
     """Every entry's row for itself, all sizes fixed by the arguments."""
-    hot_rows = 0 if hot_HK is None else hot_HK.shape[0]
-    cold = (indices_N.long() - hot_rows).clamp(min=0)
+    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
+    cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     right = right_WRQ.index_select(0, cold % right_WRQ.shape[0])
     with without_autocast(left_VPR):
         rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
         if hot_HK is None:
             return rows
-        hot = hot_HK.index_select(0, indices_N.long().clamp(max=hot_rows - 1))
-        hot = hot if basis_KD is None else hot @ basis_KD
-    return torch.where((indices_N < hot_rows).unsqueeze(1), hot, rows)
+        hot = hot_rows(indices_N.long().clamp(max=num_hot - 1), hot_HK, basis_KD)
+    return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)

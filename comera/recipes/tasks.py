@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.data.causal_text import CausalText
+from comera.data.click_files import CRITEO_CONTINUOUS
 from comera.data.clicks import Clicks
 from comera.data.masked_text import MaskedText
 from comera.data.nli import LABELS, NliPairs
@@ -24,8 +25,6 @@ _LARGEST_LOSS = 700.0
 """Above that a perplexity is too large for a float."""
 _EVALUATED = 16_384
 """Rows of a click log that are evaluated at a time."""
-NUM_CONTINUOUS = 13
-"""Continuous features of Criteo's logs."""
 
 
 @dataclass
@@ -71,7 +70,8 @@ def planned_dense_model(config: RunConfig) -> nn.Module:
     sizes = config.dlrm.table_sizes
     if sizes is not None:
         criteo = config.clicks.format == "criteo"
-        return _dlrm(config, sizes, NUM_CONTINUOUS if criteo else len(config.clicks.continuous))
+        continuous = CRITEO_CONTINUOUS if criteo else config.clicks.continuous
+        return _dlrm(config, sizes, len(continuous))
     with torch.device("cpu"):
         data = Clicks.prepare(config.clicks)
     return _dlrm(config, _table_sizes(config, data), data.num_continuous)
