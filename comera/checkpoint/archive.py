@@ -1,0 +1,287 @@
+"""The files of a chain: one folder a checkpoint, whole or absent, each sure of itself and of the
+one before.
+
+::
+
+    folder/step-000001000/manifest.json        what there is, its checksums, the link to the last
+                          tensors.safetensors  compressed streams of bytes
+
+A checkpoint is written under another name, flushed to the disk and renamed. Its manifest holds the
+checksum of its file, of itself, and of the manifest it builds on: to change a byte anywhere is to
+break the chain there, visibly.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from comera.checkpoint.streams import DamagedError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+TENSORS = "tensors.safetensors"
+_LARGEST_MANIFEST = 1 << 20
+_STEP = re.compile(r"step-(\d{9,})")
+_PARTIAL, _DAMAGED = ".partial-", "damaged-"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint says of itself.
+
+    Attributes:
+        step: Optimizer steps done.
+        previous: Step and checksum of the checkpoint whose weights these are changes of; None for
+            a key frame.
+        bytes: Size of the file of streams.
+        sha256: Its checksum.
+        raw_bytes: Of all tensors as they are in memory.
+        streams: Bytes of every stream before and after its compression.
+        figures: Anything else worth knowing, not needed to read it.
+    """
+
+    step: int
+    previous: tuple[int, str] | None
+    bytes: int
+    sha256: str
+    raw_bytes: int
+    streams: dict[str, tuple[int, int]]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        previous: tuple[int, str] | None,
+        file: bytes,
+        raw_bytes: int,
+        streams: dict[str, tuple[int, int]],
+        figures: dict[str, Any],
+    ) -> Self:
+        """The manifest of a file that is about to be written."""
+        sha256 = hashlib.sha256(file).hexdigest()
+        return cls(step, previous, len(file), sha256, raw_bytes, streams, figures)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the canonical text without the checksum."""
+        return hashlib.sha256(_canonical(self._fields()).encode()).hexdigest()
+
+    def text(self) -> str:
+        """The whole file, the same for the same manifest."""
+        return _canonical({**self._fields(), "checksum": self.checksum})
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "previous": self.previous and dict(zip(_LINK, self.previous, strict=True)),
+            "files": {TENSORS: {"bytes": self.bytes, "sha256": self.sha256}},
+            "raw_bytes": self.raw_bytes,
+            "streams": self.streams,
+            "figures": self.figures,
+        }
+
+
+_LINK = ("step", "checksum")
+
+
+def _canonical(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+
+class Archive:
+    """The checkpoints in a folder. Reading needs no lock; writing takes one for this process."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._lock = FileLock(self.folder / ".lock", timeout=0)
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, sound or not, ascending."""
+        if not self.folder.is_dir():
+            return []
+        names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}"
+
+    def manifest(self, step: int) -> Manifest:
+        """Read and checked against itself.
+
+        Raises:
+            DamagedError: If it is missing or not as it was written.
+        """
+        path = self.path(step) / MANIFEST
+        try:
+            if path.stat().st_size > _LARGEST_MANIFEST:
+                raise DamagedError(f"{path} is {path.stat().st_size} bytes long")
+            raw = path.read_bytes()
+            fields = json.loads(raw)
+        except (OSError, ValueError, RecursionError) as problem:
+            raise DamagedError(f"{path} is not readable: {problem}") from problem
+        if isinstance(fields, dict) and fields.get("version", VERSION) != VERSION:
+            raise DamagedError(
+                f"{path} has version {str(fields['version'])[:20]}; this program reads {VERSION}"
+            )
+        manifest = _parsed(path, fields)
+        if manifest.text().encode() != raw:
+            raise DamagedError(f"{path} does not have the checksum it states")
+        if manifest.step != step:
+            raise DamagedError(f"{path} is the manifest of step {manifest.step}")
+        return manifest
+
+    def streams(self, manifest: Manifest) -> dict[str, bytes]:
+        """The compressed streams of a checkpoint.
+
+        Raises:
+            DamagedError: If the file is missing or not what was written.
+        """
+        path = self.path(manifest.step) / TENSORS
+        try:
+            if path.stat().st_size != manifest.bytes:
+                raise DamagedError(
+                    f"{path} is {path.stat().st_size} bytes long instead of {manifest.bytes}"
+                )
+            raw = path.read_bytes()
+        except OSError as problem:
+            raise DamagedError(f"{path} is not readable: {problem}") from problem
+        if hashlib.sha256(raw).hexdigest() != manifest.sha256:
+            raise DamagedError(f"{path} does not have the checksum its manifest states")
+        try:
+            return {name: blob.tobytes() for name, blob in load_tensors(raw).items()}
+        except (SafetensorError, ValueError, KeyError) as problem:
+            raise DamagedError(f"{path} is not a safetensors file: {problem}") from problem
+
+    def links(self, step: int) -> list[Manifest]:
+        """Manifests from the key frame to a step, each checked against the one that builds on it.
+
+        Raises:
+            DamagedError: If one is missing or not sound, or is not the one that was built on.
+        """
+        found = [self.manifest(step)]
+        while (previous := found[-1].previous) is not None:
+            before = self.manifest(previous[0])
+            if before.checksum != previous[1]:
+                raise DamagedError(
+                    f"{self.path(found[-1].step)} builds on another checkpoint of step "
+                    f"{before.step} than the one at {self.path(before.step)}"
+                )
+            found.append(before)
+        return found[::-1]
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    def lock(self) -> None:
+        """Make this process the one that writes; clear what an interrupted one left.
+
+        Raises:
+            RuntimeError: If another one is.
+        """
+        if self._lock.is_locked:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise RuntimeError(
+                f"{self.folder} is being written to by another process, or by another "
+                "CheckpointChain of this one: close() that one, or choose another folder"
+            ) from None
+        for left in self.folder.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(left)
+
+    def unlock(self) -> None:
+        self._lock.release()
+
+    def write(self, manifest: Manifest, file: bytes) -> None:
+        """Add a checkpoint, which is there in full from one moment to the next."""
+        partial = self.folder / f"{_PARTIAL}{manifest.step:09d}"
+        partial.mkdir()
+        try:
+            _write_through(partial / TENSORS, file)
+            _write_through(partial / MANIFEST, manifest.text().encode())
+            _sync(partial)
+            partial.rename(self.path(manifest.step))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(self.folder)
+
+    def remove(self, steps: list[int]) -> None:
+        """Delete checkpoints, the last first, so that none is ever without what it builds on."""
+        for step in sorted(steps, reverse=True):
+            leaving = self.folder / f"{_PARTIAL}removed-{step:09d}"
+            self.path(step).rename(leaving)
+            shutil.rmtree(leaving)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename an unsound checkpoint, so that its step is free; returns where it is."""
+        for again in ("", *(f"-{k}" for k in range(2, 1000))):
+            to = self.folder / f"{_DAMAGED}{self.path(step).name}{again}"
+            with contextlib.suppress(OSError):  # that name is taken
+                return self.path(step).rename(to)
+        raise OSError(f"no free name to set {self.path(step)} aside")
+
+
+def packed(streams: Mapping[str, bytes]) -> bytes:
+    """A safetensors file of streams."""
+    return save_tensors({name: np.frombuffer(blob, np.uint8) for name, blob in streams.items()})
+
+
+def needed(links: Mapping[int, int | None], wanted: set[int]) -> set[int]:
+    """The wanted steps and all those they build on; ``links`` says what each builds on."""
+    found: set[int] = set()
+    for step in wanted:
+        at: int | None = step
+        while at is not None and at not in found and at in links:
+            found.add(at)
+            at = links[at]
+    return found
+
+
+def _parsed(path: Path, fields: Any) -> Manifest:
+    match fields:
+        case {
+            "step": int(step),
+            "previous": None | {"step": int(), "checksum": str()} as previous,
+            "files": {"tensors.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
+            "raw_bytes": int(raw_bytes),
+            "streams": dict(streams),
+            "figures": dict(figures),
+        } if previous is None or previous["step"] < step:
+            link = previous and (previous["step"], previous["checksum"])
+            return Manifest(step, link, size, sha256, raw_bytes, streams, figures)
+    raise DamagedError(f"{path} lacks what a manifest has")
+
+
+def _write_through(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on the disk, where the system has a way to."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

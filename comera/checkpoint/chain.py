@@ -1,0 +1,340 @@
+"""Chains of compressed checkpoints: each holds how the weights changed since the one before."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from comera.checkpoint.archive import Archive, Manifest, needed, packed
+from comera.checkpoint.contents import Quality, decode_model, decode_rest, encode
+from comera.checkpoint.snapshot import Policy, Snapshot, take_snapshot
+from comera.checkpoint.streams import DamagedError
+
+log = logging.getLogger("comera")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved, on the CPU.
+
+    Attributes:
+        step: Optimizer steps done.
+        model: For ``model.load_state_dict``.
+        optimizer: For ``optimizer.load_state_dict``; None if none was saved.
+        extra: As it was given.
+    """
+
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    extra: dict[str, Any]
+
+
+class CheckpointChain:
+    """A series of training checkpoints in a folder, many times smaller than their tensors.
+
+    After ExCP (arXiv 2406.11257): a checkpoint holds the change of the weights since the one
+    before, as that one will be read, and the optimizer's moments; small changes are left out, and
+    the moments that belong to them; what is kept becomes one of a few values, learned tensor by
+    tensor; what remains is entropy coded. Errors do not add up, since the next change makes up for
+    them. Unlike in the paper, a value is given to the nearest *or a cheaper* of the few, second
+    moments that are left out are read as the mean of their row and column instead of zero, and
+    every ``key_every``-th checkpoint stands alone.
+
+    A checkpoint is there in full or not at all, whatever happens while it is written; what has been
+    damaged since is found, named and not used. Nothing that is read can run code.
+
+    Example::
+
+        with CheckpointChain("run/checkpoints", keep_last=3) as chain:
+            for step in ...:
+                ...
+                chain.save(step, model, optimizer, {"scheduler": scheduler.state_dict()})
+
+        saved = CheckpointChain("run/checkpoints").load("latest")
+        model.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.optimizer)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        mode: Literal["lossy", "lossless"] = "lossy",
+        bits: int = 4,
+        rate: float = 0.25,
+        alpha: float = 0.0,
+        beta: float = 2.0,
+        key_every: int = 20,
+        key_bits: int = 8,
+        policy: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        background: bool = True,
+        on_device: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: Holds the checkpoints and nothing else; made when the first one is saved.
+            mode: ``lossless`` keeps every bit, and makes checkpoints about a third smaller.
+            bits: 2 to 8; a change or a moment becomes one of ``2 ** bits - 1`` values or is left
+                out.
+            rate: What a bit is worth, as a share of the variance of what it describes: larger makes
+                smaller files and larger errors. 0 is the paper's k-means, without a price.
+            alpha: Changes smaller than ``alpha / sqrt(mean(v))`` medians, at most 2.5 medians, are
+                left out whatever the rate, v being the second moments. The paper's is 5e-5 (with a
+                rate of 0).
+            beta: First moments smaller than ``beta`` times the mean are left out; the paper's is 2.
+            key_every: So many checkpoints make a chain; the first of them, the key frame, stands
+                alone. 1 for no chains at all.
+            key_bits: 2 to 8; weights in a key frame become one of ``2 ** key_bits - 1`` values.
+            policy: ``exact``, ``lossy`` or ``skip`` by regular expressions of whole names, such as
+                ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first that
+                matches counts. What none matches: weights and moments that are matrices are lossy,
+                all else is exact.
+            keep_last: Older checkpoints are deleted once nothing that is kept builds on them;
+                None keeps all.
+            keep_every: Steps divisible by it are kept for good.
+            background: Compress and write in a thread of its own, after the state is copied. An
+                error in it is raised by the next call of this object.
+            on_device: Copy and compress tensors on the device where they are, instead of the CPU.
+            max_bytes: Refuse to read more than that; None for the memory of this machine.
+
+        Raises:
+            ValueError: If an argument makes no sense; says which.
+        """
+        if mode not in ("lossy", "lossless"):
+            raise ValueError(f"mode is {mode!r}: choose 'lossy' or 'lossless'")
+        for name, count in (("bits", bits), ("key_bits", key_bits)):
+            if not 2 <= count <= 8:
+                raise ValueError(f"{name} is {count}; it can be 2 to 8")
+        for name, size in (("rate", rate), ("alpha", alpha), ("beta", beta)):
+            if not 0 <= size < float("inf"):
+                raise ValueError(f"{name} is {size}; it must be 0 or more")
+        for name, least in (("key_every", key_every), ("keep_last", keep_last),
+                            ("keep_every", keep_every), ("max_bytes", max_bytes)):  # fmt: skip
+            if least is not None and least < 1:
+                raise ValueError(f"{name} is {least}; it must be 1 or more")
+        self._archive = Archive(folder)
+        self._policy = Policy(policy, lossless=mode == "lossless")
+        self._quality = Quality(bits, rate, alpha, beta, key_bits)
+        self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
+        self._max_bytes = max_bytes or _memory()
+        self._device = None if on_device else "cpu"
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._pending: Future[None] | None = None
+        self._last: tuple[Manifest, int, dict[str, Tensor]] | None = None
+        """The last checkpoint, its place in its chain, and its weights as they will be read."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self._archive.folder
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints in the folder, ascending, damaged ones included."""
+        return self._archive.steps()
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────────
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a checkpoint. Returns once the state is copied, unless ``background`` is off.
+
+        Args:
+            step: Optimizer steps done; more than at the last checkpoint.
+            model: A module or its state.
+            optimizer: An optimizer, its state, or None.
+            extra: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
+
+        Raises:
+            ValueError: If a later checkpoint is there.
+            TypeError: If something is of another kind; nothing is written.
+            RuntimeError: If another process writes to the folder.
+            OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
+        """
+        self.wait()
+        self._archive.lock()
+        if self._last is None:
+            self._last = self._find_last()
+        later = [s for s in self.steps() if s >= step]
+        if later:
+            raise ValueError(
+                f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
+                f"cannot be added: rewind({max(0, step - 1)}) deletes those after, or choose "
+                "another folder"
+            )
+        began = time.perf_counter()
+        snapshot = take_snapshot(model, optimizer, extra, self._policy, self._device)
+        copying = time.perf_counter() - began
+        if self._thread is None:
+            self._write(step, snapshot, copying)
+        else:
+            self._pending = self._thread.submit(self._write, step, snapshot, copying)
+
+    def wait(self) -> None:
+        """Until everything is on the disk; raises what went wrong in the background."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and let other processes write to the folder. Can be used again after."""
+        try:
+            self.wait()
+        finally:
+            self._last = None
+            self._archive.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def rewind(self, step: int) -> None:
+        """Delete all checkpoints after a step, to go on from there."""
+        self.wait()
+        self._archive.lock()
+        self._archive.remove([s for s in self.steps() if s > step])
+        self._last = None
+
+    def _write(self, step: int, snapshot: Snapshot, copying: float) -> None:
+        began = time.perf_counter()
+        before = self._last
+        if before is not None and before[1] + 1 >= self._key_every:
+            before = None
+        streams, figures, weights = encode(snapshot, before and before[2], self._quality)
+        file = packed(streams.done)
+        encoding = time.perf_counter() - began
+        manifest = Manifest.of(
+            step,
+            previous=None if before is None else (before[0].step, before[0].checksum),
+            file=file,
+            raw_bytes=snapshot.raw_bytes,
+            streams=streams.sizes,
+            figures={
+                **figures,
+                "seconds": {"copying": round(copying, 4), "encoding": round(encoding, 4)},
+            },
+        )
+        self._archive.write(manifest, file)
+        self._last = (manifest, 0 if before is None else before[1] + 1, weights)
+        self._retain()
+
+    def _retain(self) -> None:
+        if self._keep_last is None:
+            return
+        links: dict[int, int | None] = {}
+        for step in self.steps():
+            with contextlib.suppress(DamagedError):  # left as it is
+                previous = self._archive.manifest(step).previous
+                links[step] = previous and previous[0]
+        every = self._keep_every
+        wanted = {*list(links)[-self._keep_last :], *(s for s in links if every and s % every == 0)}
+        self._archive.remove(sorted(links.keys() - needed(links, wanted)))
+
+    def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
+        """The last checkpoint that can be built on; unsound ones after it are set aside."""
+        for step in reversed(self.steps()):
+            try:
+                links = self._archive.links(step)
+                weights = self._weights(links)
+                self._archive.streams(links[-1])
+            except DamagedError as problem:
+                log.warning("%s; it is now %s", problem, self._archive.set_aside(step).name)
+            else:
+                return links[-1], len(links) - 1, weights
+        return None
+
+    # ── loading ──────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, step: int | Literal["latest"] = "latest") -> Checkpoint:
+        """Read a checkpoint.
+
+        Args:
+            step: One of :meth:`steps`; ``latest`` is the last one that is sound, with a warning
+                for each that is not.
+
+        Raises:
+            FileNotFoundError: If there is none of that step, or none at all.
+            ValueError: If it, or one it builds on, is damaged; says which file and why.
+        """
+        self.wait()
+        steps = self.steps()
+        if step != "latest":
+            if step not in steps:
+                raise FileNotFoundError(
+                    f"there is no checkpoint of step {step} in {self.folder}; there are "
+                    f"{', '.join(map(str, steps)) or 'none'}"
+                )
+            return self._load(step)
+        for number in reversed(steps):
+            try:
+                return self._load(number)
+            except DamagedError as problem:
+                log.warning("the checkpoint of step %d cannot be used: %s", number, problem)
+        raise FileNotFoundError(
+            f"no checkpoint in {self.folder}" + (" is sound" if steps else "")
+        )
+
+    def verify(self) -> dict[int, str | None]:
+        """For every step what is wrong with its checkpoint, or one it builds on; None if nothing.
+
+        Everything is read in full, once.
+        """
+        self.wait()
+        found: dict[int, str | None] = {}
+        before: tuple[str, dict[str, Tensor]] | None = None
+        for step in self.steps():
+            try:
+                links = self._archive.links(step)
+                last = links[-2].checksum if len(links) > 1 else None
+                known = before[1] if before and before[0] == last else self._weights(links[:-1])
+                streams = self._archive.streams(links[-1])
+                decode_rest(streams, known, self._max_bytes)
+                before = (links[-1].checksum, decode_model(streams, known, self._max_bytes))
+                found[step] = None
+            except DamagedError as problem:
+                found[step] = str(problem)
+        return found
+
+    def _load(self, step: int) -> Checkpoint:
+        links = self._archive.links(step)
+        model = self._weights(links[:-1])
+        parts = decode_rest(self._archive.streams(links[-1]), model, self._max_bytes)
+        return Checkpoint(step, parts["model"], parts["optimizer"], parts["extra"])
+
+    def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
+        weights: dict[str, Tensor] | None = None
+        for manifest in links:
+            weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
+        return weights
+
+
+def _memory() -> int:
+    """Bytes of memory of this machine."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 1 << 36

@@ -1,0 +1,354 @@
+"""One tensor into streams, and back: exactly, as a pruned change, or as a pair of pruned moments.
+
+Each ``write_`` returns what its ``read_`` needs beside the streams, as plain values; both give
+the same reconstruction, bit by bit. Shapes: n = entries, k = kept entries.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comera.checkpoint import pruning, vectors
+from comera.checkpoint.codebook import Codebook, learn
+from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams, from_gaps, to_gaps
+
+Record = dict[str, Any]
+
+
+class Section:
+    """The streams of one part of a checkpoint, which can be read without those of the others."""
+
+    def __init__(self, name: str, streams: Streams | StreamReader) -> None:
+        self._name, self._streams = name, streams
+
+    def write(self, kind: str, values: Bytes) -> None:
+        assert isinstance(self._streams, Streams)
+        self._streams.write(f"{self._name}/{kind}", values)
+
+    def read(self, kind: str, count: int) -> Bytes:
+        assert isinstance(self._streams, StreamReader)
+        return self._streams.read(f"{self._name}/{kind}", count)
+
+
+# ── exactly ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_exact(section: Section, tensor: Tensor, base: Tensor | None = None) -> Record:
+    """Every bit of a tensor, or of its difference to ``base``, which must be of its dtype and shape.
+
+    The bits are taken as integers, whose difference is small where the floats are near; the first
+    bytes of all, the second bytes of all and so on each make a stream.
+    """
+    bits = _bits(tensor)
+    if base is not None:
+        bits = _zigzag(bits - _bits(base))
+    for k, byte in enumerate(bits.view(np.uint8).reshape(-1, bits.itemsize).T):
+        section.write(f"byte {k} of {bits.itemsize}", np.ascontiguousarray(byte))
+    return {"codec": "exact", "change": base is not None}
+
+
+def read_exact(
+    section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
+) -> Tensor:
+    """What :func:`write_exact` wrote."""
+    size, count = _WHOLE.get(dtype.itemsize, (8, np.uint64))[0], int(np.prod(shape, dtype=object))
+    count *= dtype.itemsize // size
+    bits = np.empty((count, size), np.uint8)
+    for k in range(size):
+        bits[:, k] = section.read(f"byte {k} of {size}", count)
+    whole = bits.reshape(-1).view(_WHOLE[size][1])
+    if record["change"]:
+        if base is None:
+            raise DamagedError("a change has nothing before it")
+        whole = _unzigzag(whole) + _bits(base)
+    return torch.from_numpy(whole.view(np.uint8)).view(dtype).reshape(shape)
+
+
+_WHOLE: dict[int, tuple[int, Any]] = {
+    size: (size, kind)
+    for size, kind in ((1, np.uint8), (2, np.uint16), (4, np.uint32), (8, np.uint64))
+}
+
+
+def _bits(tensor: Tensor) -> Any:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    size = flat.element_size()
+    return flat.view(torch.uint8).numpy().view(_WHOLE.get(size, (8, np.uint64))[1])
+
+
+def _zigzag(difference: Any) -> Any:
+    """Integers near zero from either side, as unsigned ones near zero."""
+    signed = difference.view(f"i{difference.itemsize}")
+    return ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
+
+
+def _unzigzag(coded: Any) -> Any:
+    return (coded >> 1) ^ (0 - (coded & 1))
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_change(
+    section: Section,
+    weight: Tensor,
+    base: Tensor | None,
+    second: Tensor | None,
+    *,
+    bits: int,
+    rate: float,
+    alpha: float,
+) -> tuple[Record, Tensor, Tensor]:
+    """The change of a weight since ``base``, pruned and quantised; all of it where there is none.
+
+    Args:
+        section: Written to.
+        weight: Finite floats of any shape.
+        base: What the checkpoint before is read as; same shape and dtype.
+        second: The weight's second moments, which say how small a change may be left out.
+        bits: Kept changes become one of ``2 ** bits - 1`` values.
+        rate: See :func:`codebook.learn`.
+        alpha: See :func:`pruning.changed_weights`.
+
+    Returns:
+        The record, where kept entries lie (k,), and what will be read: error included, so that
+        the next change makes up for it.
+    """
+    change = weight.detach().float().reshape(-1)
+    record: Record = {"codec": "change"}
+    if base is None:
+        kept = torch.arange(len(change), device=change.device)
+        book = learn(change, 2**bits - 1)
+        codes = book.codes(change)
+    else:
+        change = change - base.float().reshape(-1)
+        kept = vectors.positions(pruning.changed_weights(change, second, alpha))
+        pruned = len(change) - len(kept)
+        change = change[kept]
+        if rate:
+            book = learn(change, 2**bits, rate, zeros=pruned)
+            codes = book.codes(change)
+            zero = int((book.values == 0).nonzero())
+            some = vectors.positions(codes != zero)
+            kept, codes = kept[some], codes[some]
+            codes -= (codes > zero).to(torch.uint8)
+            book = Codebook(book.values[book.values != 0], book.walls)
+        else:
+            book = learn(change, 2**bits - 1)
+            codes = book.codes(change)
+        gaps = to_gaps(kept.cpu().numpy())
+        section.write("gaps", gaps)
+        record["gaps"] = len(gaps)
+    record |= {"kept": len(kept), "book": len(book.values)}
+    _write_coded(section, "change", book.values, codes)
+    return record, kept, _changed(weight.shape, weight.dtype, base, kept, book.values, codes)
+
+
+def read_change(
+    section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Where the kept entries lie (k,), and the weight, as :func:`write_change` returned them."""
+    count, below = record["kept"], int(np.prod(shape, dtype=object))
+    if "gaps" in record:
+        if base is None:
+            raise DamagedError("a change has nothing before it")
+        kept = torch.from_numpy(from_gaps(section.read("gaps", record["gaps"]), count, below))
+    elif count == below:
+        base, kept = None, torch.arange(below)
+    else:
+        raise DamagedError(f"{count} entries are kept of a first weight of {below}")
+    book, codes = _read_coded(section, "change", record["book"], count)
+    return kept, _changed(torch.Size(shape), dtype, base, kept, book, codes)
+
+
+def _changed(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    base: Tensor | None,
+    kept: Tensor,
+    book: Tensor,
+    codes: Tensor,
+) -> Tensor:
+    if base is None:
+        return book[codes.long()].to(dtype).reshape(shape)
+    flat = base.float().reshape(-1)
+    flat = flat.clone() if flat.data_ptr() == base.data_ptr() else flat
+    flat[kept] += book[codes.long()]
+    return flat.to(dtype).reshape(shape)
+
+
+# ── moments ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_moments(
+    section: Section,
+    first: Tensor,
+    second: Tensor | None,
+    kept_weights: Tensor | None,
+    *,
+    bits: int,
+    rate: float,
+    beta: float,
+) -> Record:
+    """First moments, and second moments if there are, pruned together and quantised.
+
+    A first moment that is left out is read as zero. Its second moment is not: it is read as the
+    product of its row's and its column's mean among those left out, for with a second moment that
+    starts from zero, the next steps would be several times as long as before. The roots of second
+    moments are what is quantised, since updates are divided by them.
+
+    Args:
+        section: Written to.
+        first: Finite floats of any shape.
+        second: Of the same shape, not negative.
+        kept_weights: Where changes of the weight were kept; others' moments are left out. None
+            looks at all.
+        bits: Kept moments become one of ``2 ** bits - 1`` values.
+        rate: See :func:`codebook.learn`.
+        beta: See :func:`pruning.large_moments`.
+    """
+    flat = first.detach().float().reshape(-1)
+    mean = float(flat.abs().mean(dtype=torch.float64)) if len(flat) else 0.0
+    among = flat if kept_weights is None else flat[kept_weights]
+    places = vectors.positions(pruning.large_moments(among, mean, beta))
+    gaps = to_gaps(places.cpu().numpy())
+    section.write("gaps of moments", gaps)
+    among = among[places]
+    book = learn(among, 2**bits - 1, rate)
+    _write_coded(section, "first", book.values, book.codes(among))
+    record: Record = {"codec": "moments", "kept": len(places), "gaps": len(gaps)}
+    record["books"] = [len(book.values)]
+    if second is not None:
+        kept = places if kept_weights is None else kept_weights[places]
+        roots = second.detach().float().reshape(-1)[kept].sqrt()
+        book = learn(roots, 2**bits - 1, rate)
+        _write_coded(section, "second", book.values, book.codes(roots))
+        record["books"].append(len(book.values))
+        _write_means(section, second, kept)
+    return record
+
+
+def read_moments(
+    section: Section,
+    record: Record,
+    shape: list[int],
+    dtypes: list[torch.dtype],
+    kept_weights: Tensor | None,
+) -> list[Tensor]:
+    """The first moments, and the second if they were written by :func:`write_moments`."""
+    size = int(np.prod(shape, dtype=object))
+    below, count = size if kept_weights is None else len(kept_weights), record["kept"]
+    kept = torch.from_numpy(from_gaps(section.read("gaps of moments", record["gaps"]), count, below))
+    kept = kept if kept_weights is None else kept_weights[kept]
+    book, codes = _read_coded(section, "first", record["books"][0], count)
+    first = torch.zeros(size)
+    first[kept] = book[codes.long()]
+    moments = [first]
+    if len(record["books"]) == 2:
+        book, codes = _read_coded(section, "second", record["books"][1], count)
+        second = _read_means(section, shape).reshape(-1)
+        second[kept] = book.square()[codes.long()]
+        moments.append(second)
+    return [m.to(dtype).reshape(shape) for m, dtype in zip(moments, dtypes, strict=True)]
+
+
+_STEPS = 5.0
+"""Codes of means to a factor of two: the root of a mean is within 4 percent."""
+
+
+def _write_means(section: Section, second: Tensor, kept: Tensor) -> None:
+    rest = second.detach().float().reshape(-1).clone()
+    rest[kept] = 0
+    there = torch.ones_like(rest)
+    there[kept] = 0
+    vectors_of_means = [rest.sum(dtype=torch.float64) / there.sum().clamp(min=1)]
+    if _has_lines(second.shape):
+        matrix, there = (x.reshape(second.shape[0], -1) for x in (rest, there))
+        vectors_of_means += [matrix.sum(d) / there.sum(d).clamp(min=1) for d in (1, 0)]
+    for means in vectors_of_means:
+        means = means.float().reshape(-1)
+        largest = means.amax()
+        section.write("books", _floats(largest))
+        down = torch.log2(largest / means) * _STEPS  # infinite for a mean of zero
+        codes = torch.where(means > 0, (255 - down).round().clamp(min=1), 0)
+        section.write("means", codes.to(torch.uint8).cpu().numpy())
+
+
+def _read_means(section: Section, shape: list[int]) -> Tensor:
+    def read(count: int) -> Tensor:
+        largest = torch.from_numpy(section.read("books", 4).copy()).view(torch.float32)
+        codes = torch.from_numpy(section.read("means", count).astype(np.float32))
+        return torch.where(codes > 0, largest * torch.exp2((codes - 255) / _STEPS), 0)
+
+    whole, size = read(1), int(np.prod(shape, dtype=object))
+    if not _has_lines(shape):
+        return whole.expand(size).clone()
+    rows, columns = read(shape[0]), read(size // shape[0])
+    return torch.outer(rows, columns / whole.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _has_lines(shape: torch.Size | list[int]) -> bool:
+    """Whether a mean a row and a column costs little beside the rest."""
+    size = int(np.prod(shape, dtype=object))
+    return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32
+
+
+# ── codes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _write_coded(section: Section, kind: str, book: Tensor, codes: Tensor) -> None:
+    section.write("books", _floats(book))
+    section.write(f"codes of {kind}", pack(codes.cpu().numpy(), len(book)))
+
+
+def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Tensor, Tensor]:
+    if not 0 <= size <= 255:
+        raise DamagedError(f"a codebook has {size} values")
+    book = torch.from_numpy(section.read("books", 4 * size).copy()).view(torch.float32)
+    packed = section.read(f"codes of {kind}", -(-count // _to_a_byte(size)))
+    codes = torch.from_numpy(unpack(packed, size, count))
+    if count and int(codes.max()) >= size:
+        raise DamagedError(f"a code lies beyond the {size} values of its codebook")
+    return book, codes
+
+
+def _to_a_byte(size: int) -> int:
+    """How many codes under ``size`` fit into a byte."""
+    return max(1, int(math.log(256) / math.log(max(2, size)) + 1e-9))
+
+
+def pack(codes_n: Bytes, size: int) -> Bytes:
+    """As many codes, all under ``size``, as fit into a byte, as the digits of its value.
+
+    zstd spends no less than a bit on a byte: few codes are better taken together.
+    """
+    each = _to_a_byte(size)
+    digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)
+    digits.reshape(-1)[: len(codes_n)] = codes_n
+    packed = digits[:, 0].copy()
+    for k in range(1, each):
+        packed *= max(2, size)
+        packed += digits[:, k]
+    return packed
+
+
+def unpack(packed: Bytes, size: int, count: int) -> Bytes:
+    """The ``count`` codes again."""
+    each = _to_a_byte(size)
+    digits = np.empty((len(packed), each), np.uint8)
+    rest = packed
+    for k in range(each - 1, -1, -1):
+        rest, digits[:, k] = np.divmod(rest, np.uint8(max(2, size))) if k else (rest, rest)
+    return digits.reshape(-1)[:count]
+
+
+def as_bytes(raw: bytes) -> Bytes:
+    """Bytes as an array of them."""
+    return np.frombuffer(raw, np.uint8)
+
+
+def _floats(values: Tensor) -> Bytes:
+    return values.detach().float().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,278 @@
+"""All of a checkpoint's tensors into streams, and back.
+
+The model's tensors come first and have streams of their own: to follow a chain, those are all that
+is read of the checkpoints on the way.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.checkpoint import codec
+from comera.checkpoint.codec import Record, Section
+from comera.checkpoint.snapshot import Moments, Snapshot
+from comera.checkpoint.streams import DamagedError, StreamReader, Streams
+from comera.checkpoint.tree import DTYPES, put_together
+
+_LARGEST_INDEX = 1 << 28
+_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is left out; see :class:`comera.checkpoint.chain.CheckpointChain`."""
+
+    bits: int
+    rate: float
+    alpha: float
+    beta: float
+    key_bits: int
+
+
+def encode(
+    snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
+) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
+    """Streams of everything, figures about it, and the model's tensors as they will be read.
+
+    Args:
+        snapshot: What to keep.
+        base: The model's tensors as the checkpoint before is read; None for a key frame.
+        quality: Of what is lossy.
+    """
+    streams = Streams()
+    section, rest = Section("model", streams), Section("rest", streams)
+    records: list[Record] = []
+    written: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    wanted = {moments.weight: moments for moments in snapshot.moments}
+    entries = {"lossy": 0, "changed": 0}
+    error = change = 0.0
+    for name, tensor in snapshot.model.items():
+        before = _matching(base, name, tensor)
+        if name in snapshot.lossy and bool(tensor.isfinite().all()):
+            second = _second_of(snapshot, wanted.get(name))
+            record, places, now = codec.write_change(
+                section, tensor, before, second,
+                bits=quality.bits if before is not None else quality.key_bits,
+                rate=quality.rate, alpha=quality.alpha,
+            )  # fmt: skip
+            if name in wanted:
+                kept[name] = places
+            entries["lossy"] += tensor.numel()
+            entries["changed"] += record["kept"]
+            error += _square(tensor, now)
+            change += _square(tensor, before)
+        else:
+            record, now = codec.write_exact(section, tensor, before), tensor
+        written[name] = now
+        records.append(_described(record, [name], [tensor]))
+    for moments in snapshot.moments:
+        records.append(_write_moments(rest, snapshot, moments, kept, quality))
+    done = {name for record in records for name in record["names"]}
+    for name, tensor in snapshot.rest.items():
+        if name not in done:
+            records.append(_described(codec.write_exact(rest, tensor), [name], [tensor]))
+    _write_index(streams, {"skeleton": snapshot.skeleton, "records": records})
+    streams.finish()
+    figures = {
+        "entries": entries,
+        "kept_moments": sum(r["kept"] for r in records if r["codec"] == "moments"),
+        "error": (error / change) ** 0.5 if change else 0.0,
+    }
+    return streams, figures, written
+
+
+def decode_model(
+    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
+) -> dict[str, Tensor]:
+    """The model's tensors; ``base`` as for :func:`encode`.
+
+    Raises:
+        DamagedError: If the streams are not ones of :func:`encode`, or say that they are larger
+            than ``max_bytes``.
+    """
+    reader = StreamReader(blobs)
+    _, records = _read_index(reader, max_bytes)
+    return _read_model(reader, records, base)[0]
+
+
+def decode_rest(
+    blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
+) -> dict[str, Any]:
+    """Everything: ``model``, ``optimizer`` and ``extra`` as they were given to be saved.
+
+    Raises:
+        DamagedError: As :func:`decode_model`.
+    """
+    reader = StreamReader(blobs)
+    skeleton, records = _read_index(reader, max_bytes)
+    tensors, kept = _read_model(reader, records, base)
+    section = Section("rest", reader)
+    for record in records:
+        names, shape, dtypes = record["names"], record["shape"], record["dtypes"]
+        if record["codec"] == "moments":
+            weight = record["weight"]
+            if weight is not None and weight not in kept:
+                raise DamagedError(f"{names[0]} belongs to {weight!r}, which is no changed weight")
+            places = None if weight is None else kept[weight]
+            values = codec.read_moments(section, record, shape, dtypes, places)
+            tensors |= dict(zip(names, values, strict=True))
+        elif not _of_model(record):
+            tensors[names[0]] = codec.read_exact(section, record, shape, dtypes[0], None)
+    reader.check_end()
+    parts = put_together(skeleton, tensors)
+    if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "extra"}:
+        raise DamagedError("the checkpoint does not consist of model, optimizer and extra")
+    return parts
+
+
+def _read_model(
+    reader: StreamReader, records: list[Record], base: Mapping[str, Tensor] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    section = Section("model", reader)
+    tensors: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    for record in records:
+        if not _of_model(record):
+            continue
+        name, shape, dtype = record["names"][0], record["shape"], record["dtypes"][0]
+        before = (base or {}).get(name)
+        if before is not None and (list(before.shape) != shape or before.dtype != dtype):
+            before = None
+        if record["codec"] == "change":
+            kept[name], tensors[name] = codec.read_change(section, record, shape, dtype, before)
+        else:
+            tensors[name] = codec.read_exact(section, record, shape, dtype, before)
+    return tensors, kept
+
+
+def _write_moments(
+    section: Section,
+    snapshot: Snapshot,
+    moments: Moments,
+    kept: Mapping[str, Tensor],
+    quality: Quality,
+) -> Record:
+    names = [name for name in (moments.first, moments.second) if name]
+    tensors = [snapshot.rest[name] for name in names]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors) or (
+        len(tensors) == 2 and bool((tensors[1] < 0).any())
+    ):
+        return _described(codec.write_exact(section, tensors[0]), names[:1], tensors[:1])
+    weight = moments.weight if moments.weight in kept else None
+    record = codec.write_moments(
+        section, tensors[0], tensors[1] if len(tensors) == 2 else None,
+        kept[weight] if weight else None,
+        bits=quality.bits, rate=quality.rate, beta=quality.beta,
+    )  # fmt: skip
+    return _described({**record, "weight": weight}, names, tensors)
+
+
+def _second_of(snapshot: Snapshot, moments: Moments | None) -> Tensor | None:
+    return snapshot.rest[moments.second] if moments and moments.second else None
+
+
+def _matching(base: Mapping[str, Tensor] | None, name: str, tensor: Tensor) -> Tensor | None:
+    """What was there before, if it had the same shape: after truncation a tensor starts anew."""
+    before = (base or {}).get(name)
+    same = before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
+    return before if same else None
+
+
+def _square(tensor: Tensor, other: Tensor | None) -> float:
+    difference = tensor.double() if other is None else tensor.double() - other.double()
+    return float(difference.square().sum())
+
+
+# ── the index ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _described(record: Record, names: list[str], tensors: list[Tensor]) -> Record:
+    return record | {
+        "names": names,
+        "shape": list(tensors[0].shape),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+    }
+
+
+def _of_model(record: Record) -> bool:
+    return record["names"][0].startswith("model.")
+
+
+def _write_index(streams: Streams, index: dict[str, Any]) -> None:
+    raw = json.dumps(index, separators=(",", ":")).encode()
+    streams.write("index", codec.as_bytes(len(raw).to_bytes(_LENGTH, "little") + raw))
+
+
+def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
+    """The skeleton and the records, checked: what they ask for is bounded."""
+    length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
+    if length > min(_LARGEST_INDEX, max_bytes):
+        raise DamagedError(f"the index says that it is {length} bytes long")
+    try:
+        index = json.loads(reader.read("index", length).tobytes())
+    except (ValueError, RecursionError) as problem:
+        raise DamagedError(f"the index is not readable: {problem}") from problem
+    match index:
+        case {"skeleton": skeleton, "records": list(records)}:
+            checked = [_checked(record) for record in records]
+        case _:
+            raise DamagedError("the index has no skeleton and records")
+    names = [name for record in checked for name in record["names"]]
+    if len(names) != len(set(names)):
+        raise DamagedError("the index names a tensor twice")
+    size = sum(record.pop("bytes") for record in checked)
+    if size > max_bytes:
+        raise DamagedError(
+            f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
+        )
+    return skeleton, checked
+
+
+def _checked(record: Any) -> Record:
+    """A record whose figures are possible; with the ``bytes`` of its tensors."""
+    match record:
+        case {"names": list(names), "shape": list(shape), "dtypes": list(dtypes)} if (
+            1 <= len(names) == len(dtypes) <= 2
+            and all(isinstance(name, str) for name in names)
+            and all(_is_count(size) for size in shape)
+            and all(dtype in DTYPES for dtype in dtypes if isinstance(dtype, str))
+        ):
+            kinds = [DTYPES.get(dtype) for dtype in dtypes]
+        case _:
+            raise DamagedError(f"no such tensor: {str(record)[:80]}")
+    entries = 1
+    for size in shape:
+        entries *= size
+    floats = all(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds)
+    match record:
+        case {"codec": "exact", "change": bool()} if len(names) == 1 and kinds[0] is not None:
+            sound = True
+        case {"codec": "change", "kept": kept, "book": book}:
+            gaps = record.get("gaps", 0)
+            sound = floats and len(names) == 1 and _fits(kept, gaps, [book], entries)
+        case {"codec": "moments", "kept": kept, "gaps": gaps, "books": list(books), "weight": _}:
+            weight = record["weight"]
+            sound = weight is None or isinstance(weight, str)
+            sound = sound and floats and len(names) == len(books)
+            sound = sound and _fits(kept, gaps, books, entries)
+        case _:
+            sound = False
+    if not sound:
+        raise DamagedError(f"no such tensor: {str(record)[:80]}")
+    size = sum(entries * kind.itemsize for kind in kinds if kind is not None)
+    return {**record, "dtypes": kinds, "bytes": size}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _fits(kept: Any, gaps: Any, books: list[Any], entries: int) -> bool:
+    if not (_is_count(kept) and _is_count(gaps) and all(_is_count(book) for book in books)):
+        return False
+    return kept <= entries and gaps <= kept + entries // 255 and all(book <= 256 for book in books)

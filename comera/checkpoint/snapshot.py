@@ -1,0 +1,215 @@
+"""A copy of everything a checkpoint keeps, and how each tensor of it is to be kept."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from comera.checkpoint.tree import Skeleton, take_apart
+
+Treatment = Literal["exact", "lossy", "skip"]
+
+SMALLEST_LOSSY = 256
+"""Tensors of fewer entries are kept exactly, as are vectors: they are sensitive, and no saving."""
+
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENTS = ("exp_avg_sq",)
+
+
+class Policy:
+    """How tensors are treated, by name; what no pattern matches is treated by its kind.
+
+    Weights and moments of floats are lossy if they are matrices or larger; the rest is exact:
+    vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
+    """
+
+    def __init__(self, patterns: Mapping[str, str] | None = None, lossless: bool = False) -> None:
+        """
+        Args:
+            patterns: Regular expressions of whole names, the first that matches counts. Names are
+                ``model.NAME``, ``optimizer.NAME.KEY`` and ``extra.KEY``.
+            lossless: Nothing is lossy unless a pattern says so.
+
+        Raises:
+            ValueError: If a pattern or a treatment is none.
+        """
+        self._patterns, self._lossless = [], lossless
+        for pattern, treatment in (patterns or {}).items():
+            if treatment not in get_args(Treatment):
+                raise ValueError(
+                    f"policy {pattern!r}: {treatment!r} is not one of {get_args(Treatment)}"
+                )
+            try:
+                self._patterns.append((re.compile(pattern), treatment))
+            except re.error as problem:
+                raise ValueError(f"policy {pattern!r} is no regular expression: {problem}") from None
+
+    def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
+        """Of the tensor of that name; ``lossy`` says whether its kind may be."""
+        for pattern, treatment in self._patterns:
+            if pattern.fullmatch(name):
+                return treatment
+        if not lossy or self._lossless or not tensor.is_floating_point():
+            return "exact"
+        matrix = tensor.ndim > 1 and tensor.numel() >= SMALLEST_LOSSY and tensor.itemsize > 1
+        return "lossy" if matrix else "exact"
+
+
+@dataclass
+class Moments:
+    """Moments of one parameter that are kept together.
+
+    Attributes:
+        weight: Name of the weight whose change decides which are kept, if it is known and lossy.
+        first: Name of the first moments.
+        second: Name of the second moments, if there are.
+    """
+
+    weight: str | None
+    first: str
+    second: str | None
+
+
+@dataclass
+class Snapshot:
+    """Tensors by name, in the order in which they are written.
+
+    Attributes:
+        skeleton: The rest, see :mod:`comera.checkpoint.tree`.
+        model: The model's tensors; changes of these are what a chain is made of.
+        rest: All others.
+        lossy: Names of weights that may be changed a little.
+        moments: Lossy moments; what is in none is exact.
+    """
+
+    skeleton: Skeleton = None
+    model: dict[str, Tensor] = field(default_factory=dict)
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    lossy: set[str] = field(default_factory=set)
+    moments: list[Moments] = field(default_factory=list)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
+
+
+def take_snapshot(
+    model: nn.Module | Mapping[str, Any],
+    optimizer: Any,
+    extra: Mapping[str, Any] | None,
+    policy: Policy,
+    device: str | None = "cpu",
+) -> Snapshot:
+    """Copy the state of a model, an optimizer and whatever else.
+
+    Args:
+        model: A module or its state.
+        optimizer: An optimizer, its state, or None.
+        extra: Tensors and plain values of the caller.
+        policy: Decides what is skipped, and what is lossy.
+        device: Where the copies are; None for where each tensor is.
+
+    Raises:
+        TypeError: If something is neither a tensor nor a plain value; says which.
+    """
+    weights = model.state_dict() if isinstance(model, nn.Module) else model
+    states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
+    parameters = set(weights)
+    if isinstance(model, nn.Module):
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    entries = _entries(model, optimizer, weights, states)
+    snapshot = Snapshot()
+    where: dict[Any, str] = {}  # tied tensors are kept once
+
+    def take(path: str, tensor: Tensor) -> str | None:
+        part, _, inner = path.partition(".")
+        name, lossy = path, part == "model" and inner in parameters
+        if path in entries:
+            name, lossy = entries[path], entries[path].endswith(_LOSSY_MOMENTS)
+        treatment = policy.treatment(name, tensor, lossy)
+        if treatment == "skip":
+            return None
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() and (tensor.dtype, place) in where:
+            return where[tensor.dtype, place]
+        into = snapshot.model if part == "model" else snapshot.rest
+        while name in snapshot.model or name in snapshot.rest:
+            name += "'"  # {"a.b": 1, "a": {"b": 2}}
+        copy = tensor.detach().to(device or tensor.device, copy=True)
+        into[name] = where[tensor.dtype, place] = copy.contiguous()
+        if treatment == "lossy":
+            snapshot.lossy.add(name)
+        return name
+
+    parts = {"model": weights, "optimizer": states, "extra": extra or {}}
+    snapshot.skeleton = take_apart(parts, take)
+    snapshot.moments = _moments(snapshot)
+    return snapshot
+
+
+_LOSSY_MOMENTS = tuple(f".{key}" for key in (*_FIRST_MOMENTS, *_SECOND_MOMENTS))
+
+
+def _entries(
+    model: nn.Module | Mapping[str, Any],
+    optimizer: Any,
+    weights: Mapping[str, Any],
+    states: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """Paths of the optimizer's tensors, numbered as the parameters are, and names in their place."""
+    if not states or "state" not in states:
+        return {}
+    names: dict[Any, str] = {}
+    if isinstance(model, nn.Module) and hasattr(optimizer, "param_groups"):
+        of = {id(param): name for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        names = {k: of[id(param)] for k, param in enumerate(params) if id(param) in of}
+    else:
+        names = _guessed(weights, states)
+    return {
+        f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
+        for key, entries in states["state"].items()
+        if isinstance(entries, Mapping)
+        for entry in entries
+    }
+
+
+def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any, str]:
+    """Names of numbered parameters: those in the state itself, or else the weights' in order.
+
+    Nothing where moments would then have other shapes than the weights.
+    """
+    groups = states.get("param_groups", [])
+    numbers = [k for group in groups for k in group.get("params", [])]
+    names = [name for group in groups for name in group.get("param_names", [])]
+    if len(names) == len(numbers):
+        return dict(zip(numbers, names, strict=True))
+    floats = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
+    if len(floats) != len(numbers):
+        return {}
+    guessed = dict(zip(sorted(numbers), floats, strict=True))
+    for key, name in guessed.items():
+        moment = states["state"].get(key, {}).get("exp_avg")
+        if isinstance(moment, Tensor) and moment.shape != weights[name].shape:
+            return {}
+    return guessed
+
+
+def _moments(snapshot: Snapshot) -> list[Moments]:
+    found = []
+    for first in snapshot.rest:
+        parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
+        if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
+            continue
+        moment, weight, second = snapshot.rest[first], f"model.{parameter}", None
+        for other in (f"optimizer.{parameter}.{key}" for key in _SECOND_MOMENTS):
+            if other in snapshot.lossy and snapshot.rest[other].shape == moment.shape:
+                second = other
+        if weight not in snapshot.lossy or snapshot.model[weight].shape != moment.shape:
+            weight = None
+        found.append(Moments(weight, first, second))
+    return found

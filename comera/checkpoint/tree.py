@@ -1,0 +1,141 @@
+"""Nested states as tensors by name and a skeleton of plain values that JSON can hold.
+
+Nothing else goes through, so nothing that is read can run code.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.checkpoint.streams import DamagedError
+
+Skeleton = Any
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+        "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+        "bfloat16", "float16", "float32", "float64", "complex64", "complex128",
+    )
+}  # fmt: skip
+"""Kinds of entries by name."""
+
+_KINDS_OF_TENSOR = {
+    "torchao.optim.subclass_4bit.OptimState4bit",
+    "torchao.optim.subclass_8bit.OptimState8bit",
+    "torchao.optim.subclass_fp8.OptimStateFp8",
+}
+"""Subclasses that are put together again: no other class named in a file is ever imported."""
+
+
+def take_apart(value: Any, take: Callable[[str, Tensor], str | None], name: str = "") -> Skeleton:
+    """The skeleton of nested dicts, lists and tuples.
+
+    Args:
+        value: Of tensors, numbers, strings, None, and dicts, lists and tuples of them.
+        take: Given every tensor under its dotted name; returns what to write in its place, or
+            None to leave out the entry of the dict it is in.
+        name: Of the value itself.
+
+    Raises:
+        TypeError: For anything else; says where it lies.
+    """
+    if isinstance(value, Tensor):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind in _KINDS_OF_TENSOR:
+            return {"subclass": kind, **_flattened(value, take, name)}
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"{name} is a {kind}, a kind of tensor that checkpoints do not know")
+        taken = take(name, value)
+        return _LEFT_OUT if taken is None else {"tensor": taken}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        parts = [take_apart(part, take, f"{name}.{k}") for k, part in enumerate(value)]
+        if any(part is _LEFT_OUT for part in parts):
+            raise ValueError(f"{name} is a {type(value).__name__}, of which nothing can be skipped")
+        return parts if isinstance(value, list) else {"tuple": parts}
+    if isinstance(value, Mapping):
+        parts = [(key, take_apart(v, take, f"{name}.{key}".lstrip("."))) for key, v in value.items()]
+        parts = [(key, part) for key, part in parts if part is not _LEFT_OUT]
+        if all(isinstance(key, str) for key in value):
+            return {"dict": dict(parts)}
+        if all(isinstance(key, int | str) for key in value):
+            return {"items": [[key, part] for key, part in parts]}
+        raise TypeError(f"{name} has keys that are neither strings nor integers")
+    raise TypeError(
+        f"{name} is a {type(value).__name__}: checkpoints hold tensors, numbers, strings, None, "
+        "and dicts, lists and tuples of them"
+    )
+
+
+_LEFT_OUT = object()
+
+
+def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
+    """The value again.
+
+    Raises:
+        DamagedError: If the skeleton is not one of :func:`take_apart`, or names a missing tensor.
+    """
+    if skeleton is None or isinstance(skeleton, bool | str | int | float):
+        return skeleton
+    if isinstance(skeleton, list):
+        return [put_together(part, tensors) for part in skeleton]
+    match skeleton:
+        case {"tensor": str(name)} if name in tensors:
+            return tensors[name]
+        case {"float": "nan" | "inf" | "-inf" as text}:
+            return float(text)
+        case {"dtype": str(text)} if text in DTYPES:
+            return DTYPES[text]
+        case {"tuple": list(parts)}:
+            return tuple(put_together(part, tensors) for part in parts)
+        case {"dict": dict(parts)}:
+            return {key: put_together(part, tensors) for key, part in parts.items()}
+        case {"items": list(pairs)}:
+            return {key: put_together(part, tensors) for key, part in map(_pair, pairs)}
+        case {"subclass": str(kind), "parts": dict(parts), "context": context} if (
+            kind in _KINDS_OF_TENSOR
+        ):
+            return _unflattened(
+                kind,
+                {key: put_together(part, tensors) for key, part in parts.items()},
+                put_together(context, tensors),
+            )
+    raise DamagedError(f"no such value: {str(skeleton)[:80]}")
+
+
+def _pair(pair: Any) -> tuple[int | str, Skeleton]:
+    match pair:
+        case [(int() | str()) as key, part]:
+            return key, part
+    raise DamagedError(f"no key and value: {str(pair)[:80]}")
+
+
+def _flattened(value: Any, take: Callable[[str, Tensor], str | None], name: str) -> dict[str, Any]:
+    parts, context = value.__tensor_flatten__()
+    return {
+        "parts": {part: take_apart(getattr(value, part), take, f"{name}.{part}") for part in parts},
+        "context": take_apart([*context], take, name),
+    }
+
+
+def _unflattened(kind: str, parts: dict[str, Tensor], context: Any) -> Tensor:
+    module, _, name = kind.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as problem:
+        raise ValueError(f"the checkpoint has a {kind}, which is not installed here") from problem
+    return found.__tensor_unflatten__(parts, tuple(context), None, None)
