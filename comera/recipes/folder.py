@@ -13,7 +13,7 @@ from comera.recipes.config import RunConfig
 from comera.recipes.parse import parse_settings
 
 _WRITTEN_BY_A_RUN = (
-    "checkpoint.pt", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
+    "checkpoints", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
     "tensorboard",
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ def claim(config: RunConfig) -> None:
                 f"{folder} holds a run with other settings ({difference}); "
                 "choose another --out, or start again with --overwrite=true"
             )
-        if (folder / "config.yaml").is_file() and (folder / "checkpoint.pt").is_file():
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return
     for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
         path = folder / name
@@ -52,7 +52,7 @@ def other_settings(config: RunConfig) -> str | None:
     """
     folder = Path(config.out)
     file = folder / "config.yaml"
-    begun = any((folder / name).is_file() for name in ("checkpoint.pt", "result.json"))
+    begun = any((folder / name).exists() for name in ("checkpoints", "result.json"))
     if not begun or not file.is_file():
         return None
     there, here = yaml.safe_load(file.read_text(encoding="utf-8")), _settings(config)

@@ -1,4 +1,4 @@
-"""Training checkpoints that resume a run exactly, in one file that is whole or absent."""
+"""Checkpoints of a training step, from which a run goes on: everything that it depends on."""
 
 import random
 from pathlib import Path
@@ -8,69 +8,60 @@ import numpy as np
 import torch
 from torch import nn
 
-from comera.files import replacing
+from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 from comera.train.step import TrainStep
 
-FORMAT = 1
 
-
-def save_checkpoint(path: Path, step: TrainStep, extra: dict[str, Any] | None = None) -> None:
-    """Write model, optimizer, schedules, rank learning and random states.
+def save_checkpoint(
+    chain: CheckpointChain, step: TrainStep, extra: dict[str, Any] | None = None
+) -> None:
+    """Add model, optimizer, schedules, rank learning and random states to a chain.
 
     Args:
-        path: Replaced in one move once everything is on disk.
+        chain: Whether it is lossless decides whether the run is resumed exactly.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller.
     """
     state = {
-        "format": FORMAT,
         "layout": _layout(step.model),
-        "steps_done": step.steps_done,
-        "model": step.model.state_dict(),
-        "optimizer": step.optimizer.state_dict(),
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
         "ranks": None if step.ranks is None else step.ranks.state_dict(),
         "random": _random_state(),
         "extra": extra or {},
     }
-    with replacing(path) as temporary:
-        torch.save(state, temporary)
+    chain.save(step.steps_done, step.model, step.optimizer, state)
 
 
-def load_checkpoint(path: Path, step: TrainStep) -> dict[str, Any]:
+def load_checkpoint(chain: CheckpointChain, step: TrainStep) -> dict[str, Any]:
     """Put everything back as :func:`save_checkpoint` found it; truncated ranks included.
 
     Args:
-        path: A file written by :func:`save_checkpoint`. No code in it is run.
+        chain: The last checkpoint that is sound is taken.
         step: A training step over the same model, optimizer and rank settings.
 
     Returns:
         The ``extra`` of the checkpoint.
 
     Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If it is not a checkpoint, or one of another model.
+        FileNotFoundError: If the chain is empty, or no checkpoint in it is sound.
+        ValueError: If the checkpoint is not one of a training step, or one of another model.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as problem:
-        raise ValueError(f"{path} is not a readable checkpoint: {problem}") from problem
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of this program (format {FORMAT})")
+    saved = chain.load("latest")
+    state, path = saved.extra, chain.folder
+    if state.keys() != {"layout", "scheduler", "ranks", "random", "extra"}:
+        raise ValueError(f"{path} does not hold checkpoints of a training step")
     _check_layout(path, state["layout"], _layout(step.model))
-    step.model.load_state_dict(state["model"])
-    step.optimizer.load_state_dict(state["optimizer"])
+    step.model.load_state_dict(saved.model)
+    step.optimizer.load_state_dict(saved.optimizer)
     for name in ("scheduler", "ranks"):
-        mine, saved = getattr(step, name), state[name]
-        if (mine is None) != (saved is None):
+        mine, theirs = getattr(step, name), state[name]
+        if (mine is None) != (theirs is None):
             has, lacks = ("the checkpoint", "this run") if mine is None else ("this run", path)
             raise ValueError(f"{has} has a {name} state and {lacks} has none")
         if mine is not None:
-            mine.load_state_dict(saved)
-    step.steps_done = state["steps_done"]
+            mine.load_state_dict(theirs)
+    step.steps_done = saved.step
     _restore_random_state(state["random"])
     return state["extra"]
 

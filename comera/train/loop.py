@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from comera.checkpoint.chain import CheckpointChain
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import RunLog, progress_bar
 from comera.train.step import NonFiniteLossError, TrainStep
@@ -51,6 +52,7 @@ def train(
     save_every: int = 0,
     log_every: int = 10,
     resume: bool = False,
+    chain: CheckpointChain | None = None,
     title: str = "train",
     quiet: bool = False,
     tensorboard: bool = True,
@@ -66,12 +68,14 @@ def train(
         get_batch: From the number of the step, counted from 0, to a batch. It must depend on
             nothing else, so that a resumed run sees the same batches.
         steps: Optimizer steps in all.
-        folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoint.pt``.
+        folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
         evaluate: Called with the model in evaluation mode; returns named figures.
         eval_every: Steps between evaluations; 0 for only one at the end.
         save_every: Steps between checkpoints; 0 for only one at the end.
         log_every: Steps whose mean loss makes one line of the log.
-        resume: Go on from ``checkpoint.pt`` in ``folder`` if it is there.
+        resume: Go on from the last checkpoint that is sound, if there is one; else delete those
+            there are.
+        chain: The checkpoints; None for the last two, lossless, in ``folder``.
         title: Shown beside the progress bar.
         quiet: No progress bar.
         tensorboard: Whether to write TensorBoard files.
@@ -79,25 +83,35 @@ def train(
     Raises:
         NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
     """
-    checkpoint = folder / "checkpoint.pt"
-    seconds = 0.0
+    if chain is None:
+        chain = CheckpointChain(
+            folder / "checkpoints", mode="lossless", key_every=1, keep_last=2
+        )
+    seconds, saved_at = 0.0, -1
     result = LoopResult(0, 0.0)
     total, count = torch.zeros(()), 0
-    if resume and checkpoint.is_file():
-        extra = load_checkpoint(checkpoint, step)
+    if not resume:
+        chain.rewind(-1)
+    elif chain.steps():
+        extra = load_checkpoint(chain, step)
+        saved_at = step.steps_done
         seconds, result.ranks = extra["seconds"], extra["ranks"]
         result.metrics = extra["metrics"]
         total, count = extra["unlogged"]
     run_log = RunLog(folder, step.steps_done, tensorboard)
 
     def save() -> None:
+        nonlocal saved_at
+        if step.steps_done == saved_at:
+            return
         extra = {
             "seconds": seconds,
             "ranks": result.ranks,
             "metrics": result.metrics,
             "unlogged": (total, count),
         }
-        save_checkpoint(checkpoint, step, extra)
+        save_checkpoint(chain, step, extra)
+        saved_at = step.steps_done
 
     def note_loss() -> float:
         nonlocal total, count
@@ -139,6 +153,7 @@ def train(
         save()
     finally:
         run_log.close()
+        chain.close()  # whatever happened: what was handed over is written
     result.steps, result.seconds = step.steps_done, seconds
     return result
 

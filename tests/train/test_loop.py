@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 
+from comera.checkpoint.chain import CheckpointChain
 from comera.nn import grouped
 from comera.nn.module import tensor_trains
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
@@ -144,47 +145,74 @@ def test_nan_stops_saves_and_says_the_step(tmp_path):
     with pytest.raises(NonFiniteLossError, match="step 9"):
         run(tmp_path, step, poisoned)
     again = make_step()
-    load_checkpoint(tmp_path / "checkpoint.pt", again)
+    load_checkpoint(CheckpointChain(tmp_path / "checkpoints"), again)
     assert again.steps_done == 8
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
 
 
-def test_a_checkpoint_of_another_model_is_named(tmp_path):
-    save_checkpoint(tmp_path / "c.pt", make_step())
+@pytest.fixture
+def chain(tmp_path):
+    with CheckpointChain(tmp_path, mode="lossless", background=False) as chain:
+        yield chain
+
+
+def test_a_checkpoint_of_another_model_is_named(chain):
+    save_checkpoint(chain, make_step())
     other = make_step()
     other.model[4] = torch.nn.Linear(36, 6)
     with pytest.raises(ValueError, match=r"another model: 4.bias is \[5\] there and \[6\] here"):
-        load_checkpoint(tmp_path / "c.pt", other)
+        load_checkpoint(chain, other)
     other.model.append(torch.nn.Linear(6, 6))
     with pytest.raises(ValueError, match=r"it lacks 5\.bias"):
-        load_checkpoint(tmp_path / "c.pt", other)
+        load_checkpoint(chain, other)
     without = make_step()
     without.ranks = None
     with pytest.raises(ValueError, match="ranks"):
-        load_checkpoint(tmp_path / "c.pt", without)
+        load_checkpoint(chain, without)
 
 
-def test_a_broken_checkpoint_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        load_checkpoint(tmp_path / "none.pt", make_step())
-    (tmp_path / "c.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        load_checkpoint(tmp_path / "c.pt", make_step())
+def test_a_checkpoint_that_is_missing_or_of_something_else_is_named(chain):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        load_checkpoint(chain, make_step())
+    chain.save(0, torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="does not hold checkpoints of a training step"):
+        load_checkpoint(chain, make_step())
 
 
-def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
-    save_checkpoint(tmp_path / "c.pt", make_step())
-    before = (tmp_path / "c.pt").read_bytes()
+def test_a_run_goes_on_from_the_last_checkpoint_that_is_sound(tmp_path, caplog):
+    whole, _ = run(tmp_path / "whole")
+    folder = tmp_path / "damaged"
 
-    def half(state, path):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
+    def failing(number):
+        if number == 10:
+            raise Stop
+        return get_batch(number)
 
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path / "c.pt", make_step())
-    assert (tmp_path / "c.pt").read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    with pytest.raises(Stop):
+        run(folder, get=failing, save_every=3)
+    damaged = folder / "checkpoints" / "step-000000009" / "tensors.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    resumed, outcome = run(folder, save_every=3)
+    assert "step-000000009" in caplog.text
+    assert outcome.steps == STEPS
+    assert_equal(state_of(resumed), state_of(whole))
+
+
+def test_a_run_that_is_not_resumed_deletes_the_checkpoints_of_the_one_before(tmp_path):
+    run(tmp_path, save_every=3)
+    run(tmp_path, steps=2, resume=False)
+    assert CheckpointChain(tmp_path / "checkpoints").steps() == [2]
+
+
+def test_a_lossy_run_is_resumed_too(tmp_path):
+    def chain():
+        return CheckpointChain(tmp_path / "checkpoints", key_every=3)
+
+    step, _ = run(tmp_path, steps=12, save_every=2, chain=chain())
+    again, outcome = run(tmp_path, steps=16, save_every=2, chain=chain())
+    assert outcome.steps == 16
+    assert chain().steps() == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert all(torch.isfinite(p).all() for p in again.model.parameters())
 
 
 def test_a_line_cut_short_is_left_out(tmp_path):
