@@ -46,7 +46,7 @@ class Manifest:
         step: Optimizer steps done.
         previous: Step and checksum of the checkpoint whose weights these are changes of; None for
             a key frame.
-        bytes: Size of the file of streams.
+        size: Bytes of the file of streams.
         sha256: Its checksum.
         raw_bytes: Of all tensors as they are in memory.
         streams: Bytes of every stream before and after its compression.
@@ -55,7 +55,7 @@ class Manifest:
 
     step: int
     previous: tuple[int, str] | None
-    bytes: int
+    size: int
     sha256: str
     raw_bytes: int
     streams: dict[str, tuple[int, int]]
@@ -89,7 +89,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "previous": self.previous and dict(zip(_LINK, self.previous, strict=True)),
-            "files": {TENSORS: {"bytes": self.bytes, "sha256": self.sha256}},
+            "files": {TENSORS: {"bytes": self.size, "sha256": self.sha256}},
             "raw_bytes": self.raw_bytes,
             "streams": self.streams,
             "figures": self.figures,
@@ -153,9 +153,9 @@ class Archive:
         """
         path = self.path(manifest.step) / TENSORS
         try:
-            if path.stat().st_size != manifest.bytes:
+            if path.stat().st_size != manifest.size:
                 raise DamagedError(
-                    f"{path} is {path.stat().st_size} bytes long instead of {manifest.bytes}"
+                    f"{path} is {path.stat().st_size} bytes long instead of {manifest.size}"
                 )
             raw = path.read_bytes()
         except OSError as problem:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive, Manifest, needed, packed
@@ -125,7 +124,7 @@ class CheckpointChain:
                             ("keep_every", keep_every), ("max_bytes", max_bytes)):  # fmt: skip
             if least is not None and least < 1:
                 raise ValueError(f"{name} is {least}; it must be 1 or more")
-        self._archive = Archive(folder)
+        self._archive = Archive(Path(folder))
         self._policy = Policy(policy, lossless=mode == "lossless")
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
@@ -259,8 +258,7 @@ class CheckpointChain:
         for step in reversed(self.steps()):
             try:
                 links = self._archive.links(step)
-                weights = self._weights(links)
-                self._archive.streams(links[-1])
+                weights = self._weights(links) or {}
             except DamagedError as problem:
                 log.warning("%s; it is now %s", problem, self._archive.set_aside(step).name)
             else:
@@ -294,9 +292,7 @@ class CheckpointChain:
                 return self._load(number)
             except DamagedError as problem:
                 log.warning("the checkpoint of step %d cannot be used: %s", number, problem)
-        raise FileNotFoundError(
-            f"no checkpoint in {self.folder}" + (" is sound" if steps else "")
-        )
+        raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self) -> dict[int, str | None]:
         """For every step what is wrong with its checkpoint, or one it builds on; None if nothing.

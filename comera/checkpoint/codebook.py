@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comera.checkpoint import vectors
 
-LEARNED_FROM = 1 << 22
+LEARNED_FROM = 1 << 20
 """Values a codebook is learned from at most, evenly spaced among all: more change nothing."""
 
 _PASSES = 200
@@ -63,10 +63,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     sums = torch.zeros(len(sorted_n) + 1, dtype=torch.float64, device=sorted_n.device)
     torch.cumsum(sorted_n, 0, dtype=torch.float64, out=sums[1:])
     price = rate * float(sorted_n.var(correction=0))
-    if price:
-        centres = _lattice(sorted_n, size, price)
-    else:
-        centres = _best_of_bins(sorted_n, sums, size)
+    centres = _lattice(sorted_n, size, price) if price else _best_of_bins(sorted_n, sums, size)
     lean: Tensor | float = 0.0  # of the walls towards the rarer of two neighbours
     edges = torch.zeros(0)
     for _ in range(_PASSES):
@@ -139,11 +136,13 @@ def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
     counts, sums = ends.diff().double(), sums[ends].diff()
     if size > _MOST_BY_SEARCH:
         # as dense as the cube root of the density of the values (Panter and Dite 1951)
-        means = sums / counts
-        widths = (sorted_n[ends[1:] - 1] - sorted_n[ends[:-1]]).double()
-        mass = (counts * widths.square()).pow(1 / 3).cumsum(0)
+        at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
+        mass = (counts * at.diff().square()).pow(1 / 3).cumsum(0)
+        mass = torch.cat((mass.new_zeros(1), mass))
         wanted = (torch.arange(size, device=device) + 0.5) * (mass[-1] / size)
-        return means[torch.searchsorted(mass, wanted).clamp(max=len(means) - 1)].unique()
+        k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
+        share = (wanted - mass[k - 1]) / (mass[k] - mass[k - 1])
+        return torch.lerp(at[k - 1], at[k], share)
     counts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     sums = torch.cat((sums.new_zeros(1), sums.cumsum(0)))
     # Less by the sum of squares, which is the same for all clusterings.

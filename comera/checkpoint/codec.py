@@ -37,7 +37,7 @@ class Section:
 
 
 def write_exact(section: Section, tensor: Tensor, base: Tensor | None = None) -> Record:
-    """Every bit of a tensor, or of its difference to ``base``, which must be of its dtype and shape.
+    """Every bit of a tensor, or of its difference to a ``base`` of the same dtype and shape.
 
     The bits are taken as integers, whose difference is small where the floats are near; the first
     bytes of all, the second bytes of all and so on each make a stream.
@@ -75,6 +75,8 @@ _WHOLE: dict[int, tuple[int, Any]] = {
 
 def _bits(tensor: Tensor) -> Any:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one entry, expanded
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     size = flat.element_size()
     return flat.view(torch.uint8).numpy().view(_WHOLE.get(size, (8, np.uint64))[1])
 
@@ -241,7 +243,9 @@ def read_moments(
     """The first moments, and the second if they were written by :func:`write_moments`."""
     size = int(np.prod(shape, dtype=object))
     below, count = size if kept_weights is None else len(kept_weights), record["kept"]
-    kept = torch.from_numpy(from_gaps(section.read("gaps of moments", record["gaps"]), count, below))
+    kept = torch.from_numpy(
+        from_gaps(section.read("gaps of moments", record["gaps"]), count, below)
+    )
     kept = kept if kept_weights is None else kept_weights[kept]
     book, codes = _read_coded(section, "first", record["books"][0], count)
     first = torch.zeros(size)
@@ -279,7 +283,7 @@ def _write_means(section: Section, second: Tensor, kept: Tensor) -> None:
 
 def _read_means(section: Section, shape: list[int]) -> Tensor:
     def read(count: int) -> Tensor:
-        largest = torch.from_numpy(section.read("books", 4).copy()).view(torch.float32)
+        largest = _read_floats(section, 1)
         codes = torch.from_numpy(section.read("means", count).astype(np.float32))
         return torch.where(codes > 0, largest * torch.exp2((codes - 255) / _STEPS), 0)
 
@@ -307,7 +311,7 @@ def _write_coded(section: Section, kind: str, book: Tensor, codes: Tensor) -> No
 def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Tensor, Tensor]:
     if not 0 <= size <= 255:
         raise DamagedError(f"a codebook has {size} values")
-    book = torch.from_numpy(section.read("books", 4 * size).copy()).view(torch.float32)
+    book = _read_floats(section, size)
     packed = section.read(f"codes of {kind}", -(-count // _to_a_byte(size)))
     codes = torch.from_numpy(unpack(packed, size, count))
     if count and int(codes.max()) >= size:
@@ -351,4 +355,8 @@ def as_bytes(raw: bytes) -> Bytes:
 
 
 def _floats(values: Tensor) -> Bytes:
-    return values.detach().float().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _bits(values.float()).view(np.uint8)
+
+
+def _read_floats(section: Section, count: int) -> Tensor:
+    return torch.from_numpy(section.read("books", 4 * count).view(np.float32).copy())

@@ -53,7 +53,7 @@ def encode(
     error = change = 0.0
     for name, tensor in snapshot.model.items():
         before = _matching(base, name, tensor)
-        if name in snapshot.lossy and bool(tensor.isfinite().all()):
+        if name in snapshot.lossy and _is_finite(tensor):
             second = _second_of(snapshot, wanted.get(name))
             record, places, now = codec.write_change(
                 section, tensor, before, second,
@@ -159,9 +159,8 @@ def _write_moments(
 ) -> Record:
     names = [name for name in (moments.first, moments.second) if name]
     tensors = [snapshot.rest[name] for name in names]
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors) or (
-        len(tensors) == 2 and bool((tensors[1] < 0).any())
-    ):
+    negative = len(tensors) == 2 and bool(tensors[1].amin() < 0)
+    if negative or not all(_is_finite(tensor) for tensor in tensors):
         return _described(codec.write_exact(section, tensors[0]), names[:1], tensors[:1])
     weight = moments.weight if moments.weight in kept else None
     record = codec.write_moments(
@@ -184,8 +183,13 @@ def _matching(base: Mapping[str, Tensor] | None, name: str, tensor: Tensor) -> T
 
 
 def _square(tensor: Tensor, other: Tensor | None) -> float:
-    difference = tensor.double() if other is None else tensor.double() - other.double()
-    return float(difference.square().sum())
+    """The squared distance of two tensors, in float32 unless they are more exact."""
+    return float(tensor.norm() if other is None else torch.dist(tensor, other)) ** 2
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all entries are finite, in one pass that makes nothing of its size."""
+    return bool(tensor.sum(dtype=torch.float64).isfinite())
 
 
 # ── the index ────────────────────────────────────────────────────────────────────────────────────
@@ -240,18 +244,18 @@ def _checked(record: Any) -> Record:
             1 <= len(names) == len(dtypes) <= 2
             and all(isinstance(name, str) for name in names)
             and all(_is_count(size) for size in shape)
-            and all(dtype in DTYPES for dtype in dtypes if isinstance(dtype, str))
+            and all(isinstance(dtype, str) and dtype in DTYPES for dtype in dtypes)
         ):
-            kinds = [DTYPES.get(dtype) for dtype in dtypes]
+            kinds = [DTYPES[dtype] for dtype in dtypes]
         case _:
             raise DamagedError(f"no such tensor: {str(record)[:80]}")
     entries = 1
     for size in shape:
         entries *= size
-    floats = all(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds)
+    floats = all(kind.is_floating_point for kind in kinds)
     match record:
-        case {"codec": "exact", "change": bool()} if len(names) == 1 and kinds[0] is not None:
-            sound = True
+        case {"codec": "exact", "change": bool()}:
+            sound = len(names) == 1
         case {"codec": "change", "kept": kept, "book": book}:
             gaps = record.get("gaps", 0)
             sound = floats and len(names) == 1 and _fits(kept, gaps, [book], entries)
@@ -264,7 +268,7 @@ def _checked(record: Any) -> Record:
             sound = False
     if not sound:
         raise DamagedError(f"no such tensor: {str(record)[:80]}")
-    size = sum(entries * kind.itemsize for kind in kinds if kind is not None)
+    size = sum(entries * kind.itemsize for kind in kinds)
     return {**record, "dtypes": kinds, "bytes": size}
 
 

@@ -21,16 +21,14 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     Args:
         change_n: Of the weights since the last checkpoint, float32 (n,).
         second: The second moments, of any shape; None if the optimizer keeps none.
-        alpha: 0 or more; the paper's is 5e-5.
+        alpha: 0 or more, and 0 keeps every change there is; the paper's is 5e-5.
 
     Returns:
         bool (n,).
     """
     size = change_n.abs()
-    medians = MOST_MEDIANS
-    if second is not None:
-        root = float(second.mean(dtype=torch.float64)) ** 0.5
-        medians = min(MOST_MEDIANS, alpha / root) if root > 0 else MOST_MEDIANS
+    root = 0.0 if second is None else float(second.mean(dtype=torch.float64)) ** 0.5
+    medians = min(MOST_MEDIANS, alpha / root if root else MOST_MEDIANS) if alpha else 0.0
     return size > vectors.median(size) * medians
 
 

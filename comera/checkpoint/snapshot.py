@@ -44,7 +44,9 @@ class Policy:
             try:
                 self._patterns.append((re.compile(pattern), treatment))
             except re.error as problem:
-                raise ValueError(f"policy {pattern!r} is no regular expression: {problem}") from None
+                raise ValueError(
+                    f"policy {pattern!r} is no regular expression: {problem}"
+                ) from None
 
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
         """Of the tensor of that name; ``lossy`` says whether its kind may be."""
@@ -140,7 +142,7 @@ def take_snapshot(
         while name in snapshot.model or name in snapshot.rest:
             name += "'"  # {"a.b": 1, "a": {"b": 2}}
         copy = tensor.detach().to(device or tensor.device, copy=True)
-        into[name] = where[tensor.dtype, place] = copy.contiguous()
+        into[name], where[tensor.dtype, place] = copy.contiguous(), name
         if treatment == "lossy":
             snapshot.lossy.add(name)
         return name
@@ -160,7 +162,7 @@ def _entries(
     weights: Mapping[str, Any],
     states: Mapping[str, Any] | None,
 ) -> dict[str, str]:
-    """Paths of the optimizer's tensors, numbered as the parameters are, and names in their place."""
+    """Paths of the optimizer's tensors, numbered like the parameters, and names in their place."""
     if not states or "state" not in states:
         return {}
     names: dict[Any, str] = {}
@@ -205,7 +207,8 @@ def _moments(snapshot: Snapshot) -> list[Moments]:
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
         if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
             continue
-        moment, weight, second = snapshot.rest[first], f"model.{parameter}", None
+        moment, second = snapshot.rest[first], None
+        weight: str | None = f"model.{parameter}"
         for other in (f"optimizer.{parameter}.{key}" for key in _SECOND_MOMENTS):
             if other in snapshot.lossy and snapshot.rest[other].shape == moment.shape:
                 second = other

@@ -34,7 +34,7 @@ class Streams:
         if name not in self._open:
             self._open[name] = zstandard.ZstdCompressor(level=self._level).compressobj()
             self._parts[name], self._taken[name] = [], 0
-        self._parts[name].append(self._open[name].compress(memoryview(values)))
+        self._parts[name].append(self._open[name].compress(values.tobytes()))
         self._taken[name] += len(values)
 
     def finish(self) -> None:

@@ -67,7 +67,9 @@ def take_apart(value: Any, take: Callable[[str, Tensor], str | None], name: str 
             raise ValueError(f"{name} is a {type(value).__name__}, of which nothing can be skipped")
         return parts if isinstance(value, list) else {"tuple": parts}
     if isinstance(value, Mapping):
-        parts = [(key, take_apart(v, take, f"{name}.{key}".lstrip("."))) for key, v in value.items()]
+        parts = [
+            (key, take_apart(v, take, f"{name}.{key}".lstrip("."))) for key, v in value.items()
+        ]
         parts = [(key, part) for key, part in parts if part is not _LEFT_OUT]
         if all(isinstance(key, str) for key in value):
             return {"dict": dict(parts)}

@@ -49,7 +49,8 @@ def load_checkpoint(chain: CheckpointChain, step: TrainStep) -> dict[str, Any]:
     """
     saved = chain.load("latest")
     state, path = saved.extra, chain.folder
-    if state.keys() != {"layout", "scheduler", "ranks", "random", "extra"}:
+    keys = {"layout", "scheduler", "ranks", "random", "extra"}
+    if saved.optimizer is None or state.keys() != keys:
         raise ValueError(f"{path} does not hold checkpoints of a training step")
     _check_layout(path, state["layout"], _layout(step.model))
     step.model.load_state_dict(saved.model)

@@ -84,9 +84,7 @@ def train(
         NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
     """
     if chain is None:
-        chain = CheckpointChain(
-            folder / "checkpoints", mode="lossless", key_every=1, keep_last=2
-        )
+        chain = CheckpointChain(folder / "checkpoints", mode="lossless", key_every=1, keep_last=2)
     seconds, saved_at = 0.0, -1
     result = LoopResult(0, 0.0)
     total, count = torch.zeros(()), 0

@@ -208,7 +208,7 @@ def test_a_lossy_run_is_resumed_too(tmp_path):
     def chain():
         return CheckpointChain(tmp_path / "checkpoints", key_every=3)
 
-    step, _ = run(tmp_path, steps=12, save_every=2, chain=chain())
+    run(tmp_path, steps=12, save_every=2, chain=chain())
     again, outcome = run(tmp_path, steps=16, save_every=2, chain=chain())
     assert outcome.steps == 16
     assert chain().steps() == [2, 4, 6, 8, 10, 12, 14, 16]

@@ -1,0 +1,362 @@
+import copy
+import logging
+import multiprocessing
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.checkpoint.chain import CheckpointChain
+from comera.nn.module import tensor_trains
+
+from ..train.test_loop import assert_equal
+
+VOCABULARY = 400
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, VOCABULARY)
+    )
+
+
+def train(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(0, VOCABULARY, (64,), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def chain_of(folder, count, **settings):
+    """A model trained for ``count`` checkpoints, each saved; what was saved, and what is read."""
+    model = make_model()
+    optimizer = adamw(model)
+    saved = []
+    with CheckpointChain(folder, **settings) as chain:
+        for k in range(1, count + 1):
+            train(model, optimizer, 5, seed=k)
+            chain.save(5 * k, model, optimizer, {"k": k})
+            saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return model, optimizer, saved
+
+
+def distance(got, want):
+    change = sum((a - want[n]).square().sum() for n, a in got.items())
+    return float(change / sum(b.square().sum() for b in want.values())) ** 0.5
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, amsgrad=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
+    "came": lambda m: comera.CAME(m.parameters(), lr=1e-3),
+    "came 8 bit": lambda m: comera.CAME(m.parameters(), lr=1e-3, state_dtype="8bit"),
+    "muon": lambda m: comera.MuonAdamW(comera.param_groups(m, lr=1e-3)),
+    "galore": lambda m: comera.GaLoreAdamW(comera.galore_param_groups(m, lr=1e-3, rank=8)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("key_every", [1, 3])
+def test_lossless_training_goes_on_bit_by_bit(tmp_path, kind, key_every):
+    model = make_model()
+    optimizer = OPTIMIZERS[kind](model)
+    with CheckpointChain(tmp_path, mode="lossless", key_every=key_every) as chain:
+        for k in range(1, 6):
+            train(model, optimizer, 3, seed=k)
+            chain.save(k, model, optimizer, {"rng": torch.get_rng_state(), "position": (k, 0.5)})
+        saved = chain.load("latest")
+    assert saved.step == 5
+    assert_equal(saved.extra, {"rng": torch.get_rng_state(), "position": (5, 0.5)})
+    other = make_model()
+    other.load_state_dict(saved.model)
+    again = OPTIMIZERS[kind](other)
+    again.load_state_dict(saved.optimizer)
+    for m, o in ((model, optimizer), (other, again)):
+        train(m, o, 4, seed=99)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_lossy_training_goes_on(tmp_path, kind):
+    model = make_model()
+    optimizer = OPTIMIZERS[kind](model)
+    with CheckpointChain(tmp_path) as chain:
+        for k in range(1, 4):
+            train(model, optimizer, 3, seed=k)
+            chain.save(k, model, optimizer)
+        saved = chain.load()
+    other = make_model()
+    other.load_state_dict(saved.model)
+    again = OPTIMIZERS[kind](other)
+    again.load_state_dict(saved.optimizer)
+    assert distance(other.state_dict(), model.state_dict()) < 0.05
+    for m, o in ((model, optimizer), (other, again)):
+        train(m, o, 3, seed=99)
+    assert distance(other.state_dict(), model.state_dict()) < 0.1
+
+
+def test_errors_do_not_add_up_over_ten_links(tmp_path):
+    """And no moment explodes: beside key frames of the same states."""
+    chain_of(tmp_path / "chain", 10, key_every=10)
+    _, _, saved = chain_of(tmp_path / "keys", 10, key_every=1)
+    chain, keys = (CheckpointChain(tmp_path / name) for name in ("chain", "keys"))
+    errors = []
+    for step, (weights, states) in zip(chain.steps(), saved, strict=True):
+        linked, key = chain.load(step), keys.load(step)
+        errors.append(distance(linked.model, weights))
+        longest = {}
+        for name, state in (("true", states), ("linked", linked.optimizer), ("key", key.optimizer)):
+            entries = state["state"].values()
+            longest[name] = max(
+                float((e["exp_avg"].abs() / (e["exp_avg_sq"].sqrt() + 1e-8)).max()) for e in entries
+            )
+        assert longest["linked"] < 2 * longest["true"]
+        assert longest["key"] < 2 * longest["true"]
+    assert max(errors[1:]) < 0.02
+    assert errors[-1] < 2 * errors[1]
+
+
+def test_a_chain_is_much_smaller_than_what_it_holds(tmp_path):
+    model, _, _ = chain_of(tmp_path / "lossy", 4)
+    chain_of(tmp_path / "lossless", 4, mode="lossless")
+    raw = sum(t.nbytes for t in model.state_dict().values()) * 3
+
+    def size(name):
+        return sum(f.stat().st_size for f in (tmp_path / name / "step-000000020").iterdir())
+
+    assert size("lossy") < raw / 15  # a small model: its vectors and names weigh a lot
+    assert size("lossless") < 0.95 * raw
+
+
+def test_a_changed_shape_starts_anew_for_that_tensor(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, 64), nn.Linear(64, 256), nn.Linear(256, VOCABULARY)
+    )
+    comera.tensorize_(model, comera.TTConfig(rank=12, target_modules="all"))
+    optimizer = adamw(model)
+    with CheckpointChain(tmp_path) as chain:
+        train(model, optimizer, 3)
+        chain.save(1, model, optimizer)
+        with torch.no_grad():
+            for layer in tensor_trains(model).values():
+                layer.gates[1][::2] = 0
+        assert comera.truncate_(model, optimizer)
+        train(model, optimizer, 3)
+        chain.save(2, model, optimizer)
+        train(model, optimizer, 3)
+        chain.save(3, model, optimizer)
+        saved = chain.load(3)
+    assert saved.model.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert saved.model[name].shape == tensor.shape
+        assert torch.allclose(saved.model[name], tensor, atol=0.02), name
+    model.load_state_dict(saved.model)
+    optimizer.load_state_dict(saved.optimizer)
+    train(model, optimizer, 1)
+
+
+def test_tied_weights_are_kept_once_and_come_back_tied(tmp_path):
+    model = make_model()
+    model.add_module("again", model[3])
+    with CheckpointChain(tmp_path) as chain:
+        chain.save(1, model)
+        saved = chain.load()
+    assert saved.model["again.weight"] is saved.model["3.weight"]
+    assert saved.optimizer is None
+
+
+def test_weights_that_are_not_finite_come_back_as_they_are(tmp_path):
+    model = make_model()
+    optimizer = adamw(model)
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+        optimizer.state[model[3].weight]["exp_avg"][0, 0] = torch.inf
+    with CheckpointChain(tmp_path) as chain:
+        for step in (1, 2):
+            chain.save(step, model, optimizer)
+        saved = chain.load()
+    assert torch.equal(saved.model["1.weight"].isnan(), model[1].weight.isnan())
+    assert saved.model["1.weight"].nan_to_num().equal(model[1].weight.nan_to_num())
+    assert any(torch.isinf(e["exp_avg"]).any() for e in saved.optimizer["state"].values())
+
+
+def test_the_policy_decides_by_name(tmp_path):
+    model = make_model()
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    policy = {r"model\.1\..*": "exact", r"optimizer\.3\..*": "skip", r"optimizer\..*": "exact"}
+    with CheckpointChain(tmp_path, policy=policy) as chain:
+        chain.save(1, model, optimizer)
+        train(model, optimizer, 2)
+        chain.save(2, model, optimizer)
+        saved = chain.load()
+    assert torch.equal(saved.model["1.weight"], model[1].weight)
+    assert not torch.equal(saved.model["0.weight"], model[0].weight)
+    names = [name for name, _ in model.named_parameters()]
+    for number, entries in saved.optimizer["state"].items():
+        if names[number].startswith("3."):
+            assert entries == {}
+        else:
+            assert_equal(entries, dict(optimizer.state_dict()["state"][number]))
+
+
+def test_old_checkpoints_go_when_nothing_builds_on_them(tmp_path):
+    chain_of(tmp_path / "a", 9, key_every=3, keep_last=2)
+    assert CheckpointChain(tmp_path / "a").steps() == [35, 40, 45]  # 40 builds on 35
+    chain_of(tmp_path / "b", 9, key_every=3, keep_last=1, keep_every=10)
+    chain = CheckpointChain(tmp_path / "b")
+    assert chain.steps() == [5, 10, 20, 25, 30, 35, 40, 45]
+    assert set(chain.verify().values()) == {None}
+
+
+def test_a_chain_goes_on_where_another_process_left_it(tmp_path):
+    model, optimizer, _ = chain_of(tmp_path, 3, key_every=10)
+    with CheckpointChain(tmp_path, key_every=10) as chain:
+        train(model, optimizer, 5)
+        chain.save(20, model, optimizer)
+        chain.wait()
+        links = chain._archive.links(20)
+    assert [link.step for link in links] == [5, 10, 15, 20]
+    assert distance(chain.load().model, model.state_dict()) < 0.02
+
+
+def test_steps_only_go_forwards_unless_rewound(tmp_path):
+    model, optimizer, _ = chain_of(tmp_path, 3)
+    chain = CheckpointChain(tmp_path)
+    with pytest.raises(ValueError, match=r"step 15, so that of step 7 cannot .*rewind\(6\)"):
+        chain.save(7, model, optimizer)
+    chain.rewind(5)
+    assert chain.steps() == [5]
+    chain.save(7, model, optimizer)
+    chain.close()
+    assert chain.steps() == [5, 7]
+    assert chain.verify() == {5: None, 7: None}
+
+
+def test_a_missing_step_is_named_with_those_there_are(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        CheckpointChain(tmp_path).load()
+    chain_of(tmp_path, 2)
+    with pytest.raises(FileNotFoundError, match=r"of step 7 in .*; there are 5, 10"):
+        CheckpointChain(tmp_path).load(7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"mode": "best"}, "mode is 'best'"),
+        ({"bits": 9}, "bits is 9; it can be 2 to 8"),
+        ({"key_bits": 1}, "key_bits is 1"),
+        ({"rate": -1}, "rate is -1"),
+        ({"beta": float("nan")}, "beta is nan"),
+        ({"key_every": 0}, "key_every is 0"),
+        ({"policy": {"a(": "exact"}}, r"policy 'a\(' is no regular expression"),
+        ({"policy": {"a": "drop"}}, "policy 'a': 'drop' is not one of"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(tmp_path, settings, told):
+    with pytest.raises(ValueError, match=told):
+        CheckpointChain(tmp_path, **settings)
+
+
+def test_what_cannot_be_kept_stops_before_anything_is_written(tmp_path):
+    with CheckpointChain(tmp_path) as chain, pytest.raises(TypeError, match=r"extra\.f is a func"):
+        chain.save(1, make_model(), None, {"f": make_model})
+    assert chain.steps() == []
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    model, optimizer, _ = chain_of(tmp_path, 2)
+    chain = CheckpointChain(tmp_path)
+
+    def full(path, raw):
+        path.write_bytes(raw[: len(raw) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("comera.checkpoint.archive._write_through", full)
+        chain.save(15, model, optimizer)
+        with pytest.raises(OSError, match="No space left"):
+            chain.wait()
+    assert chain.verify() == {5: None, 10: None}
+    chain.save(20, model, optimizer)  # there is space again
+    chain.close()
+    assert chain.steps() == [5, 10, 20]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".partial")] == []
+
+
+def test_saving_returns_once_the_state_is_copied(tmp_path, monkeypatch):
+    release = multiprocessing.Event()
+    original = CheckpointChain._write
+
+    def slow(self, *args):
+        assert release.wait(30)
+        original(self, *args)
+
+    monkeypatch.setattr(CheckpointChain, "_write", slow)
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    with CheckpointChain(tmp_path, mode="lossless") as chain:
+        chain.save(1, model)  # returns
+        assert chain.steps() == []
+        torch.nn.init.zeros_(model[1].weight)  # training goes on
+        release.set()
+    assert_equal(chain.load().model, dict(before))
+
+
+def _try_to_save(folder, answer):
+    try:
+        CheckpointChain(folder).save(99, make_model())
+    except RuntimeError as problem:
+        answer.put(str(problem))
+    else:
+        answer.put("saved")
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    with CheckpointChain(tmp_path) as chain:
+        chain.save(1, make_model())
+        with pytest.raises(RuntimeError, match="being written to by another process"):
+            CheckpointChain(tmp_path).save(2, make_model())
+        context = multiprocessing.get_context("spawn")
+        answer = context.Queue()
+        process = context.Process(target=_try_to_save, args=(tmp_path, answer))
+        process.start()
+        assert "being written to by another process" in answer.get(timeout=60)
+        process.join()
+        assert CheckpointChain(tmp_path).load().step == 1  # reading needs no lock
+    with CheckpointChain(tmp_path) as other:
+        other.save(2, make_model())
+
+
+def test_a_state_without_its_model_is_matched_in_order(tmp_path):
+    """As when a series of torch files is compressed."""
+    model = make_model()
+    optimizer = adamw(model)
+    with CheckpointChain(tmp_path / "a") as a, CheckpointChain(tmp_path / "b") as b:
+        for step in (1, 2):
+            train(model, optimizer, 2, seed=step)
+            a.save(step, model, optimizer)
+            b.save(step, model.state_dict(), optimizer.state_dict())
+    assert_equal(vars(a.load()), vars(b.load()))
+
+
+def test_nothing_is_said_when_all_is_well(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        chain_of(tmp_path, 3)
+        CheckpointChain(tmp_path).load()
+    assert caplog.text == ""

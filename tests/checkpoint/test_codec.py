@@ -1,0 +1,171 @@
+import math
+
+import pytest
+import torch
+
+from comera.checkpoint import codec, pruning
+from comera.checkpoint.codec import Section
+from comera.checkpoint.streams import DamagedError, StreamReader, Streams
+from comera.checkpoint.tree import DTYPES
+
+WHOLE = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+class Tape:
+    """Streams that are written, then read."""
+
+    def __init__(self):
+        self._streams = Streams()
+        self.writer = Section("s", self._streams)
+
+    def reader(self):
+        self._streams.finish()
+        return Section("s", StreamReader(self._streams.done))
+
+
+def random_tensor(dtype, shape):
+    count = math.prod(shape)
+    if str(dtype).removeprefix("torch.") in WHOLE:
+        return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+    if dtype.is_complex:
+        return torch.randn(count, dtype=torch.complex128).to(dtype).reshape(shape)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)  # NaNs among them
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 3), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_bit_of_every_dtype(name, shape):
+    dtype = DTYPES[name]
+    tensor, base = (random_tensor(dtype, shape) for _ in range(2))
+    for before in (None, base):
+        tape = Tape()
+        record = codec.write_exact(tape.writer, tensor, before)
+        again = codec.read_exact(tape.reader(), record, list(shape), dtype, before)
+        assert again.dtype == dtype
+        assert again.shape == tensor.shape
+        assert torch.equal(bits(again), bits(tensor))
+
+
+def test_a_small_change_takes_fewer_bytes_than_the_whole():
+    base = torch.randn(100_000)
+    tensor = base * (1 + 1e-5 * torch.randn(100_000))
+    sizes = []
+    for before in (None, base):
+        tape = Tape()
+        codec.write_exact(tape.writer, tensor, before)
+        tape.reader()
+        sizes.append(sum(map(len, tape._streams.done.values())))
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_a_change_without_its_base_is_refused():
+    tape, tensor = Tape(), torch.randn(40, 40)
+    exact = codec.write_exact(tape.writer, tensor, tensor)
+    change, *_ = codec.write_change(
+        tape.writer, tensor, torch.zeros(40, 40), None, bits=4, rate=0.2, alpha=0
+    )
+    reader = tape.reader()
+    with pytest.raises(DamagedError, match="nothing before it"):
+        codec.read_exact(reader, exact, [40, 40], torch.float32, None)
+    with pytest.raises(DamagedError, match="nothing before it"):
+        codec.read_change(reader, change, [40, 40], torch.float32, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("first", [True, False], ids=["key-frame", "change"])
+def test_a_weight_is_read_as_the_writer_said(dtype, rate, first):
+    base = None if first else torch.randn(50, 60).to(dtype)
+    weight = (torch.randn(50, 60) * 0.1 + (0 if first else base.float())).to(dtype)
+    tape = Tape()
+    record, kept, now = codec.write_change(
+        tape.writer, weight, base, None, bits=4, rate=rate, alpha=0.0 if rate else 1.0
+    )
+    places, again = codec.read_change(tape.reader(), record, [50, 60], dtype, base)
+    assert torch.equal(again, now)
+    assert again.dtype == dtype
+    assert torch.equal(places, kept)
+    before = torch.zeros(50, 60) if first else base.float()
+    change = weight.float() - before
+    error = (again.float() - weight.float()).norm() / change.norm()
+    assert error < (0.15 if first else 0.8)
+    if not first:
+        untouched = torch.ones(3000, dtype=torch.bool).index_fill(0, kept, False)
+        assert torch.equal(again.reshape(-1)[untouched], base.reshape(-1)[untouched])
+
+
+def test_without_a_price_the_papers_rule_decides():
+    base, weight = torch.randn(2, 64, 64)
+    second = torch.rand(64, 64) * 1e-9
+    change = (weight - base).reshape(-1)
+    for alpha in (5e-5, 1e-5):
+        tape = Tape()
+        record, kept, _ = codec.write_change(
+            tape.writer, weight, base, second, bits=4, rate=0, alpha=alpha
+        )
+        medians = min(2.5, alpha / second.mean().sqrt())
+        want = change.abs() > change.abs().median() * medians
+        assert torch.equal(kept, want.nonzero().squeeze(1))
+        assert record["book"] == 15
+    assert (
+        pruning.changed_weights(change, None, 1e-9).sum()
+        < pruning.changed_weights(change, second, 1e-9).sum()
+    )
+
+
+@pytest.mark.parametrize("shape", [(96, 80), (40, 8, 24), (4096,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_moments_are_left_out_in_pairs(shape, dtype):
+    size = math.prod(shape)
+    scale = torch.rand(shape[0]).square().reshape(-1, *[1] * (len(shape) - 1)) + 1e-3
+    first = (torch.randn(shape) * scale).to(dtype)
+    second = (torch.rand(shape) * scale.square()).to(dtype)
+    kept = torch.randperm(size)[: size // 3].sort().values
+    tape = Tape()
+    record = codec.write_moments(tape.writer, first, second, kept, bits=4, rate=0.02, beta=1.0)
+    m, v = codec.read_moments(tape.reader(), record, list(shape), [dtype, dtype], kept)
+    assert m.dtype == v.dtype == dtype
+    flat, mean = first.float().reshape(-1), float(first.float().abs().mean())
+    want = torch.zeros(size, dtype=torch.bool)
+    want[kept] = flat[kept].abs() > mean
+    m, v = m.float().reshape(-1), v.float().reshape(-1)
+    assert record["kept"] == int(want.sum())
+    assert bool((m[~want] == 0).all())
+    assert float((m[want] - flat[want]).norm() / flat[want].norm()) < 0.2
+    assert bool((v[want] > 0).all())
+    # what was left out is read with the right sum, and no step becomes longer by much
+    true = second.float().reshape(-1)
+    assert float(v[~want].sum() / true[~want].sum()) == pytest.approx(1, abs=0.1)
+    longest = (flat[want].abs() / true[want].sqrt()).max()
+    assert float((m[want].abs() / v[want].sqrt()).max()) < 3 * float(longest)
+
+
+def test_rows_that_were_never_touched_keep_second_moments_of_zero():
+    second = torch.rand(200, 100)
+    second[::2] = 0
+    tape = Tape()
+    first = torch.randn(200, 100) * second.sqrt()
+    record = codec.write_moments(tape.writer, first, second, None, bits=4, rate=0.1, beta=2.0)
+    _, v = codec.read_moments(tape.reader(), record, [200, 100], [torch.float32] * 2, None)
+    assert bool((v[::2] == 0).all())
+    assert bool((v[1::2] > 0).all())
+
+
+def test_first_moments_alone():
+    first = torch.randn(64, 64)
+    tape = Tape()
+    record = codec.write_moments(tape.writer, first, None, None, bits=3, rate=0.0, beta=2.0)
+    (m,) = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32], None)
+    large = first.abs() > 2 * first.abs().mean()
+    assert torch.equal(m != 0, large)
+    assert len(m[large].unique()) <= 7

@@ -1,0 +1,105 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from comera.checkpoint.streams import DamagedError
+from comera.checkpoint.tree import put_together, take_apart
+
+
+def round_trip(value, skip=()):
+    tensors = {}
+
+    def take(name, tensor):
+        if name in skip:
+            return None
+        tensors[name] = tensor
+        return name
+
+    return put_together(take_apart(value, take), tensors), tensors
+
+
+def test_plain_values_keep_their_types():
+    value = {
+        "numbers": [1, -2.5, True, None, 10**30, 1e-320],
+        "text": "§",
+        "pairs": (0.9, (1,)),
+        "by number": {0: "a", 7: {"b": []}},
+        "mixed": {0: 1, "x": 2},
+        "empty": {},
+        "tensor-like": {"tensor": "not one", "dict": {}},
+        "dtype": torch.bfloat16,
+    }
+    again, tensors = round_trip(value)
+    assert again == value
+    assert list(map(type, again["numbers"])) == list(map(type, value["numbers"]))
+    assert isinstance(again["pairs"], tuple)
+    assert not tensors
+
+
+def test_numbers_that_json_has_not():
+    again, _ = round_trip([math.inf, -math.inf, math.nan])
+    assert again[:2] == [math.inf, -math.inf]
+    assert math.isnan(again[2])
+
+
+def test_tensors_are_named_by_where_they_lie():
+    value = {
+        "model": {"a.weight": torch.ones(2)},
+        "list": [torch.zeros(1)],
+        "n": {3: torch.ones(1)},
+    }
+    again, tensors = round_trip(value)
+    assert list(tensors) == ["model.a.weight", "list.0", "n.3"]
+    assert again["model"]["a.weight"] is value["model"]["a.weight"]
+
+
+def test_entries_can_be_left_out_of_dicts_only():
+    again, _ = round_trip({"a": torch.ones(1), "b": torch.ones(1)}, skip=["a"])
+    assert list(again) == ["b"]
+    with pytest.raises(ValueError, match="x is a list, of which nothing can be skipped"):
+        round_trip({"x": [torch.ones(1)]}, skip=["x.0"])
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": {"b": object()}}, r"a\.b is a object"),
+        ({"a": [np.ones(2)]}, r"a\.0 is a ndarray"),
+        ({"a": {1, 2}}, "a is a set"),
+        ({"a": {(1, 2): 3}}, "a has keys that are neither"),
+        ({"a": print}, "a is a builtin"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(value, told):
+    with pytest.raises(TypeError, match=told):
+        round_trip(value)
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"tensor": "missing"},
+        {"tensor": 3},
+        {"float": "1e5; import os"},
+        {"tuple": {"a": 1}},
+        {"items": [[1, 2, 3]]},
+        {"items": [[[], 1]]},
+        {"dtype": "nn"},
+        {"subclass": "os.system", "parts": {}, "context": {"tuple": ["true"]}},
+        {"unknown": 1},
+    ],
+)
+def test_a_skeleton_of_something_else_is_refused(skeleton):
+    with pytest.raises(DamagedError, match="no "):
+        put_together(skeleton, {})
+
+
+def test_torchao_states_are_put_together_again():
+    module = pytest.importorskip("torchao.optim.subclass_8bit", exc_type=ImportError)
+    state = module.OptimState8bit.zeros((64, 64), signed=True, block_size=256, device="cpu")
+    again, tensors = round_trip({"exp_avg": state})
+    assert type(again["exp_avg"]) is type(state)
+    assert torch.equal(again["exp_avg"].dequantize(), state.dequantize())
+    assert all(name.startswith("exp_avg.") for name in tensors)
