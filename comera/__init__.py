@@ -12,6 +12,7 @@ The public names, in the order one meets them::
     ranks.finish_(optimizer)
 """
 
+from comera.checkpoint.chain import CheckpointChain
 from comera.memory import reuse_freed_memory
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CAME",
+    "CheckpointChain",
     "GaLore",
     "GaLoreAdafactor",
     "GaLoreAdamW",

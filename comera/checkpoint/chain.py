@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,14 @@ class Checkpoint:
         model: For ``model.load_state_dict``.
         optimizer: For ``optimizer.load_state_dict``; None if none was saved.
         extra: As it was given.
+        parameters: From the keys of ``optimizer["state"]`` to names of weights, where known.
     """
 
     step: int
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
     extra: dict[str, Any]
+    parameters: dict[Any, str]
 
 
 class CheckpointChain:
@@ -152,6 +154,7 @@ class CheckpointChain:
         model: nn.Module | Mapping[str, Any],
         optimizer: Any = None,
         extra: Mapping[str, Any] | None = None,
+        parameters: Mapping[Any, str] | None = None,
     ) -> None:
         """Add a checkpoint. Returns once the state is copied, unless ``background`` is off.
 
@@ -160,6 +163,8 @@ class CheckpointChain:
             model: A module or its state.
             optimizer: An optimizer, its state, or None.
             extra: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
+            parameters: From keys of the optimizer's state to names of weights; needed only where
+                states are given instead of objects, and parameters are not in the model's order.
 
         Raises:
             ValueError: If a later checkpoint is there.
@@ -179,7 +184,7 @@ class CheckpointChain:
                 "another folder"
             )
         began = time.perf_counter()
-        snapshot = take_snapshot(model, optimizer, extra, self._policy, self._device)
+        snapshot = take_snapshot(model, optimizer, extra, self._policy, self._device, parameters)
         copying = time.perf_counter() - began
         if self._thread is None:
             self._write(step, snapshot, copying)
@@ -294,10 +299,13 @@ class CheckpointChain:
                 log.warning("the checkpoint of step %d cannot be used: %s", number, problem)
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
-    def verify(self) -> dict[int, str | None]:
+    def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
         """For every step what is wrong with its checkpoint, or one it builds on; None if nothing.
 
         Everything is read in full, once.
+
+        Args:
+            checked: Called with every step when it is done.
         """
         self.wait()
         found: dict[int, str | None] = {}
@@ -313,13 +321,15 @@ class CheckpointChain:
                 found[step] = None
             except DamagedError as problem:
                 found[step] = str(problem)
+            if checked is not None:
+                checked(step)
         return found
 
     def _load(self, step: int) -> Checkpoint:
         links = self._archive.links(step)
         model = self._weights(links[:-1])
         parts = decode_rest(self._archive.streams(links[-1]), model, self._max_bytes)
-        return Checkpoint(step, parts["model"], parts["optimizer"], parts["extra"])
+        return Checkpoint(step, **parts)
 
     def _weights(self, links: list[Manifest]) -> dict[str, Tensor] | None:
         weights: dict[str, Tensor] | None = None

@@ -103,7 +103,7 @@ def decode_model(
 def decode_rest(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> dict[str, Any]:
-    """Everything: ``model``, ``optimizer`` and ``extra`` as they were given to be saved.
+    """Everything: ``model``, ``optimizer``, ``extra`` and ``parameters`` as they were saved.
 
     Raises:
         DamagedError: As :func:`decode_model`.
@@ -125,7 +125,7 @@ def decode_rest(
             tensors[names[0]] = codec.read_exact(section, record, shape, dtypes[0], None)
     reader.check_end()
     parts = put_together(skeleton, tensors)
-    if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "extra"}:
+    if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "extra", "parameters"}:
         raise DamagedError("the checkpoint does not consist of model, optimizer and extra")
     return parts
 

@@ -104,6 +104,7 @@ def take_snapshot(
     extra: Mapping[str, Any] | None,
     policy: Policy,
     device: str | None = "cpu",
+    parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and whatever else.
 
@@ -113,22 +114,25 @@ def take_snapshot(
         extra: Tensors and plain values of the caller.
         policy: Decides what is skipped, and what is lossy.
         device: Where the copies are; None for where each tensor is.
+        parameters: From the optimizer's keys of parameters to names of weights, where a state is
+            given in place of an optimizer.
 
     Raises:
         TypeError: If something is neither a tensor nor a plain value; says which.
     """
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
-    parameters = set(weights)
+    trained = set(weights)
     if isinstance(model, nn.Module):
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    entries = _entries(model, optimizer, weights, states)
+        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = parameters or _names_of_parameters(model, optimizer, weights, states)
+    entries = _entries(states, names)
     snapshot = Snapshot()
     where: dict[Any, str] = {}  # tied tensors are kept once
 
     def take(path: str, tensor: Tensor) -> str | None:
         part, _, inner = path.partition(".")
-        name, lossy = path, part == "model" and inner in parameters
+        name, lossy = path, part == "model" and inner in trained
         if path in entries:
             name, lossy = entries[path], entries[path].endswith(_LOSSY_MOMENTS)
         treatment = policy.treatment(name, tensor, lossy)
@@ -147,7 +151,9 @@ def take_snapshot(
             snapshot.lossy.add(name)
         return name
 
-    parts = {"model": weights, "optimizer": states, "extra": extra or {}}
+    parts = {
+        "model": weights, "optimizer": states, "extra": extra or {}, "parameters": names
+    }  # fmt: skip
     snapshot.skeleton = take_apart(parts, take)
     snapshot.moments = _moments(snapshot)
     return snapshot
@@ -156,25 +162,27 @@ def take_snapshot(
 _LOSSY_MOMENTS = tuple(f".{key}" for key in (*_FIRST_MOMENTS, *_SECOND_MOMENTS))
 
 
-def _entries(
+def _names_of_parameters(
     model: nn.Module | Mapping[str, Any],
     optimizer: Any,
     weights: Mapping[str, Any],
     states: Mapping[str, Any] | None,
-) -> dict[str, str]:
-    """Paths of the optimizer's tensors, numbered like the parameters, and names in their place."""
+) -> dict[Any, str]:
+    """From the optimizer's keys of parameters to names of weights, as far as they are known."""
     if not states or "state" not in states:
         return {}
-    names: dict[Any, str] = {}
-    if isinstance(model, nn.Module) and hasattr(optimizer, "param_groups"):
-        of = {id(param): name for name, param in model.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        names = {k: of[id(param)] for k, param in enumerate(params) if id(param) in of}
-    else:
-        names = _guessed(weights, states)
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
+        return _guessed(weights, states)
+    of = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {k: of[id(param)] for k, param in enumerate(params) if id(param) in of}
+
+
+def _entries(states: Mapping[str, Any] | None, names: Mapping[Any, str]) -> dict[str, str]:
+    """Paths of the optimizer's tensors, numbered like the parameters, and names in their place."""
     return {
         f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
-        for key, entries in states["state"].items()
+        for key, entries in (states or {}).get("state", {}).items()
         if isinstance(entries, Mapping)
         for entry in entries
     }

@@ -1,4 +1,4 @@
-"""``comera train CONFIG``, ``plan``, ``sweep``, ``report RUN``, ``bench WHAT``, ``calibrate``."""
+"""The command ``comera``: ``train``, ``plan``, ``sweep``, ``report``, ``checkpoint`` and others."""
 
 import difflib
 import logging
@@ -17,6 +17,7 @@ from comera.bench.calibrate import calibrate
 from comera.bench.cli import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.memory import reuse_freed_memory
+from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
 from comera.recipes.parse import spelled_out
 from comera.recipes.run import plan, planned_memory, run
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_sweep(Path(options.file), options.jobs, options.overwrite, console)
         if chosen.command == "bench":
             return run_bench(chosen.bench, console)
+        if chosen.command == "checkpoint":
+            return run_checkpoint(chosen.checkpoint, console)
         if chosen.command == "calibrate":
             reuse_freed_memory()
             if chosen.calibrate.threads is not None:
@@ -118,6 +121,7 @@ def make_parser() -> ArgumentParser:
     report.add_argument("run", type=str, help="folder of the run")
     commands.add_subcommand("report", report, help="write one HTML file about a run")
     add_bench(commands)
+    add_checkpoint(commands)
     measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
     measure.add_argument(
         "--device", type=Literal["cpu", "cuda"], default="cpu", help="what to measure"

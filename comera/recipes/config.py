@@ -1,10 +1,12 @@
 """The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from comera.checkpoint.chain import CheckpointChain
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
@@ -111,6 +113,44 @@ class TrainConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """How the state of training is kept; see :class:`comera.CheckpointChain`.
+
+    Args:
+        mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
+            smaller, from which it is resumed nearly.
+        bits: Of codes, 2 to 8, in lossy checkpoints.
+        rate: What a bit is worth: larger makes smaller files and larger errors.
+        alpha: Of ExCP's rule for small changes of weights; 0 leaves that to the rate.
+        beta: Moments smaller than so many means are left out.
+        key_every: So many checkpoints build on each other; null for 20 of lossy ones, and none of
+            lossless ones.
+        key_bits: Of codes of weights where a lossy checkpoint stands alone.
+        keep_last: Older checkpoints are deleted; null keeps all.
+        keep_every: Steps divisible by it are kept for good; null for none.
+    """
+
+    mode: Literal["lossless", "lossy"] = "lossless"
+    bits: int = 4
+    rate: float = 0.25
+    alpha: float = 0.0
+    beta: float = 2.0
+    key_every: int | None = None
+    key_bits: int = 8
+    keep_last: int | None = 2
+    keep_every: int | None = None
+
+    def chain(self, folder: Path) -> CheckpointChain:
+        """The checkpoints in a folder.
+
+        Raises:
+            ValueError: If a setting makes no sense.
+        """
+        every = self.key_every or (1 if self.mode == "lossless" else 20)
+        return CheckpointChain(folder, **{**asdict(self), "key_every": every})
+
+
+@dataclass
 class RunConfig:
     """One run.
 
@@ -128,6 +168,7 @@ class RunConfig:
         ranks: Rank learning; null keeps all ranks.
         optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
+        checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
         twin: Train the dense model too, for the same steps, and compare.
         overwrite: Start again where ``out`` holds a run already.
     """
@@ -145,6 +186,7 @@ class RunConfig:
     ranks: RankConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     twin: bool = False
     overwrite: bool = False
 
@@ -186,6 +228,10 @@ class RunConfig:
             value = getattr(self.train, name)
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value} must be at least 1")
+        try:
+            self.checkpoints.chain(Path())
+        except ValueError as problem:
+            raise ValueError(f"checkpoints.{problem}") from None
         check_device(self.device)
         check_optimizer(self.optimizer)
         if self.optimizer.in_backward and self.train.clip_norm is not None:

@@ -233,6 +233,7 @@ def _train_one(
         save_every=config.train.save_every,
         log_every=config.train.log_every,
         resume=True,
+        chain=config.checkpoints.chain(folder / "checkpoints"),
         title=name,
         quiet=quiet,
     )
