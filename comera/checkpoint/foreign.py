@@ -74,7 +74,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
         )
     optimizer_key = next((k for k in _OPTIMIZER_KEYS if isinstance(state.get(k), Mapping)), None)
     extra = {k: v for k, v in state.items() if k not in (model_key, optimizer_key)}
-    return {"model": state[model_key], "optimizer": state.get(optimizer_key), "extra": extra}
+    states = state[optimizer_key] if optimizer_key else None
+    return {"model": state[model_key], "optimizer": states, "extra": extra}
 
 
 def write_weights(path: Path, model: Mapping[str, Any]) -> list[Path]:

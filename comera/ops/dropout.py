@@ -52,7 +52,12 @@ def check_probability(p: float) -> None:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """A random int8 mask on the CPU, zero with probability p, and the scale of what it keeps."""
+    """A random int8 mask on the CPU, zero with probability p, and the scale of what it keeps.
+
+    Draws nothing for no entries: evaluation leaves torch's random state alone.
+    """
+    if not math.prod(shape):
+        return torch.zeros(shape, dtype=torch.int8), torch.ones(())
     lower = math.floor(p * _STEPS)
     dropped = lower + int(torch.rand(()) < p * _STEPS - lower)
     count = math.prod(shape)

@@ -14,6 +14,7 @@ from comera.checkpoint.archive import Archive, Manifest
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.foreign import find_series, read_foreign, step_of, write_weights
 from comera.checkpoint.streams import DamagedError
+from comera.recipes.replay import replay
 from comera.train.log import progress_bar
 
 _FILE_WIDTH = 120
@@ -184,6 +185,41 @@ def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:
     return {name: getattr(saved, name) for name in names}
 
 
+def _evaluate(options: Namespace, console: Console) -> int:
+    run = Path(options.run)
+    archive = _archive(options.chain or options.run)
+    chain = CheckpointChain(archive.folder)
+    steps = [_number("at", part) for part in options.at.split(",")] if options.at else chain.steps()
+    for step in set(steps) - set(chain.steps()):
+        raise FileNotFoundError(f"at={options.at}: there is no checkpoint of step {step}")
+    if options.train_on < 0:
+        raise ValueError(f"train_on={options.train_on} must be 0 or more")
+    table = Table(title=f"loss with checkpoints in {escape(str(chain.folder))}", title_style="")
+    for name in ("step", "ratio", "the run's loss", "as read", "difference"):
+        table.add_column(name, justify="right")
+    if options.train_on:
+        for name in ("trained on to", "the run's loss", "from what is read", "difference"):
+            table.add_column(name, justify="right")
+    with progress_bar(console=console) as bar:
+        task = bar.add_task("evaluate", total=None, figures="")
+        for found in replay(run, chain, steps, options.train_on, lambda n: bar.advance(task, n)):
+            manifest = archive.manifest(found.step)
+            cells = [f"{found.step:,}", f"{manifest.raw_bytes / manifest.size:.1f}x"]
+            cells += _beside(found.logged, found.read)
+            if options.train_on:
+                cells += [f"{found.later:,}", *_beside(found.logged_later, found.read_later)]
+            table.add_row(*cells)
+            bar.update(task, advance=1, figures=f"step {found.step:,}")
+    console.print(table)
+    return 0
+
+
+def _beside(logged: float | None, read: float) -> list[str]:
+    if logged is None:
+        return ["not evaluated", f"{read:.4f}", ""]
+    return [f"{logged:.4f}", f"{read:.4f}", f"{read / logged - 1:+.2%}"]
+
+
 def _archive(folder: str) -> Archive:
     """The checkpoints in a folder, or those of a run."""
     for path in (Path(folder), Path(folder) / "checkpoints"):
@@ -193,12 +229,14 @@ def _archive(folder: str) -> Archive:
 
 
 def _step(text: str) -> int | Literal["latest"]:
-    if text == "latest":
-        return "latest"
+    return "latest" if text == "latest" else _number("step", text, ", or 'latest'")
+
+
+def _number(name: str, text: str, other: str = "") -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"step={text!r} must be a number, or 'latest'") from None
+        raise ValueError(f"{name}={text!r} must be a number{other}") from None
 
 
 def _add_folder(parser: ArgumentParser) -> None:
@@ -229,10 +267,18 @@ def _add_compress(parser: ArgumentParser) -> None:
     parser.add_argument("--key_every", type=int, default=20, help="checkpoints from key to key")
 
 
+def _add_evaluate(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=str, help="folder of a run of `comera train`")
+    parser.add_argument("--chain", type=str, help="folder of its checkpoints, if not the run's own")
+    parser.add_argument("--at", type=str, help="steps of the checkpoints to take, with commas")
+    parser.add_argument("--train_on", type=int, default=0, help="steps to go on from each")
+
+
 _Action = tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace, Console], int]]
 _ACTIONS: dict[str, _Action] = {
     "inspect": ("what is in a chain, and what its bytes are", _add_folder, _inspect),
     "verify": ("read everything, and say what is damaged", _add_folder, _verify),
     "export": ("write a checkpoint's weights as safetensors", _add_export, _export),
+    "evaluate": ("the loss of checkpoints beside the run's own", _add_evaluate, _evaluate),
     "compress": ("make a chain of other programs' checkpoints", _add_compress, _compress),
 }

@@ -1,11 +1,10 @@
 """Carry out a run: the compressed model, its dense twin if asked for, and what came of them."""
 
-import contextlib
 import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
-from comera.optim.in_backward import OptimizerInBackward
-from comera.rank.schedule import TwoStage
-from comera.recipes.config import OptimizerConfig, RunConfig
+from comera.recipes.build import build_step, make_model, without_remarks
+from comera.recipes.config import RunConfig
 from comera.recipes.folder import claim
 from comera.recipes.optimizers import make_optimizer
 from comera.recipes.tasks import Task, planned_dense_model, prepare_task
@@ -30,7 +27,6 @@ from comera.report.memory import MemoryReport, memory_report
 from comera.report.plan import ModelPlan
 from comera.report.plan import plan as plan_model
 from comera.train.loop import LoopResult, train
-from comera.train.step import TrainStep
 
 _log = logging.getLogger("comera")
 
@@ -134,7 +130,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
     """
     found = []
     for name, settings in _jobs(config):
-        with _quiet():  # tensorize_ has its say when the model is made
+        with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
         optimizer = make_optimizer(model, settings.optimizer, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
@@ -185,17 +181,6 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     return jobs
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without remarks about the layers."""
-    before = _log.level
-    _log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        _log.setLevel(before)
-
-
 def _train_one(
     name: str,
     folder: Path,
@@ -207,11 +192,11 @@ def _train_one(
     before: list[Outcome],
 ) -> Outcome | None:
     torch.manual_seed(config.seed)
-    model = _make_model(config, task, device)
+    model = make_model(config, task, device)
     layer_dense = compression_report(model).tt_dense_params
     if before:
         layer_dense = before[0].layer_dense_params
-    step = _build_step(model, config, task)
+    step = build_step(model, config, task)
     console.print(
         str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
         soft_wrap=True, highlight=False, markup=False,
@@ -240,71 +225,6 @@ def _train_one(
     if result.interrupted:
         return None
     return _save(name, folder, model, result, layer_dense)
-
-
-def _make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    if config.tensorize is None or not task.lean or config.tensorize.init == "svd":
-        with device:
-            model = task.make_model()
-        return model if config.tensorize is None else tensorize_(model, config.tensorize)
-    with torch.device("meta"):
-        model = task.make_model()
-    tensorize_(model, config.tensorize).to_empty(device=device)
-    model.reset_parameters(config.tensorize.init)  # type: ignore[operator]
-    return model
-
-
-def _build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
-    settings = config.optimizer
-    optimizer = make_optimizer(model, settings, config.width)
-    falling = _rate(settings, task.steps)
-    scheduler = LambdaLR(
-        optimizer,
-        [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
-    )
-    ranks = None
-    if config.ranks is not None:
-        ranks = TwoStage(
-            model,
-            config.ranks.target,
-            round(config.ranks.early_share * task.steps),
-            round(config.ranks.late_share * task.steps),
-            gamma=config.ranks.gamma,
-            beta=config.ranks.beta,
-            rho_loss=config.ranks.rho_loss,
-            rho_size=config.ranks.rho_size,
-            min_rank=config.ranks.min_rank,
-        )
-    return TrainStep(
-        model,
-        task.loss_fn,
-        OptimizerInBackward(optimizer) if settings.in_backward else optimizer,
-        ranks,
-        accumulate=config.train.accumulate,
-        clip_norm=config.train.clip_norm,
-        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
-        scheduler=scheduler,
-        compile=config.train.compile,
-    )
-
-
-def _constant(step: int) -> float:
-    return 1.0
-
-
-def _rate(settings: OptimizerConfig, steps: int):
-    """Share of the peak rate at each step: rising, then falling to zero."""
-    warmup = max(1, round(settings.warmup_share * steps))
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        left = max(0.0, (steps - step) / max(1, steps - warmup))
-        if settings.schedule == "linear":
-            return left
-        return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
-
-    return rate
 
 
 def _save(

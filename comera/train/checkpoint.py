@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,21 +33,24 @@ def save_checkpoint(
     chain.save(step.steps_done, step.model, step.optimizer, state)
 
 
-def load_checkpoint(chain: CheckpointChain, step: TrainStep) -> dict[str, Any]:
+def load_checkpoint(
+    chain: CheckpointChain, step: TrainStep, at: int | Literal["latest"] = "latest"
+) -> dict[str, Any]:
     """Put everything back as :func:`save_checkpoint` found it; truncated ranks included.
 
     Args:
-        chain: The last checkpoint that is sound is taken.
+        chain: Where it was saved.
         step: A training step over the same model, optimizer and rank settings.
+        at: After how many steps; ``latest`` is the last checkpoint that is sound.
 
     Returns:
         The ``extra`` of the checkpoint.
 
     Raises:
-        FileNotFoundError: If the chain is empty, or no checkpoint in it is sound.
-        ValueError: If the checkpoint is not one of a training step, or one of another model.
+        FileNotFoundError: If there is no such checkpoint, or none that is sound.
+        ValueError: If it is damaged, not one of a training step, or one of another model.
     """
-    saved = chain.load("latest")
+    saved = chain.load(at)
     state, path = saved.extra, chain.folder
     keys = {"layout", "scheduler", "ranks", "random", "extra"}
     if saved.optimizer is None or state.keys() != keys:

@@ -143,7 +143,7 @@ def train(
                     result.ranks = step.ranks.finish_(step.optimizer)  # type: ignore[union-attr]
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
-                    result.metrics = _evaluate(step, evaluate)
+                    result.metrics = evaluated(step, evaluate)
                     run_log.write(done, **{f"eval/{k}": v for k, v in result.metrics.items()})
                 if save_every and done % save_every == 0 and done < steps:
                     save()
@@ -174,9 +174,10 @@ def _figures(step: TrainStep) -> dict[str, Any]:
     return figures
 
 
-def _evaluate(
+def evaluated(
     step: TrainStep, evaluate: Callable[[nn.Module], dict[str, float]]
 ) -> dict[str, float]:
+    """What ``evaluate`` says of the model as it is, which is back in training mode after."""
     step.model.eval()
     try:
         with torch.no_grad(), step.merged:  # the cores are joined once for all batches

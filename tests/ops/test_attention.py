@@ -63,6 +63,13 @@ def test_dropout_drops_weights_forward_and_backward(at_once, monkeypatch):
     )  # fmt: skip
 
 
+def test_without_dropout_no_random_number_is_drawn():
+    q, k, v = torch.randn(3, 3, 5, 8)
+    before = torch.get_rng_state()
+    attend(q, k, v, torch.ones(3, 5, dtype=torch.bool), 0.5, 0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_sequence_of_padding_alone_gives_numbers():
     q, k, v, keep = make()
     keep[1] = False

@@ -170,3 +170,29 @@ def test_what_cannot_be_compressed_is_named(tmp_path, capsys):
     assert "model-1.pt is not readable" in said("compress", tmp_path, out)
     torch.save({}, tmp_path / "other-1.pt")
     assert "are both of step 1" in said("compress", tmp_path, out)
+
+
+def test_evaluate_sets_what_is_read_beside_the_run(source, tmp_path, capsys):
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
+    words = ["--train.eval_every=4", "--checkpoints.keep_last=null"]
+    assert main(["train", str(path), *words]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "evaluate", str(out), "--train_on=4"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("+0.00%") == 6  # lossless: nothing differs, nor after four steps more
+    chain = str(tmp_path / "lossy")
+    assert main(["checkpoint", "compress", str(out), chain, "--key_every=3"]) == 0
+    source_names = CheckpointChain(out / "checkpoints").load(8).parameters
+    assert CheckpointChain(chain).load(8).parameters == source_names
+    words = ["--chain", chain, "--train_on=4", "--at=4,8"]
+    assert main(["checkpoint", "evaluate", str(out), *words]) == 0
+    printed = capsys.readouterr().out
+    differences = [float(d) for d in re.findall(r"([+-]\d+\.\d+)%", printed)]
+    assert len(differences) == 4
+    assert any(differences)
+    assert max(map(abs, differences)) < 3
+    assert main(["checkpoint", "evaluate", str(out), "--at=5"]) == 1
+    assert "there is no checkpoint of step 5" in capsys.readouterr().out
+    assert main(["checkpoint", "evaluate", chain]) == 1
+    assert "is not a run" in capsys.readouterr().out

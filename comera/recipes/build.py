@@ -1,0 +1,98 @@
+"""From settings and data to a model and what trains it."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from comera.nn.convert import tensorize_
+from comera.optim.in_backward import OptimizerInBackward
+from comera.rank.schedule import TwoStage
+from comera.recipes.config import OptimizerConfig, RunConfig
+from comera.recipes.optimizers import make_optimizer
+from comera.recipes.tasks import Task
+from comera.train.step import TrainStep
+
+log = logging.getLogger("comera")
+
+
+def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
+    """The model at the start of a run; the same for the same random state."""
+    if config.tensorize is None or not task.lean or config.tensorize.init == "svd":
+        with device:
+            model = task.make_model()
+        return model if config.tensorize is None else tensorize_(model, config.tensorize)
+    with torch.device("meta"):
+        model = task.make_model()
+    tensorize_(model, config.tensorize).to_empty(device=device)
+    model.reset_parameters(config.tensorize.init)  # type: ignore[operator]
+    return model
+
+
+def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
+    """The training step of a run, with its optimizer and schedules."""
+    settings = config.optimizer
+    optimizer = make_optimizer(model, settings, config.width)
+    falling = _rate(settings, task.steps)
+    scheduler = LambdaLR(
+        optimizer,
+        [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
+    )
+    ranks = None
+    if config.ranks is not None:
+        ranks = TwoStage(
+            model,
+            config.ranks.target,
+            round(config.ranks.early_share * task.steps),
+            round(config.ranks.late_share * task.steps),
+            gamma=config.ranks.gamma,
+            beta=config.ranks.beta,
+            rho_loss=config.ranks.rho_loss,
+            rho_size=config.ranks.rho_size,
+            min_rank=config.ranks.min_rank,
+        )
+    return TrainStep(
+        model,
+        task.loss_fn,
+        OptimizerInBackward(optimizer) if settings.in_backward else optimizer,
+        ranks,
+        accumulate=config.train.accumulate,
+        clip_norm=config.train.clip_norm,
+        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+        scheduler=scheduler,
+        compile=config.train.compile,
+    )
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _rate(settings: OptimizerConfig, steps: int):
+    """Share of the peak rate at each step: rising, then falling to zero."""
+    warmup = max(1, round(settings.warmup_share * steps))
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        left = max(0.0, (steps - step) / max(1, steps - warmup))
+        if settings.schedule == "linear":
+            return left
+        return 0.5 - 0.5 * math.cos(math.pi * left) if settings.schedule == "cosine" else 1.0
+
+    return rate
+
+
+@contextlib.contextmanager
+def without_remarks() -> Iterator[None]:
+    """Without remarks about the layers."""
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
