@@ -8,6 +8,7 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
+from comera.bench.checkpoints import checkpoints
 from comera.bench.curve import DEFAULT_POINTS, Axis, curve
 from comera.bench.embedding import embedding
 from comera.bench.linear import linear
@@ -16,6 +17,7 @@ from comera.bench.numerics import DisagreementError
 from comera.bench.objective import objective
 from comera.bench.optimizers import Llama, optimizers
 from comera.bench.options import (
+    add_checkpoints,
     add_common,
     add_embedding,
     add_linear,
@@ -38,6 +40,7 @@ from comera.bench.ranking import ranking
 from comera.bench.session import Session
 from comera.bench.step import step
 from comera.bench.truncation import truncation
+from comera.checkpoint.contents import Quality
 from comera.memory import reuse_freed_memory
 
 _INTERRUPTED = 130
@@ -168,6 +171,13 @@ def _run_objective(session: Session, options: Namespace) -> None:
     objective(session, encoders_of(options), options.batch)
 
 
+def _run_checkpoints(session: Session, options: Namespace) -> None:
+    for name in ("parameters", "width"):
+        check_positive(name, options[name])
+    quality = Quality(options.bits, options.rate, 0.0, options.beta, key_bits=8)
+    checkpoints(session, options.parameters, options.width, quality)
+
+
 def _run_truncation(session: Session, options: Namespace) -> None:
     check_positive("batch", options.batch)
     truncation(session, encoders_of(options), options.batch, options.keep)
@@ -206,6 +216,11 @@ _BENCHMARKS: Mapping[
         "time what the rank objective adds to a training step",
         add_objective,
         _run_objective,
+    ),
+    "checkpoints": (
+        "time checkpoints that are copied, compressed and read",
+        add_checkpoints,
+        _run_checkpoints,
     ),
     "truncation": (
         "time a training step before and after truncation of its ranks",

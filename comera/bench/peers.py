@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.nn.linear import TTLinear
@@ -120,6 +121,20 @@ def refresh_galore(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         if "projector" in state:
             state["step"] = GALORE_GAP
+
+
+def faiss_codes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Values and codes by faiss, called as the authors of ExCP call it.
+
+    Raises:
+        MissingPeerError: If faiss is not installed.
+    """
+    faiss = _load("faiss", "faiss-cpu")
+    points = values.cpu().reshape(-1, 1).numpy()
+    clusters = faiss.Kmeans(1, size, gpu=False)
+    clusters.train(points)
+    codes = clusters.index.search(points, 1)[1]
+    return torch.from_numpy(clusters.centroids[:, 0]), torch.from_numpy(codes[:, 0])
 
 
 def _load(module: str, package: str) -> Any:
