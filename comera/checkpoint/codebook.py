@@ -42,9 +42,9 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     """At most ``size`` values that come near to all in the mean square.
 
     Starts from the best clusters of a few hundred bins, and goes on by Lloyd's algorithm until
-    hardly a value moves. With a rate, a value is given to the cluster with the least sum of its squared
-    error and the price of the bits that an entropy coder needs to name that cluster, so rare
-    clusters die out (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
+    hardly a value moves. With a rate, a value is given to the cluster with the least sum of its
+    squared error and the price of the bits that an entropy coder needs to name that cluster, so
+    rare clusters die out (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
 
     Args:
         values_n: Finite float32, shape (n,).
