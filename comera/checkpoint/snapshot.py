@@ -198,6 +198,8 @@ def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any,
     names = [name for group in groups for name in group.get("param_names", [])]
     if len(names) == len(numbers):
         return dict(zip(numbers, names, strict=True))
+    if numbers and all(key in weights for key in numbers):  # names already
+        return {name: name for name in numbers}
     floats = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
     if len(floats) != len(numbers):
         return {}

@@ -156,7 +156,7 @@ def _export(options: Namespace, console: Console) -> int:
 def _compress(options: Namespace, console: Console) -> int:
     folder = Path(options.out)
     series = _series(Path(options.source))
-    settings = {key: options[key] for key in ("mode", "bits", "rate", "alpha", "beta", "key_every")}
+    settings = {key: options[key] for key in _QUALITY}
     with (
         CheckpointChain(folder, background=False, **settings) as chain,
         progress_bar(console=console) as bar,
@@ -265,6 +265,10 @@ def _add_compress(parser: ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, default=0.0, help="of the paper's rule for weights")
     parser.add_argument("--beta", type=float, default=2.0, help="smallest moments, in means")
     parser.add_argument("--key_every", type=int, default=20, help="checkpoints from key to key")
+    parser.add_argument("--key_bits", type=int, default=8, help="of weights in a key frame")
+
+
+_QUALITY = ("mode", "bits", "rate", "alpha", "beta", "key_every", "key_bits")
 
 
 def _add_evaluate(parser: ArgumentParser) -> None:

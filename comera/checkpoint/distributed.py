@@ -1,0 +1,61 @@
+"""Checkpoints of models that several processes train: gathered by rank 0, and given back by it."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from comera.checkpoint.chain import Checkpoint
+
+
+def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+    """The whole state of a model and its optimizer, on the CPU of rank 0; every rank must call it.
+
+    For ``fully_shard`` and ``DistributedDataParallel``; names are those of the model without them,
+    so the checkpoint can be loaded with any number of processes, and with one::
+
+        parts = gathered(model, optimizer)
+        if parts is not None:
+            chain.save(step, **parts)
+
+    Returns:
+        ``model`` and ``optimizer`` for :meth:`CheckpointChain.save`; None on the other ranks.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    if optimizer is None:
+        parts: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    else:
+        states = get_state_dict(model, optimizer, options=options)
+        parts = dict(zip(("model", "optimizer"), states, strict=True))
+    return parts if dist.get_rank() == 0 else None
+
+
+def scatter_(
+    model: nn.Module, optimizer: Optimizer | None = None, saved: Checkpoint | None = None
+) -> None:
+    """Load what :func:`gathered` was saved from into every process; every rank must call it.
+
+    Args:
+        model: As for :func:`gathered`.
+        optimizer: As for :func:`gathered`.
+        saved: What ``chain.load`` returned, on rank 0; not looked at elsewhere.
+
+    Raises:
+        ValueError: If rank 0 has none.
+    """
+    if dist.get_rank() == 0 and saved is None:
+        raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # One after the other: set_state_dict takes an empty dict of weights for none to be loaded.
+    set_model_state_dict(model, saved.model if saved is not None else {}, options=options)
+    if optimizer is not None:
+        states = (saved.optimizer if saved is not None else None) or {}
+        set_optimizer_state_dict(model, optimizer, states, options=options)

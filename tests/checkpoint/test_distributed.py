@@ -1,0 +1,121 @@
+"""Two processes on this machine, sharded and replicated, against one."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+
+from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.distributed import gathered, scatter_
+
+WORLD = 2
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24))
+
+
+def train(model, optimizer, steps):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        model(torch.randn(8, 24, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+
+
+def replicated(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def whole(model):
+    model = getattr(model, "module", model)
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def _process(rank, path, wrap):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{path}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    chain = CheckpointChain(f"{path}/chain", mode="lossless", background=False)
+    model = wrap(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in (2, 4):
+        train(model, optimizer, 2)
+        parts = gathered(model, optimizer)
+        assert (parts is None) == (rank != 0)
+        if parts is not None:
+            chain.save(step, **parts)
+    again = wrap(make_model(seed=1))
+    resumed = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    scatter_(again, resumed, chain.load() if rank == 0 else None)
+    train(again, resumed, 2)
+    train(model, optimizer, 2)
+    weights = whole(again)
+    assert all(torch.equal(a, b) for a, b in zip(whole(model), weights, strict=True))
+    if rank == 0:
+        names = getattr(model, "module", model).state_dict()
+        torch.save(dict(zip(names, weights, strict=True)), f"{path}/resumed.pt")
+    chain.close()
+    dist.destroy_process_group()
+
+
+def run(path, wrap):
+    context = multiprocessing.spawn(_process, (str(path), wrap), WORLD, join=False)
+    until = time.monotonic() + 120
+    while not context.join(timeout=1):
+        if time.monotonic() > until:  # they wait for each other
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the processes do not end")
+    return torch.load(path / "resumed.pt")
+
+
+@pytest.mark.parametrize("wrap", [sharded, replicated])
+def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
+    weights = run(tmp_path, wrap)
+    alone = make_model()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    saved = CheckpointChain(tmp_path / "chain").load()  # in one process
+    alone.load_state_dict(saved.model)
+    names = {name: k for k, name in enumerate(alone.state_dict())}
+    state = {names[name]: entries for name, entries in saved.optimizer["state"].items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    train(alone, optimizer, 2)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_lossy_chain_knows_the_weights_of_gathered_moments(tmp_path):
+    alone = make_model()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    with CheckpointChain(tmp_path) as chain:
+        for step in (1, 2):
+            train(alone, optimizer, 1)
+            named = {name: dict(optimizer.state[p]) for name, p in alone.named_parameters()}
+            groups = [{"params": list(named), "lr": 1e-2}]
+            chain.save(step, alone.state_dict(), {"state": named, "param_groups": groups})
+        saved = chain.load()
+    assert saved.parameters == {name: name for name in named}
+    kept = saved.optimizer["state"]["0.weight"]["exp_avg"] != 0
+    assert 0 < kept.sum() < kept.numel() / 2
+
+
+def test_rank_0_without_a_checkpoint_says_so(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="rank 0 needs the checkpoint"):
+            scatter_(make_model())
+    finally:
+        dist.destroy_process_group()
