@@ -120,6 +120,7 @@ def write_change(
         the next change makes up for it.
     """
     change = weight.detach().float().reshape(-1)
+    size = len(change)
     record: Record = {"codec": "change"}
     if base is None:
         kept = torch.arange(len(change), device=change.device)
@@ -141,11 +142,19 @@ def write_change(
         else:
             book = learn(change, 2**bits - 1)
             codes = book.codes(change)
-        gaps = to_gaps(kept.cpu().numpy())
-        section.write("gaps", gaps)
-        record["gaps"] = len(gaps)
     record |= {"kept": len(kept), "book": len(book.values)}
-    _write_coded(section, "change", book.values, codes)
+    if base is None:
+        record["places"] = "all"
+        _write_coded(section, "change", book.values, codes)
+    elif _MANY * len(kept) > size:
+        record["places"] = "many"  # what is left out has a code of its own
+        all_codes = torch.zeros(size, dtype=torch.uint8, device=codes.device)
+        all_codes[kept] = codes + 1
+        section.write("books", _floats(book.values))
+        section.write("codes of all", pack(all_codes.cpu().numpy(), len(book.values) + 1))
+    else:
+        record["places"] = _write_gaps(section, kept)
+        _write_coded(section, "change", book.values, codes)
     return record, kept, _changed(weight.shape, weight.dtype, base, kept, book.values, codes)
 
 
@@ -153,17 +162,26 @@ def read_change(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where the kept entries lie (k,), and the weight, as :func:`write_change` returned them."""
-    count, below = record["kept"], int(np.prod(shape, dtype=object))
-    if "gaps" in record:
-        if base is None:
-            raise DamagedError("a change has nothing before it")
-        kept = torch.from_numpy(from_gaps(section.read("gaps", record["gaps"]), count, below))
-    elif count == below:
-        base, kept = None, torch.arange(below)
+    count, below, places = record["kept"], int(np.prod(shape, dtype=object)), record["places"]
+    if base is None and places != "all":
+        raise DamagedError("a change has nothing before it")
+    if places == "many":
+        book = _read_floats(section, record["book"])
+        packed = section.read("codes of all", -(-below // _to_a_byte(len(book) + 1)))
+        codes = torch.from_numpy(unpack(packed, len(book) + 1, below))
+        kept = vectors.positions(codes > 0)
+        codes = codes[kept] - 1
+        _check_codes(codes, len(book))
     else:
-        raise DamagedError(f"{count} entries are kept of a first weight of {below}")
-    book, codes = _read_coded(section, "change", record["book"], count)
-    return kept, _changed(torch.Size(shape), dtype, base, kept, book, codes)
+        kept = torch.arange(below)
+        if places != "all":
+            kept = torch.from_numpy(from_gaps(section.read("gaps", places), count, below))
+        book, codes = _read_coded(section, "change", record["book"], len(kept))
+    if len(kept) != count:
+        raise DamagedError(f"{len(kept)} entries are kept where {count} are stated")
+    return kept, _changed(
+        torch.Size(shape), dtype, None if places == "all" else base, kept, book, codes
+    )
 
 
 def _changed(
@@ -216,13 +234,18 @@ def write_moments(
     mean = float(flat.abs().mean(dtype=torch.float64)) if len(flat) else 0.0
     among = flat if kept_weights is None else flat[kept_weights]
     places = vectors.positions(pruning.large_moments(among, mean, beta))
-    gaps = to_gaps(places.cpu().numpy())
-    section.write("gaps of moments", gaps)
+    mask = torch.zeros(len(among), dtype=torch.bool, device=among.device)
+    mask[places] = True
     among = among[places]
     book = learn(among, 2**bits - 1, rate)
     _write_coded(section, "first", book.values, book.codes(among))
-    record: Record = {"codec": "moments", "kept": len(places), "gaps": len(gaps)}
-    record["books"] = [len(book.values)]
+    record: Record = {
+        "codec": "moments", "kept": len(places), "books": [len(book.values)], "places": "many"
+    }  # fmt: skip
+    if _MANY * len(places) > len(mask):
+        section.write("places of moments", np.packbits(mask.cpu().numpy()))
+    else:
+        record["places"] = _write_gaps(section, places, " of moments")
     if second is not None:
         kept = places if kept_weights is None else kept_weights[places]
         roots = second.detach().float().reshape(-1)[kept].sqrt()
@@ -243,9 +266,14 @@ def read_moments(
     """The first moments, and the second if they were written by :func:`write_moments`."""
     size = int(np.prod(shape, dtype=object))
     below, count = size if kept_weights is None else len(kept_weights), record["kept"]
-    kept = torch.from_numpy(
-        from_gaps(section.read("gaps of moments", record["gaps"]), count, below)
-    )
+    if record["places"] == "many":
+        mask = np.unpackbits(section.read("places of moments", -(-below // 8)), count=below)
+        kept = torch.from_numpy(np.flatnonzero(mask))
+        if len(kept) != count:
+            raise DamagedError(f"{len(kept)} moments are kept where {count} are stated")
+    else:
+        gaps = section.read("gaps of moments", record["places"])
+        kept = torch.from_numpy(from_gaps(gaps, count, below))
     kept = kept if kept_weights is None else kept_weights[kept]
     book, codes = _read_coded(section, "first", record["books"][0], count)
     first = torch.zeros(size)
@@ -300,6 +328,17 @@ def _has_lines(shape: torch.Size | list[int]) -> bool:
     return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32
 
 
+_MANY = 12
+"""Where more than one of so many entries is kept, a code for all takes fewer bytes than gaps."""
+
+
+def _write_gaps(section: Section, places: Tensor, of: str = "") -> int:
+    """Positions as gaps; returns their bytes."""
+    gaps = to_gaps(places.cpu().numpy())
+    section.write(f"gaps{of}", gaps)
+    return len(gaps)
+
+
 # ── codes ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -314,9 +353,13 @@ def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Ten
     book = _read_floats(section, size)
     packed = section.read(f"codes of {kind}", -(-count // _to_a_byte(size)))
     codes = torch.from_numpy(unpack(packed, size, count))
-    if count and int(codes.max()) >= size:
-        raise DamagedError(f"a code lies beyond the {size} values of its codebook")
+    _check_codes(codes, size)
     return book, codes
+
+
+def _check_codes(codes: Tensor, size: int) -> None:
+    if len(codes) and int(codes.max()) >= size:
+        raise DamagedError(f"a code lies beyond the {size} values of its codebook")
 
 
 def _to_a_byte(size: int) -> int:

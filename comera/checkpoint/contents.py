@@ -256,14 +256,19 @@ def _checked(record: Any) -> Record:
     match record:
         case {"codec": "exact", "change": bool()}:
             sound = len(names) == 1
-        case {"codec": "change", "kept": kept, "book": book}:
-            gaps = record.get("gaps", 0)
-            sound = floats and len(names) == 1 and _fits(kept, gaps, [book], entries)
-        case {"codec": "moments", "kept": kept, "gaps": gaps, "books": list(books), "weight": _}:
+        case {"codec": "change", "kept": kept, "book": book, "places": places}:
+            sound = floats and len(names) == 1 and _fits(kept, places, [book], entries)
+        case {
+            "codec": "moments",
+            "kept": kept,
+            "books": list(books),
+            "places": places,
+            "weight": _,
+        }:
             weight = record["weight"]
             sound = weight is None or isinstance(weight, str)
             sound = sound and floats and len(names) == len(books)
-            sound = sound and _fits(kept, gaps, books, entries)
+            sound = sound and places != "all" and _fits(kept, places, books, entries)
         case _:
             sound = False
     if not sound:
@@ -276,7 +281,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
-def _fits(kept: Any, gaps: Any, books: list[Any], entries: int) -> bool:
-    if not (_is_count(kept) and _is_count(gaps) and all(_is_count(book) for book in books)):
+def _fits(kept: Any, places: Any, books: list[Any], entries: int) -> bool:
+    if not (_is_count(kept) and kept <= entries):
         return False
-    return kept <= entries and gaps <= kept + entries // 255 and all(book <= 256 for book in books)
+    if not all(_is_count(book) and book <= 255 for book in books):
+        return False
+    return places in ("all", "many") or (_is_count(places) and places <= kept + entries // 255)

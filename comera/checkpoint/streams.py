@@ -9,7 +9,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-LEVEL = 3
+LEVEL = 1
+"""Of zstd: codes have no repetitions, and looking for some makes streams longer and slower."""
 _LARGEST_WINDOW = 1 << 27
 
 Bytes = NDArray[np.uint8]

@@ -47,10 +47,9 @@ def run_checkpoint(chosen: Namespace, console: Console) -> int:
 # ── inspect ──────────────────────────────────────────────────────────────────────────────────────
 
 _KINDS = {
-    "changes of weights": ("model/gaps", "model/codes of change", "model/books"),
+    "changes of weights": ("model/gaps", "model/codes", "model/books"),
     "moments": (
-        "rest/gaps of moments", "rest/codes of first", "rest/codes of second", "rest/books",
-        "rest/means",
+        "rest/gaps", "rest/places", "rest/codes", "rest/books", "rest/means",
     ),
     "exact tensors of the model": ("model/byte",),
     "exact tensors of the rest": ("rest/byte",),
