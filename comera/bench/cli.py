@@ -174,7 +174,7 @@ def _run_objective(session: Session, options: Namespace) -> None:
 def _run_checkpoints(session: Session, options: Namespace) -> None:
     for name in ("parameters", "width"):
         check_positive(name, options[name])
-    quality = Quality(options.bits, options.rate, 0.0, options.beta, key_bits=8)
+    quality = Quality(options.bits, options.rate, 0.0, options.beta, key_bits=6)
     checkpoints(session, options.parameters, options.width, quality)
 
 

@@ -74,9 +74,9 @@ class CheckpointChain:
         bits: int = 4,
         rate: float = 0.25,
         alpha: float = 0.0,
-        beta: float = 2.0,
+        beta: float = 3.0,
         key_every: int = 20,
-        key_bits: int = 8,
+        key_bits: int = 6,
         policy: Mapping[str, str] | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -96,6 +96,7 @@ class CheckpointChain:
                 left out whatever the rate, v being the second moments. The paper's is 5e-5 (with a
                 rate of 0).
             beta: First moments smaller than ``beta`` times the mean are left out; the paper's is 2.
+                Training goes on as well without them, once second moments are read as means.
             key_every: So many checkpoints make a chain; the first of them, the key frame, stands
                 alone. 1 for no chains at all.
             key_bits: 2 to 8; weights in a key frame become one of ``2 ** key_bits - 1`` values.

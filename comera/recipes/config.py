@@ -134,9 +134,9 @@ class CheckpointConfig:
     bits: int = 4
     rate: float = 0.25
     alpha: float = 0.0
-    beta: float = 2.0
+    beta: float = 3.0
     key_every: int | None = None
-    key_bits: int = 8
+    key_bits: int = 6
     keep_last: int | None = 2
     keep_every: int | None = None
 
