@@ -4,7 +4,6 @@ Each ``write_`` returns what its ``read_`` needs beside the streams, as plain va
 the same reconstruction, bit by bit. Shapes: n = entries, k = kept entries.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from comera.checkpoint import pruning, vectors
 from comera.checkpoint.codebook import Codebook, learn
-from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams, from_gaps, to_gaps
+from comera.checkpoint.packing import codes_to_a_byte, from_gaps, pack, to_gaps, unpack
+from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams
 
 Record = dict[str, Any]
 
@@ -167,7 +167,7 @@ def read_change(
         raise DamagedError("a change has nothing before it")
     if places == "many":
         book = _read_floats(section, record["book"])
-        packed = section.read("codes of all", -(-below // _to_a_byte(len(book) + 1)))
+        packed = section.read("codes of all", -(-below // codes_to_a_byte(len(book) + 1)))
         codes = torch.from_numpy(unpack(packed, len(book) + 1, below))
         kept = vectors.positions(codes > 0)
         codes = codes[kept] - 1
@@ -351,7 +351,7 @@ def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Ten
     if not 0 <= size <= 255:
         raise DamagedError(f"a codebook has {size} values")
     book = _read_floats(section, size)
-    packed = section.read(f"codes of {kind}", -(-count // _to_a_byte(size)))
+    packed = section.read(f"codes of {kind}", -(-count // codes_to_a_byte(size)))
     codes = torch.from_numpy(unpack(packed, size, count))
     _check_codes(codes, size)
     return book, codes
@@ -360,36 +360,6 @@ def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Ten
 def _check_codes(codes: Tensor, size: int) -> None:
     if len(codes) and int(codes.max()) >= size:
         raise DamagedError(f"a code lies beyond the {size} values of its codebook")
-
-
-def _to_a_byte(size: int) -> int:
-    """How many codes under ``size`` fit into a byte."""
-    return max(1, int(math.log(256) / math.log(max(2, size)) + 1e-9))
-
-
-def pack(codes_n: Bytes, size: int) -> Bytes:
-    """As many codes, all under ``size``, as fit into a byte, as the digits of its value.
-
-    zstd spends no less than a bit on a byte: few codes are better taken together.
-    """
-    each = _to_a_byte(size)
-    digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)
-    digits.reshape(-1)[: len(codes_n)] = codes_n
-    packed = digits[:, 0].copy()
-    for k in range(1, each):
-        packed *= max(2, size)
-        packed += digits[:, k]
-    return packed
-
-
-def unpack(packed: Bytes, size: int, count: int) -> Bytes:
-    """The ``count`` codes again."""
-    each = _to_a_byte(size)
-    digits = np.empty((len(packed), each), np.uint8)
-    rest = packed
-    for k in range(each - 1, -1, -1):
-        rest, digits[:, k] = np.divmod(rest, np.uint8(max(2, size))) if k else (rest, rest)
-    return digits.reshape(-1)[:count]
 
 
 def as_bytes(raw: bytes) -> Bytes:

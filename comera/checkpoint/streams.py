@@ -90,30 +90,3 @@ class StreamReader:
             return self._open[name].read(count)
         except zstandard.ZstdError as problem:
             raise DamagedError(f"stream {name!r} is not readable: {problem}") from problem
-
-
-def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
-    """Ascending positions as the distances between them, a byte each; 255 says that more follow."""
-    gaps = np.diff(positions_k, prepend=-1) - 1
-    if not len(gaps) or gaps.max() < 255:
-        return gaps.astype(np.uint8)
-    more, last = np.divmod(gaps, 255)
-    ends = np.cumsum(more + 1) - 1
-    out = np.full(ends[-1] + 1, 255, np.uint8)
-    out[ends] = last
-    return out
-
-
-def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """The ``count`` positions, all under ``below``, of which :func:`to_gaps` made ``gaps``.
-
-    Raises:
-        DamagedError: If they are more or fewer, or lie beyond.
-    """
-    ends = np.flatnonzero(gaps != 255)
-    if len(ends) != count:
-        raise DamagedError(f"there are {len(ends)} kept entries where {count} are stated")
-    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count)
-    if count and (ends[-1] != len(gaps) - 1 or positions[-1] >= below):
-        raise DamagedError(f"a kept entry lies beyond the {below} of its tensor")
-    return positions

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera.checkpoint.codec import pack, unpack
-from comera.checkpoint.streams import DamagedError, StreamReader, Streams, from_gaps, to_gaps
+from comera.checkpoint.packing import from_gaps, pack, to_gaps, unpack
+from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 
 
 @given(st.sets(st.integers(0, 3000)))
