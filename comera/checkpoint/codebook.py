@@ -26,7 +26,7 @@ class Codebook:
     """Values, ascending, and the walls between what each of them stands for.
 
     Attributes:
-        values: float32 (k,), k <= 255.
+        values: float32 (k,), k <= 256.
         walls: float32 (k - 1,).
     """
 
@@ -48,7 +48,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
 
     Args:
         values_n: Finite float32, shape (n,).
-        size: 1 to 255. No more than ``size`` distinct values are kept exactly if there is no rate.
+        size: 1 to 256. No more than ``size`` distinct values are kept exactly if there is no rate.
         rate: The price of a bit, as a share of the variance of the values.
         zeros: There are so many zeros beside the values, and zero is one of the values learned.
     """

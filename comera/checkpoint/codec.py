@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comera.checkpoint import pruning, vectors
-from comera.checkpoint.codebook import Codebook, learn
+from comera.checkpoint.codebook import learn
 from comera.checkpoint.packing import codes_to_a_byte, from_gaps, pack, to_gaps, unpack
 from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams
 
@@ -120,42 +120,48 @@ def write_change(
         the next change makes up for it.
     """
     change = weight.detach().float().reshape(-1)
-    size = len(change)
-    record: Record = {"codec": "change"}
     if base is None:
         kept = torch.arange(len(change), device=change.device)
-        book = learn(change, 2**bits - 1)
-        codes = book.codes(change)
+        learned = learn(change, 2**bits - 1)
+        book, codes = learned.values, learned.codes(change)
     else:
         change = change - base.float().reshape(-1)
-        kept = vectors.positions(pruning.changed_weights(change, second, alpha))
-        pruned = len(change) - len(kept)
-        change = change[kept]
-        if rate:
-            book = learn(change, 2**bits, rate, zeros=pruned)
-            codes = book.codes(change)
-            zero = int((book.values == 0).nonzero())
-            some = vectors.positions(codes != zero)
-            kept, codes = kept[some], codes[some]
-            codes -= (codes > zero).to(torch.uint8)
-            book = Codebook(book.values[book.values != 0], book.walls)
-        else:
-            book = learn(change, 2**bits - 1)
-            codes = book.codes(change)
-    record |= {"kept": len(kept), "book": len(book.values)}
+        mask = pruning.changed_weights(change, second, alpha)
+        kept, book, codes = _quantised(change, mask, bits, rate)
+    record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
     if base is None:
         record["places"] = "all"
-        _write_coded(section, "change", book.values, codes)
-    elif _MANY * len(kept) > size:
+        _write_coded(section, "change", book, codes)
+    elif _MANY * len(kept) > len(change):
         record["places"] = "many"  # what is left out has a code of its own
-        all_codes = torch.zeros(size, dtype=torch.uint8, device=codes.device)
+        all_codes = torch.zeros(len(change), dtype=torch.uint8, device=codes.device)
         all_codes[kept] = codes + 1
-        section.write("books", _floats(book.values))
-        section.write("codes of all", pack(all_codes.cpu().numpy(), len(book.values) + 1))
+        section.write("books", _floats(book))
+        section.write("codes of all", pack(all_codes.cpu().numpy(), len(book) + 1))
     else:
         record["places"] = _write_gaps(section, kept)
-        _write_coded(section, "change", book.values, codes)
-    return record, kept, _changed(weight.shape, weight.dtype, base, kept, book.values, codes)
+        _write_coded(section, "change", book, codes)
+    return record, kept, _changed(weight.shape, weight.dtype, base, kept, book, codes)
+
+
+def _quantised(
+    change: Tensor, mask: Tensor, bits: int, rate: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where entries are kept, a few values, and the number of each entry's value.
+
+    With a price on bits, zero is one of the values, and what is nearest to it is not kept either.
+    """
+    kept = vectors.positions(mask)
+    if not rate:
+        learned = learn(change[kept], 2**bits - 1)
+        return kept, learned.values, learned.codes(change[kept])
+    learned = learn(change[kept], 2**bits, rate, zeros=len(change) - len(kept))
+    codes = learned.codes(change[kept])
+    zero = int((learned.values == 0).nonzero())
+    some = vectors.positions(codes != zero)
+    codes = codes[some]
+    codes -= (codes > zero).to(torch.uint8)
+    return kept[some], learned.values[learned.values != 0], codes
 
 
 def read_change(

@@ -54,6 +54,8 @@ def encode(
     for name, tensor in snapshot.model.items():
         before = _matching(base, name, tensor)
         if name in snapshot.lossy and _is_finite(tensor):
+            if before is not None and not _is_finite(before):
+                before = None
             second = _second_of(snapshot, wanted.get(name))
             record, places, now = codec.write_change(
                 section, tensor, before, second,
