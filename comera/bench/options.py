@@ -93,8 +93,8 @@ def add_checkpoints(parser: ArgumentParser) -> None:
     parser.add_argument("--parameters", type=int, default=16_777_216, help="of the model")
     parser.add_argument("--width", type=int, default=2048, help="of its weights")
     parser.add_argument("--bits", type=int, default=4, help="of codes")
-    parser.add_argument("--rate", type=float, default=0.25, help="what a bit is worth")
-    parser.add_argument("--beta", type=float, default=3.0, help="smallest moments, in means")
+    parser.add_argument("--rate", type=float, default=0.22, help="what a bit is worth")
+    parser.add_argument("--beta", type=float, default=4.0, help="smallest moments, in means")
 
 
 def add_truncation(parser: ArgumentParser) -> None:

@@ -260,9 +260,9 @@ def _add_compress(parser: ArgumentParser) -> None:
     parser.add_argument("out", type=str, help="folder of the chain")
     parser.add_argument("--mode", type=Literal["lossy", "lossless"], default="lossy")
     parser.add_argument("--bits", type=int, default=4, help="2 to 8, of codes")
-    parser.add_argument("--rate", type=float, default=0.25, help="what a bit is worth")
+    parser.add_argument("--rate", type=float, default=0.22, help="what a bit is worth")
     parser.add_argument("--alpha", type=float, default=0.0, help="of the paper's rule for weights")
-    parser.add_argument("--beta", type=float, default=3.0, help="smallest moments, in means")
+    parser.add_argument("--beta", type=float, default=4.0, help="smallest moments, in means")
     parser.add_argument("--key_every", type=int, default=20, help="checkpoints from key to key")
     parser.add_argument("--key_bits", type=int, default=6, help="of weights in a key frame")
 

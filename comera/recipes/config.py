@@ -132,9 +132,9 @@ class CheckpointConfig:
 
     mode: Literal["lossless", "lossy"] = "lossless"
     bits: int = 4
-    rate: float = 0.25
+    rate: float = 0.22
     alpha: float = 0.0
-    beta: float = 3.0
+    beta: float = 4.0
     key_every: int | None = None
     key_bits: int = 6
     keep_last: int | None = 2
