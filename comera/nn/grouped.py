@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.module import tensor_trains
-from comera.ops.halves import merge_halves
+from comera.ops.halves import layout_of, merge_groups
 
 
 class GroupedMerge:
@@ -37,38 +37,48 @@ class GroupedMerge:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in tensor_trains(model).values() if isinstance(m, TTLinear)]
         self._key: object = None
-        self._groups: list[tuple[list[TTLinear], tuple[Any, ...]]] = []
+        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "GroupedMerge":
         key = [layer.identity() for layer in self._layers]
         if key != self._key:
-            self._key, self._groups = key, self._group()
-        for layers, arguments in self._groups:
-            lefts, rights = merge_halves(*arguments)
-            pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
-            for layer, halves in zip(layers, pairs, strict=True):
-                layer.shared_halves = halves
+            self._key, self._calls = key, self._arrange()
+        for groups, arguments in self._calls:
+            halves = merge_groups(*arguments)
+            for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
+                pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
+                for layer, pair in zip(layers, pairs, strict=True):
+                    layer.shared_halves = pair
         return self
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_halves = None
 
-    def _group(self) -> list[tuple[list[TTLinear], tuple[Any, ...]]]:
+    def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
+        """One call for all groups, but that those which are trained stay apart from the others."""
         alike: dict[object, list[TTLinear]] = {}
         for layer in self._layers:
             alike.setdefault(layer.kind(), []).append(layer)
-        return [
-            (
-                layers,
-                (
-                    [core for layer in layers for core in layer.cores],
-                    [gate for layer in layers for gate in layer.gates],
-                    [layer.bias for layer in layers if layer.bias is not None],
-                    len(layers),
-                    layers[0].shape.split,
-                    layers[0].prune_below,
-                ),
-            )
-            for layers in alike.values()
-        ]
+        together: dict[object, list[list[TTLinear]]] = {}
+        for layers in alike.values():
+            core = layers[0].cores[0]
+            trained = any(p.requires_grad for layer in layers for p in layer.parameters())
+            together.setdefault((core.dtype, core.device, trained), []).append(layers)
+        return [(groups, _arguments(groups)) for groups in together.values()]
+
+
+def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
+    """Of :func:`~comera.ops.halves.merge_groups`."""
+    tensors: tuple[list[Tensor], ...] = [], [], []
+    layout: list[int] = []
+    for layers in groups:
+        parts = (
+            [core for layer in layers for core in layer.cores],
+            [gate for layer in layers for gate in layer.gates],
+            [layer.bias for layer in layers if layer.bias is not None],
+        )
+        for whole, part in zip(tensors, parts, strict=True):
+            whole.extend(part)
+        layout += layout_of(*parts, len(layers), layers[0].shape.split)
+    return *tensors, layout, [layers[0].prune_below for layers in groups]
