@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.look_up import check_range
 from comera.ops.operator import is_plain
 from comera.shapes import TTMShape
@@ -186,7 +187,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> None:
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
     known = is_plain(offsets) and not torch.compiler.is_compiling()
-    if offsets.device.type != "cpu" or not offsets.numel() or not known:
+    if not is_free_on_cpu(offsets) or not offsets.numel() or not known:
         return
     if offsets[0] != 0:
         raise ValueError(f"offsets[0]={int(offsets[0])} must be 0, where the first bag begins")

@@ -149,7 +149,7 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     end = 0
     for each in lefts:
         end += each.shape[1]
-        ones[end - 1] = 1
+        ones[end - 1].fill_(1)
     return affine(x, left, ones)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.dropout import check_probability, keep_mask
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import operator
 
 _SCORES = 1 << 20
@@ -43,7 +44,7 @@ def attend(
     lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.zeros_like(keep_BT, dtype=q_NME.dtype).masked_fill_(~keep_BT, lowest)
     bias_N1T = bias_BT.repeat_interleave(q_NME.shape[0] // max(1, keep_BT.shape[0]), 0)[:, None]
-    if q_NME.device.type == "cpu" and q_NME.dtype in (torch.float32, torch.float64):
+    if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
     return F.scaled_dot_product_attention(
         q_NME, k_NTE, v_NTE, attn_mask=bias_N1T, dropout_p=dropout, scale=scale

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import operator
 
 _STEPS = 1 << 8
@@ -39,7 +40,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
-    if x.device.type == "cpu":
+    if is_free_on_cpu(x):
         return _dropout_add(x, residual, p)[0]
     dropped = torch.nn.functional.dropout(x, p, training)
     return dropped if residual is None else residual + dropped

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.autocast import autocast_together, without_autocast
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import operator
 from comera.ops.product import add_product_, product, product_into
 
@@ -81,13 +82,13 @@ def _feed_forward(
     t1 = product(x, left1)
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     if bias:
-        t1[:, -1] = 1
+        t1[:, -1].fill_(1)
     (hidden,) = _buffers(x, right1.shape[1], 1)
     for rows in _slices(x, right1.shape[1]):
         h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
         t2[rows] = product(value(h, out=h), left2)
     if bias:
-        t2[:, -1] = 1
+        t2[:, -1].fill_(1)
     y = product(t2, right2).reshape(*x_BI.shape[:-1], right2.shape[1])
     return y, t1, t2
 
@@ -162,7 +163,7 @@ _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
     """On a CPU pieces of equal size, none much below 64 rows."""
     rows = max(1, x.shape[0])
-    if x.device.type != "cpu":
+    if not is_free_on_cpu(x):
         return rows
     pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
     return -(-rows // max(1, pieces))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import operator
 from comera.ops.slots import Slots, make_slots, sorted_rows, sum_by, sum_by_sorted
 
@@ -217,7 +218,7 @@ def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
 
 def check_range(indices: Tensor, num_embeddings: int) -> None:
     """Raise ``IndexError`` that names the first index that is no row; on a CPU only."""
-    if indices.device.type != "cpu" or not indices.numel():
+    if not is_free_on_cpu(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:

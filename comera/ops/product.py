@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.autocast import autocast_together, without_autocast
+from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.machine import machine_of
 from comera.ops.operator import is_plain, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
@@ -139,7 +140,7 @@ def _onednn_takes(a: Tensor, b: Tensor) -> bool:
 
 def _may_be_onednns(a: Tensor, b: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and not differentiated
+    return is_free_on_cpu(a) and a.dtype == b.dtype == torch.float32 and not differentiated
 
 
 @functools.cache

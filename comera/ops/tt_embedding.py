@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.chain import merge_chain
+from comera.ops.fixed_sizes import sizes_are_fixed
 from comera.ops.look_up import check_range, hot_rows, look_up
 
 
@@ -67,7 +68,7 @@ def tt_embedding(
     if not torch.compiler.is_compiling():
         check_range(indices, num_embeddings)  # it knows the shape, the operator does not
     flat = indices.reshape(-1)
-    if _captured(flat):
+    if sizes_are_fixed(flat):
         rows = _every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
     else:
         rows, _, _ = look_up(
@@ -111,7 +112,7 @@ def tt_embedding_bag(
     """
     halves = merge_table_halves(cores, gates, threshold)
     offsets_B = offsets_B.long()
-    if _captured(indices_N):
+    if sizes_are_fixed(indices_N):
         rows = _every_row(indices_N, *halves, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
@@ -150,11 +151,6 @@ def _rows_before_columns(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
     order = [0, *range(1, count, 2), *range(2, count + 1, 2), count + 1]
     rows, cols = math.prod(modes[0::2]), math.prod(modes[1::2])
     return apart.permute(order).reshape(merged.shape[0], rows, cols, merged.shape[-1])
-
-
-def _captured(indices: Tensor) -> bool:
-    """Whether sizes have to be known before the numbers are: while a CUDA graph is captured."""
-    return indices.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _every_row(

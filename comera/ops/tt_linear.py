@@ -121,7 +121,7 @@ def _thin_linears(
     for right in rights:
         begin, end = end, end + right.shape[0]
         if bias:
-            t[:, end - 1] = 1
+            t[:, end - 1].fill_(1)
         ys.append(product(t[:, begin:end], right).reshape(*x_BI.shape[:-1], right.shape[1]))
     return [*ys, t]
 

@@ -165,13 +165,17 @@ class TwoStage:
             self._late_goal = seen.clone()
         return self._late_goal
 
-    @torch.no_grad()
     def step(self, loss: Tensor) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached)."""
-        if self._live is not None:
-            self._reached = self._reached | self.size.hold_(self._live, self.target_size)
-            self._live = None
+        self.follow_(loss)
         self.steps_done += 1
+
+    @torch.no_grad()
+    def follow_(self, loss: Tensor) -> None:
+        """What :meth:`step` does on the device, in place, so that a CUDA graph can hold it."""
+        if self._live is not None:
+            self._reached |= self.size.hold_(self._live, self.target_size)
+            self._live = None
         if self._running_loss is None:
             self._running_loss = loss.detach().clone()
         else:
@@ -235,6 +239,15 @@ class TwoStage:
                 max(rates), steps * max(rates), steps, 1 / steps if steps else math.inf,
             )  # fmt: skip
 
+    def identity(self) -> tuple[object, ...]:
+        """What :meth:`objective` and :meth:`follow_` depend on beside the numbers in tensors."""
+        held = (self._running_loss, self._late_goal, self._reached)
+        return (
+            self.stage, self.target_size, self.start_size, self.loss_goal, self.min_rank,
+            self.gamma, self.beta, self.rho_loss, self.rho_size,
+            tuple(None if tensor is None else tensor.data_ptr() for tensor in held),
+        )  # fmt: skip
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs; tensors and plain numbers only."""
         return {
@@ -252,7 +265,7 @@ class TwoStage:
         self.start_size, self.target_size = state["start_size"], state["target_size"]
         self.forced = state["forced"]
         device = self.size.gates[0].device
-        self._reached = state["reached"].to(device)
+        self._reached = state["reached"].to(device, copy=True)  # it is changed in place
         for name in ("running_loss", "late_goal"):
             value = state[name]
-            setattr(self, f"_{name}", None if value is None else value.to(device))
+            setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))

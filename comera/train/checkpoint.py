@@ -1,15 +1,13 @@
 """Checkpoints of a training step, from which a run goes on: everything that it depends on."""
 
-import random
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
+from comera.train.random_state import random_state, set_random_state
 from comera.train.step import TrainStep
 
 
@@ -27,7 +25,7 @@ def save_checkpoint(
         "layout": _layout(step.model),
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
         "ranks": None if step.ranks is None else step.ranks.state_dict(),
-        "random": _random_state(),
+        "random": random_state(),
         "extra": extra or {},
     }
     chain.save(step.steps_done, step.model, step.optimizer, state)
@@ -66,7 +64,7 @@ def load_checkpoint(
         if mine is not None:
             mine.load_state_dict(theirs)
     step.steps_done = saved.step
-    _restore_random_state(state["random"])
+    set_random_state(state["random"])
     return state["extra"]
 
 
@@ -99,24 +97,3 @@ def _check_layout(path: Path, saved: dict[str, list[int]], mine: dict[str, list[
     shown = "; ".join(sorted(differences)[:4])
     more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
     raise ValueError(f"{path} belongs to another model: {shown}{more}")
-
-
-def _random_state() -> dict[str, Any]:
-    state: Any = np.random.get_state()  # noqa: NPY002
-    kind, keys, position, has_gauss, gauss = state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
-    }
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, inner, gauss = state["python"]
-    random.setstate((version, tuple(inner), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002

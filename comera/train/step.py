@@ -1,6 +1,7 @@
 """One training step behind one call: forward, rank objective, backward, clipping, optimizer."""
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
+from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
+from comera.train.capture import Capture, StepDescription
+from comera.train.graphs import graphs_on
+from comera.train.host_state import HostState
+
+log = logging.getLogger("comera")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -38,6 +45,8 @@ class TrainStep:
         autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
+        graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
+            False runs every step eagerly, as a CPU does in any case.
 
     Attributes:
         merged: The context in which the layers join their cores together; each step enters it.
@@ -47,6 +56,15 @@ class TrainStep:
             With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
             always, such a gradient is applied.
         ValueError: If a setting is out of range, or per-layer updates cannot go with it.
+
+    Note:
+        A graph holds what the GPU was told to do, not Python: hooks, prints and choices of
+        ``loss_fn`` happen while it is captured and not again. A batch must be tensors on the
+        model's device, and plain values. The graph is captured anew when the stage of rank
+        learning, the ranks, a setting of the optimizer or training mode change, or batches of
+        another shape keep coming; a single one, such as a short last batch, runs eagerly. The
+        optimizer is set to ``capturable=True`` and gets its rates in tensors, which schedulers
+        fill. What cannot be captured runs eagerly, and a warning says why: see :meth:`describe`.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         scheduler: LRScheduler | None = None,
         compile: bool = False,
+        graph: bool | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate} must be at least 1")
@@ -84,6 +103,7 @@ class TrainStep:
         if ranks is not None:
             ranks.check_schedule(optimizer)
         return_freed_memory()
+        self._capture = self._make_capture(graph)
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one batch.
@@ -95,6 +115,31 @@ class TrainStep:
         Returns:
             The mean loss before the update, detached; without the rank objective.
         """
+        total = self._update(batch) if self._capture is None else self._capture(batch)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.ranks is not None:
+            self.ranks.steps_done += 1
+        self.steps_done += 1
+        return total
+
+    def describe(self) -> StepDescription:
+        """How the step runs: eagerly and why, or as which CUDA graph; to be printed."""
+        if self._capture is not None:
+            return self._capture.describe()
+        return StepDescription(False, self._why_eager)
+
+    def _make_capture(self, graph: bool | None) -> Capture | None:
+        graphs = graphs_on(self._device)
+        if graph is False or graphs is None:
+            self._why_eager = "graph=False" if graph is False else f"the model is on {self._device}"
+            if graph:
+                log.warning("graph=True captures a CUDA graph, but %s", self._why_eager)
+            return None
+        return Capture(self._update, HostState(self), graphs, self._device)
+
+    def _update(self, batch: Any) -> Tensor:
+        """All that happens on the device: nothing is kept on the host from one call to the next."""
         total = torch.zeros((), device=self._device)
         parts = self._parts(batch)
         for number, (part, share) in enumerate(parts, 1):
@@ -109,16 +154,16 @@ class TrainStep:
             self._check_finite("gradient norm", norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
         if self.ranks is not None:
-            self.ranks.step(total)
-        self.steps_done += 1
+            self.ranks.follow_(total)
         return total
 
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
-        with torch.autocast(self._device.type, self.autocast, enabled=enabled):
+        cached = not sizes_are_fixed(next(self.model.parameters()))  # a graph has to cast anew
+        with torch.autocast(
+            self._device.type, self.autocast, enabled=enabled, cache_enabled=cached
+        ):
             if self._loss_fn is self._eager_loss_fn:
                 return self._loss_fn(self.model, part)
             with warnings.catch_warnings():
@@ -172,7 +217,7 @@ class TrainStep:
 
     def _check_finite(self, what: str, value: Tensor) -> None:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
-        if value.device.type == "cpu" and not bool(torch.isfinite(value.detach())):
+        if is_free_on_cpu(value) and not bool(torch.isfinite(value.detach())):
             self.optimizer.zero_grad(set_to_none=True)
             found = float(value.detach())
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")

@@ -43,9 +43,16 @@ def launches(step):
     return counter.count
 
 
-def make_step(layers=6, late=False, **settings):
+def make_model(layers=6):
     model = SequenceClassifier(Encoder(300, 64, layers, 2, 128, 16, 0.1, 2, "post"), 3)
-    comera.tensorize_(model, comera.TTConfig(rank=4, exclude_modules=["output"]))
+    return comera.tensorize_(model, comera.TTConfig(rank=4, exclude_modules=["output"]))
+
+
+def make_step(layers=6, late=False, **settings):
+    return step_of(make_model(layers), late, **settings)
+
+
+def step_of(model, late=False, **settings):
     optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-3), fused=True)
     ranks = comera.TwoStage(model, 0.5, 0 if late else 100, 100)
     return comera.TrainStep(model, loss_fn, optimizer, ranks, clip_norm=1.0, **settings)

@@ -31,8 +31,8 @@ def state_of(step):
     return {
         "model": step.model.state_dict(),
         "optimizer": step.optimizer.state_dict(),
-        "scheduler": step.scheduler.state_dict(),
-        "ranks": step.ranks.state_dict(),
+        "scheduler": step.scheduler and step.scheduler.state_dict(),
+        "ranks": step.ranks and step.ranks.state_dict(),
         "random": torch.get_rng_state(),
     }
 

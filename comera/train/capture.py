@@ -1,0 +1,219 @@
+"""A training step that runs as one CUDA graph as soon as it repeats itself.
+
+The first steps run eagerly, for real, on the stream that is captured later: they load every kernel,
+make the optimizer's state, and raise what is wrong with the model where it can be read. Once
+nothing has changed for a few of them the step is recorded, and from then on replayed. When
+something does change, such as the stage of rank learning or the address of a parameter, the
+recording is dropped and the same begins again. So no state is ever set back: every step trains.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.ops.fixed_sizes import fixed_sizes
+from comera.train.graphs import Contents, Graphs, Recording
+from comera.train.host_state import HostState
+from comera.train.random_state import host_random_state, set_host_random_state
+from comera.train.static_batch import (
+    Signature,
+    StaticBatch,
+    difference,
+    is_shorter,
+    signature,
+    why_not_static,
+)
+
+log = logging.getLogger("comera")
+
+WARM_UP = 3
+"""Steps alike before one is recorded, what torch asks for."""
+
+_PATIENCE = 100
+"""Steps without a recording after which it is said what keeps changing."""
+
+
+@dataclass(frozen=True)
+class StepDescription:
+    """How a training step runs.
+
+    Attributes:
+        captured: Whether as one CUDA graph.
+        why: In words.
+        captures: How many graphs were captured so far.
+        replays: Steps of all of them.
+        contents: Of the present one: nodes, kernels by name, bytes.
+    """
+
+    captured: bool
+    why: str
+    captures: int = 0
+    replays: int = 0
+    contents: Contents | None = None
+
+    def __str__(self) -> str:
+        lines = [f"the step runs {'as one CUDA graph' if self.captured else 'eagerly'}: {self.why}"]
+        if self.captures:
+            lines.append(f"graphs captured: {self.captures}; steps replayed: {self.replays}")
+        if self.contents is not None:
+            lines.append(f"memory of the graph: {self.contents.pool_bytes:,} bytes")
+            if self.contents.nodes is None or self.contents.kernels is None:
+                lines.append("its nodes can be counted with the package cuda-bindings")
+            else:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in self.contents.nodes.items())
+                lines.append(f"nodes: {sum(self.contents.nodes.values())} ({kinds})")
+                often = sorted(self.contents.kernels.items(), key=lambda pair: -pair[1])
+                lines += [f"{count:6}  {name}" for name, count in often]
+        return "\n".join(lines)
+
+
+class Capture:
+    """Runs an update, as a recording where it can be one.
+
+    Args:
+        update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
+        host: What else a recording depends on.
+        graphs: Records it.
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Any], Tensor],
+        host: HostState,
+        graphs: Graphs,
+        device: torch.device,
+    ) -> None:
+        self._update, self._host = update, host
+        self._graphs, self._device = graphs, device
+        self.why_not: str | None = None
+        self._recording: Recording | None = None
+        self._static: StaticBatch | None = None
+        self._state: dict[str, Any] = {}  # that of the recording, or of the last step without one
+        self._last: Signature | None = None
+        self._alike = 0  # steps so far that were like the last one
+        self._waiting = 0  # steps since there was a recording
+        self._changes: set[str] = set()
+        self._said_batch = self._said_changes = False
+        self._captures = self._replays = 0
+        why_not = host.why_not_capturable(device)
+        if why_not is not None:
+            self.fall_back(why_not)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One update; the loss is a tensor of the caller's own."""
+        if self.why_not is not None:
+            return self._update(batch)
+        with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
+            state, like = self._host.identity(), signature(batch)
+            if self._fits(state) and self._static is not None and like == self._static.signature:
+                return self._replay(batch)
+            problem = why_not_static(batch, self._device)
+            problem = problem or self._host.why_not_capturable(self._device)
+            if problem is None:
+                self._compare(state, like, batch)
+                if self._alike < WARM_UP:
+                    with self._graphs.stream():
+                        return self._update(batch)
+                problem = self._record(state, batch)
+            if problem is None:
+                return self._replay(batch)
+        self.fall_back(problem)
+        return self._update(batch)
+
+    def fall_back(self, why: str) -> None:
+        """Run eagerly from now on, and say why."""
+        self.free()
+        self.why_not = why
+        log.warning("the training step is not captured as a CUDA graph: %s", why)
+
+    def free(self) -> None:
+        """Drop the recording and its memory."""
+        if self._recording is not None:
+            self._recording.free()
+        self._recording = self._static = None
+
+    def describe(self) -> StepDescription:
+        """How it runs now."""
+        counts = self._captures, self._replays
+        if self.why_not is not None:
+            return StepDescription(False, self.why_not, *counts)
+        if self._recording is None:
+            why = f"it is captured once {WARM_UP} steps in a row were alike; {self._alike} were"
+            return StepDescription(False, why, *counts)
+        contents = self._recording.contents()
+        return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether there is a recording of this state; one of another state is dropped."""
+        if self._recording is None:
+            return False
+        if state == self._state:
+            return True
+        self.free()
+        return False
+
+    def _replay(self, batch: Any) -> Tensor:
+        assert self._recording is not None
+        assert self._static is not None
+        self._static.fill_(batch)
+        self._recording.replay()
+        self._replays += 1
+        self._alike = self._waiting = 0
+        self._last = None
+        return self._recording.output.clone()
+
+    def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
+        """Count how long steps have been alike, and speak up where that does not come to pass."""
+        changed = {name for name in state if state[name] != self._state.get(name)}
+        if self._last is not None and like != self._last:
+            changed.add("the batch")
+        self._alike = 0 if changed or self._last is None else self._alike + 1
+        self._state, self._last = state, like
+        self._waiting += 1
+        self._changes |= changed if self._waiting > WARM_UP else set()
+        if self._static is not None and not is_shorter(like, self._static.signature):
+            self._say_batch(difference(self._static.signature, like, batch))
+        if self._waiting == _PATIENCE and not self._said_changes:
+            self._said_changes = True
+            log.warning(
+                "the training step still runs eagerly after %d steps, since no %d in a row are "
+                "alike: %s",
+                _PATIENCE, WARM_UP, ", ".join(sorted(self._changes)),
+            )  # fmt: skip
+
+    def _say_batch(self, what: str) -> None:
+        if not self._said_batch:
+            self._said_batch = True
+            log.warning(
+                "a batch does not fit the captured training step, which therefore runs eagerly; it "
+                "is captured anew after %d such batches in a row: %s. Pad batches to one shape to "
+                "keep the graph",
+                WARM_UP, what,
+            )  # fmt: skip
+
+    def _record(self, state: dict[str, Any], batch: Any) -> str | None:
+        """Record the update; returns why that could not be done."""
+        self.free()
+        static = StaticBatch(batch)
+        random, put_back = host_random_state(), self._host.hold()
+        try:
+            recording = self._graphs.record(lambda: self._update(static.value))
+        except Exception as error:  # whatever it is: eager steps go on, or raise it themselves
+            put_back()
+            return f"{type(error).__name__}: {error}"
+        finally:
+            set_host_random_state(random)  # recording is no step
+        after = self._host.identity()
+        if after != state:
+            recording.free()
+            put_back()
+            names = ", ".join(name for name in state if state[name] != after[name])
+            return f"a step changes what the next one would have to start from: {names}"
+        self._recording, self._static = recording, static
+        self._captures += 1
+        return None

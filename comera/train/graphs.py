@@ -1,0 +1,164 @@
+"""CUDA graphs: what a function starts on a GPU, recorded once and replayed with one call.
+
+The rest of the capture knows only :class:`Graphs` and :class:`Recording`, so that it runs, and is
+tested, with whatever else can record and replay.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a recording holds.
+
+    Attributes:
+        nodes: Kinds of nodes and how many there are; None where they cannot be counted.
+        kernels: Kernels by name and how often each is started; None likewise.
+        pool_bytes: Memory that belongs to the recording alone.
+    """
+
+    nodes: dict[str, int] | None
+    kernels: dict[str, int] | None
+    pool_bytes: int
+
+
+class Recording(Protocol):
+    """A recorded function."""
+
+    output: Tensor
+    """Where each replay leaves the result."""
+
+    def replay(self) -> None: ...
+
+    def free(self) -> None:
+        """Give the memory back; nothing can be replayed any more."""
+
+    def contents(self) -> Contents: ...
+
+
+class Graphs(Protocol):
+    """Records functions on one device."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Where functions run before they are recorded, so that they are recorded as they ran."""
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        """Record a function; tensors are afterwards what they were before.
+
+        Raises:
+            Exception: Whatever the function raised, or why it cannot be recorded.
+        """
+
+
+def graphs_on(device: torch.device) -> Graphs | None:
+    """The recorder of a device; None where there is none."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class CudaGraphs:
+    """Recorder of a GPU.
+
+    Everything happens on one stream: autograd's accumulators remember the one on which they first
+    ran, and must not be recorded from another. Each graph has a memory pool of its own, which is
+    given back before the next graph takes one: a pool that outlives its only graph cannot be used
+    again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            yield
+        before.wait_stream(self._stream)
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        pool = torch.cuda.graph_pool_handle()
+        # A thread that pins memory for a DataLoader may go on while this one captures.
+        capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+        problem: Exception | None = None
+        try:
+            with torch.cuda.stream(self._stream), capture:  # torch's own does not always come back
+                try:
+                    output = run()
+                except Exception as error:
+                    problem = error
+                    raise
+            graph.instantiate()
+        except Exception as error:
+            self._recover(graph, pool)
+            raise (problem or error) from None  # the end of a broken capture only says it is broken
+        return _CudaRecording(graph, output, self._device)
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Undo what a capture that did not end leaves behind in torch."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the end
+        with contextlib.suppress(RuntimeError):  # it says so where the pool was closed properly
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        graph.reset()
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
+        self._graph, self.output, self._device = graph, output, device
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def free(self) -> None:
+        torch.cuda.synchronize(self._device)  # a replay may still be under way
+        self._graph.reset()
+        del self.output
+
+    def contents(self) -> Contents:
+        pool = tuple(self._graph.pool())
+        segments = torch.cuda.memory_snapshot()
+        held = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+        try:
+            nodes, kernels = _nodes(self._graph.raw_cuda_graph())
+        except ImportError:
+            return Contents(None, None, held)
+        return Contents(nodes, kernels, held)
+
+
+def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Nodes by kind and kernels by name, as NVIDIA's cuda-bindings read them."""
+    from cuda.bindings import driver, runtime
+
+    def value(answer: tuple[Any, ...]) -> Any:
+        error, *values = answer
+        if int(error) != 0:
+            raise RuntimeError(f"a CUDA graph cannot be read: {error}")
+        return values[0] if len(values) == 1 else values
+
+    _, count = value(runtime.cudaGraphGetNodes(graph, 0))
+    nodes, _ = value(runtime.cudaGraphGetNodes(graph, count))
+    kinds: collections.Counter[str] = collections.Counter()
+    kernels: collections.Counter[str] = collections.Counter()
+    for node in nodes[:count]:
+        kind = value(runtime.cudaGraphNodeGetType(node))
+        kinds[kind.name.removeprefix("cudaGraphNodeType").lower()] += 1
+        if kind == runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel:
+            params = value(driver.cuGraphKernelNodeGetParams(driver.CUgraphNode(int(node))))
+            if int(params.func):
+                name = value(driver.cuFuncGetName(params.func))
+            else:  # started from a library without a context
+                name = value(driver.cuKernelGetName(params.kern))
+            kernels[name.decode() if isinstance(name, bytes) else name] += 1
+    return dict(kinds), dict(kernels)

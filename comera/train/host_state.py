@@ -1,0 +1,96 @@
+"""What a recorded training step took for granted: addresses, and everything on the host."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.optim.capturable import make_capturable_, why_not_capturable
+
+if TYPE_CHECKING:
+    from comera.train.step import TrainStep
+
+
+class HostState:
+    """The host's side of a training step.
+
+    Args:
+        step: Its model and optimizer are on one device; :meth:`identity` sets the optimizer up for
+            graphs.
+    """
+
+    def __init__(self, step: "TrainStep") -> None:
+        self._step = step
+
+    def why_not_capturable(self, device: torch.device) -> str | None:
+        """Why the step cannot be a graph, as far as that can be told beforehand."""
+        model = self._step.model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            return "the model is a DistributedDataParallel, whose hooks a graph would not run"
+        for name, param in model.named_parameters():
+            if type(param) is not nn.Parameter:
+                return f"the parameter {name} is a {type(param).__name__}"
+            if param.device != device:
+                return f"the parameter {name} is on {param.device}, others are on {device}"
+        return why_not_capturable(self._step.optimizer)
+
+    def identity(self) -> dict[str, Any]:
+        """All of it by the words for it: a recording holds as long as this is the same."""
+        step, optimizer = self._step, self._step.optimizer
+        assert isinstance(optimizer, Optimizer)
+        params = list(step.model.parameters())
+        make_capturable_(optimizer, params[0].device)
+        return {
+            "parameters": [_place(param) for param in params],
+            "which parameters are trained": [param.requires_grad for param in params],
+            "gradients from before the step": [param.grad is not None for param in params],
+            "buffers": [_place(buffer) for buffer in step.model.buffers()],
+            "training mode": [module.training for module in step.model.modules()],
+            "settings of the optimizer": [
+                [(key, _constant(value)) for key, value in group.items() if key != "params"]
+                for group in optimizer.param_groups
+            ],
+            "parameters of the optimizer": [
+                [id(param) for param in group["params"]] for group in optimizer.param_groups
+            ],
+            "state of the optimizer": [
+                [(key, _constant(value)) for key, value in state.items()]
+                for state in optimizer.state.values()
+            ],
+            "hooks of the optimizer": [
+                len(optimizer._optimizer_step_pre_hooks),
+                len(optimizer._optimizer_step_post_hooks),
+            ],
+            "stage of rank learning": None if step.ranks is None else step.ranks.identity(),
+            "settings of the step": (step._loss_fn, step.accumulate, step.clip_norm, step.autocast),
+        }
+
+    def hold(self) -> Callable[[], None]:
+        """What it returns puts back what a step on the host alone may have changed."""
+        optimizer, ranks = self._step.optimizer, self._step.ranks
+        assert isinstance(optimizer, Optimizer)
+        states = {param: dict(state) for param, state in optimizer.state.items()}
+        of_ranks = {} if ranks is None else dict(vars(ranks))
+
+        def put_back() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            for param, state in list(optimizer.state.items()):
+                state.clear()
+                state.update(states.get(param, {}))
+                if param not in states:
+                    del optimizer.state[param]
+            if ranks is not None:
+                vars(ranks).update(of_ranks)
+
+        return put_back
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _constant(value: Any) -> Any:
+    """A tensor is read where it is, anything else is part of the recording."""
+    return value.data_ptr() if isinstance(value, Tensor) else value

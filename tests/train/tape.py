@@ -1,0 +1,144 @@
+"""A stand-in for CUDA graphs on a CPU: it records the operations of a function and replays them.
+
+As with a CUDA graph, a replay runs no Python: every operation once more, on the tensors that were
+there when it was recorded, random ones drawing anew. Recording changes no tensor and no random
+state, and refuses what a capture refuses: values read back to the host, shapes that depend on
+values, tensors made of Python values.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._library import custom_ops
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from comera.train.graphs import Contents
+
+NOT_CAPTURABLE = {
+    "_local_scalar_dense": "reads a value back to the host",
+    "is_nonzero": "reads a value back to the host",
+    "equal": "reads a value back to the host",
+    "bincount": "reads its largest value back to the host",
+    "nonzero": "its shape depends on values",
+    "masked_select": "its shape depends on values",
+    "_unique2": "its shape depends on values",
+    "unique_dim": "its shape depends on values",
+    "unique_consecutive": "its shape depends on values",
+    "repeat_interleave": "its shape depends on values",
+    "lift_fresh": "copies a Python value to the device",
+}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class NotCapturableError(RuntimeError):
+    pass
+
+
+def check_capturable(func, args, kwargs) -> None:
+    """Raise for an operation that no CUDA graph can hold."""
+    name = func._overloadpacket.__name__
+    why = NOT_CAPTURABLE.get(name)
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        why = None
+    if name in INDEXING:
+        indices = [index for index in args[1] if isinstance(index, Tensor)]
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+            why = "a boolean index: the shape depends on values"
+    if why:
+        raise NotCapturableError(f"aten.{name}: {why}")
+
+
+class Capturable(TorchDispatchMode):
+    """Raises for what no graph can hold, and looks inside this package's own operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        namespace, name = func._schema.name.split("::")
+        if namespace == "comera":
+            with self:
+                return custom_ops.OPDEFS[f"comera::{name}"]._init_fn(*args, **kwargs)
+        check_capturable(func, args, kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+
+class _Recorder(Capturable):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.undo = {}
+
+    def run(self, func, args, kwargs):
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable:
+            for tensor in inputs:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.undo:
+                    self.undo[storage.data_ptr()] = storage, storage.clone()
+        output = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        view = any(tensor.untyped_storage().data_ptr() in owned for tensor in outputs)
+        nothing = func._overloadpacket.__name__.startswith(("empty", "new_empty"))
+        if func._schema.is_mutable or not (view or nothing or not outputs):
+            self.calls.append((func, args, kwargs, outputs))
+        return output
+
+
+class Tape:
+    """A recording: see the top of this file."""
+
+    freed = False
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        recorder = _Recorder()
+        random = torch.get_rng_state()
+        try:
+            with recorder:
+                self.output = run()
+        finally:
+            torch.set_rng_state(random)
+            for storage, before in recorder.undo.values():
+                storage.copy_(before)
+        self.calls = recorder.calls
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        assert not self.freed, "a freed recording was replayed"
+        for func, args, kwargs, outputs in self.calls:
+            new = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                for mine, value in zip(outputs, tree_leaves(new), strict=True):
+                    mine.copy_(value)
+
+    def free(self) -> None:
+        self.freed, self.calls = True, []
+
+    def contents(self) -> Contents:
+        kernels = {}
+        for func, *_ in self.calls:
+            kernels[str(func)] = kernels.get(str(func), 0) + 1
+        return Contents({"kernel": len(self.calls)}, kernels, 0)
+
+
+class Tapes:
+    """Recorder; ``tapes`` are all that were made."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self.eager = 0
+
+    @contextlib.contextmanager
+    def stream(self):
+        self.eager += 1
+        yield
+
+    def record(self, run: Callable[[], Tensor]) -> Tape:
+        assert all(tape.freed for tape in self.tapes), "two recordings at a time"
+        self.tapes.append(Tape(run))
+        return self.tapes[-1]

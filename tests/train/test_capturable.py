@@ -1,0 +1,90 @@
+"""That a whole training step can be captured, shown without a GPU.
+
+The step runs on tensors without values: whatever would look at one, or needs one for a shape,
+raises. The operators of this package are entered, so nothing is taken on trust.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+import comera
+from comera.ops.fixed_sizes import fixed_sizes
+from comera.optim.capturable import make_capturable_
+
+from . import conftest
+from .conftest import get_batch
+from .tape import Capturable
+from .test_launches import batch, loss_fn, make_model, step_of
+
+
+def run_without_values(step, batch, loss_fn=None):
+    """Once, from where the step has come to; ``loss_fn`` in the place of its own."""
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        step = copy.deepcopy(step)
+    step._loss_fn = loss_fn or step._loss_fn
+    with mode, fixed_sizes(), Capturable():
+        step(batch())
+
+
+def started(step, batch):
+    """After two steps, so that the optimizer has its state."""
+    make_capturable_(step.optimizer, torch.device("cpu"))
+    with fixed_sizes():
+        for _ in range(2):
+            step(batch())
+    return step
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_the_step_of_six_encoders(late):
+    run_without_values(started(step_of(make_model(), late), batch), batch)
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"autocast": torch.bfloat16}], ids=str)
+def test_settings_of_the_step(settings):
+    run_without_values(started(step_of(make_model(1), late=True, **settings), batch), batch)
+
+
+PLANTED = {
+    "item": (lambda model, loss: loss * float(loss), "_local_scalar_dense"),
+    "if": (lambda model, loss: loss if loss > 0 else -loss, "_local_scalar_dense"),
+    "boolean index": (lambda model, loss: loss + bias(model)[bias(model) > 0].sum(), "boolean"),
+    "unique": (lambda model, loss: loss + torch.unique(bias(model)).sum(), "_unique2"),
+    "nonzero": (lambda model, loss: loss + bias(model).nonzero().sum(), "nonzero"),
+    "bincount": (lambda model, loss: loss + torch.bincount(torch.arange(3)).sum(), "bincount"),
+    "python value": (lambda model, loss: loss * torch.tensor(2.0), "lift_fresh"),
+}
+
+
+def bias(model):
+    return model.output.bias
+
+
+@pytest.fixture(scope="module")
+def one_encoder():
+    return started(step_of(make_model(1)), batch)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_a_graph_cannot_hold_is_found(one_encoder, name):
+    plant, message = PLANTED[name]
+    with pytest.raises(RuntimeError, match=message):
+        run_without_values(
+            one_encoder, batch, lambda model, batch: plant(model, loss_fn(model, batch))
+        )
+
+
+@pytest.mark.parametrize("name", ["came", "came in eight bits", "muon", "sgd"])
+def test_optimizers(name):
+    make = {
+        "came": lambda g: comera.CAME(g, bias_correction=True, weight_decay=0.1),
+        "came in eight bits": lambda g: comera.CAME(g, state_dtype="8bit"),
+        "muon": lambda g: comera.MuonAdamW(g, fused=True, weight_decay=0.1),
+        "sgd": lambda g: torch.optim.SGD(g, fused=True, momentum=0.9),
+    }[name]
+    step = conftest.make_step(make_optimizer=make)
+    run_without_values(started(step, lambda: get_batch(0)), lambda: get_batch(0))
