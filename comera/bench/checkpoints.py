@@ -10,7 +10,7 @@ from comera.bench.peers import faiss_codes
 from comera.bench.session import Session
 from comera.checkpoint.archive import packed
 from comera.checkpoint.codebook import learn
-from comera.checkpoint.contents import Quality, decode_rest, encode
+from comera.checkpoint.contents import Quality, decode, encode
 from comera.checkpoint.snapshot import Policy, take_snapshot
 
 _CODES = 15
@@ -51,9 +51,9 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
         "compressed, change": lambda: packed(encode(taken, base, quality)[0].done),
         "compressed, key frame": lambda: packed(encode(taken, None, quality)[0].done),
         "compressed, lossless": lambda: packed(encode(lossless, None, quality)[0].done),
-        "read, change": lambda: decode_rest(link.done, base, 1 << 62),
-        "read, key frame": lambda: decode_rest(key.done, None, 1 << 62),
-        "read, lossless": lambda: decode_rest(whole.done, None, 1 << 62),
+        "read, change": lambda: decode(link.done, base, 1 << 62),
+        "read, key frame": lambda: decode(key.done, None, 1 << 62),
+        "read, lossless": lambda: decode(whole.done, None, 1 << 62),
     }
     title = f"{sum(w.numel() for w in model.values()):,} parameters and their moments"
     timings = session.measure(title, runs, "copied")

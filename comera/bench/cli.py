@@ -44,8 +44,6 @@ from comera.checkpoint.contents import Quality
 from comera.memory import reuse_freed_memory
 
 _INTERRUPTED = 130
-_FILE_WIDTH = 120
-"""Characters of a line where no terminal says how many."""
 
 _TOKENS, _WIDTH_TOKENS = 4096, 512
 """Of a layer, where nothing is said; wide ones take fewer."""
@@ -76,8 +74,6 @@ def run_bench(chosen: Namespace, console: Console) -> int:
     """
     name = chosen.benchmark
     options = chosen[name]
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
     session = _session(options, console)
     if options.json is not None:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +170,7 @@ def _run_objective(session: Session, options: Namespace) -> None:
 def _run_checkpoints(session: Session, options: Namespace) -> None:
     for name in ("parameters", "width"):
         check_positive(name, options[name])
-    quality = Quality(options.bits, options.rate, 0.0, options.beta, key_bits=6)
+    quality = Quality(options.bits, options.rate, beta=options.beta)
     checkpoints(session, options.parameters, options.width, quality)
 
 

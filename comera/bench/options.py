@@ -6,6 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from comera.bench.curve import DEFAULT_POINTS
 from comera.bench.encoders import FIRST_WORD, Encoders
+from comera.checkpoint.contents import Quality
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]
 _PAPER_RANKS = ["12", "30", "30", "30", "16"]
@@ -92,9 +93,11 @@ def add_checkpoints(parser: ArgumentParser) -> None:
     """Of ``checkpoints``."""
     parser.add_argument("--parameters", type=int, default=16_777_216, help="of the model")
     parser.add_argument("--width", type=int, default=2048, help="of its weights")
-    parser.add_argument("--bits", type=int, default=4, help="of codes")
-    parser.add_argument("--rate", type=float, default=0.22, help="what a bit is worth")
-    parser.add_argument("--beta", type=float, default=4.0, help="smallest moments, in means")
+    parser.add_argument("--bits", type=int, default=Quality.bits, help="of codes")
+    parser.add_argument("--rate", type=float, default=Quality.rate, help="what a bit is worth")
+    parser.add_argument(
+        "--beta", type=float, default=Quality.beta, help="smallest moments, in means"
+    )
 
 
 def add_truncation(parser: ArgumentParser) -> None:

@@ -128,9 +128,10 @@ class Archive:
         """
         path = self.path(step) / MANIFEST
         try:
-            if path.stat().st_size > _LARGEST_MANIFEST:
-                raise DamagedError(f"{path} is {path.stat().st_size} bytes long")
-            raw = path.read_bytes()
+            with path.open("rb") as file:
+                raw = file.read(_LARGEST_MANIFEST + 1)
+            if len(raw) > _LARGEST_MANIFEST:
+                raise ValueError(f"it is longer than {_LARGEST_MANIFEST} bytes")
             fields = json.loads(raw)
         except (OSError, ValueError, RecursionError) as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem

@@ -66,6 +66,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     centres = _lattice(sorted_n, size, price) if price else _best_of_bins(sorted_n, sums, size)
     lean: Tensor | float = 0.0  # of the walls towards the rarer of two neighbours
     edges = torch.zeros(0, dtype=torch.long)
+    beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
     still = len(sorted_n) // 10_000
     for _ in range(_PASSES):
         pinned = None if zeros is None else int(centres.abs().argmin())
@@ -79,7 +80,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
         centres = torch.where(counts > 0, sums[edges].diff() / counts, centres)
         if pinned is not None:
             centres[pinned] = 0
-            counts[pinned] += 1 + zeros / step  # type: ignore[operator]
+            counts[pinned] += beside
         centres, counts = centres[counts > 0], counts[counts > 0]
         if price:
             lean = price * (counts[:-1] / counts[1:]).log2() / (2 * centres.diff())

@@ -4,6 +4,7 @@ Each ``write_`` returns what its ``read_`` needs beside the streams, as plain va
 the same reconstruction, bit by bit. Shapes: n = entries, k = kept entries.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,12 @@ def read_exact(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> Tensor:
     """What :func:`write_exact` wrote."""
-    size, count = _WHOLE.get(dtype.itemsize, (8, np.uint64))[0], int(np.prod(shape, dtype=object))
-    count *= dtype.itemsize // size
+    size = min(dtype.itemsize, _LARGEST_WHOLE)
+    count = math.prod(shape) * dtype.itemsize // size
     bits = np.empty((count, size), np.uint8)
     for k in range(size):
         bits[:, k] = section.read(f"byte {k} of {size}", count)
-    whole = bits.reshape(-1).view(_WHOLE[size][1])
+    whole = bits.reshape(-1).view(f"u{size}")
     if record["change"]:
         if base is None:
             raise DamagedError("a change has nothing before it")
@@ -67,18 +68,15 @@ def read_exact(
     return torch.from_numpy(whole.view(np.uint8)).view(dtype).reshape(shape)
 
 
-_WHOLE: dict[int, tuple[int, Any]] = {
-    size: (size, kind)
-    for size, kind in ((1, np.uint8), (2, np.uint16), (4, np.uint32), (8, np.uint64))
-}
+_LARGEST_WHOLE = 8
+"""Bytes of the largest integers there are; entries of more are taken as several."""
 
 
 def _bits(tensor: Tensor) -> Any:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # one entry, expanded
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
-    size = flat.element_size()
-    return flat.view(torch.uint8).numpy().view(_WHOLE.get(size, (8, np.uint64))[1])
+    return flat.view(torch.uint8).numpy().view(f"u{min(flat.itemsize, _LARGEST_WHOLE)}")
 
 
 def _zigzag(difference: Any) -> Any:
@@ -168,7 +166,7 @@ def read_change(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where the kept entries lie (k,), and the weight, as :func:`write_change` returned them."""
-    count, below, places = record["kept"], int(np.prod(shape, dtype=object)), record["places"]
+    count, below, places = record["kept"], math.prod(shape), record["places"]
     if base is None and places != "all":
         raise DamagedError("a change has nothing before it")
     if places == "many":
@@ -200,8 +198,7 @@ def _changed(
 ) -> Tensor:
     if base is None:
         return book[codes.long()].to(dtype).reshape(shape)
-    flat = base.float().reshape(-1)
-    flat = flat.clone() if flat.data_ptr() == base.data_ptr() else flat
+    flat = base.to(torch.float32, copy=True).reshape(-1)
     flat[kept] += book[codes.long()]
     return flat.to(dtype).reshape(shape)
 
@@ -239,9 +236,8 @@ def write_moments(
     flat = first.detach().float().reshape(-1)
     mean = float(flat.abs().mean(dtype=torch.float64)) if len(flat) else 0.0
     among = flat if kept_weights is None else flat[kept_weights]
-    places = vectors.positions(pruning.large_moments(among, mean, beta))
-    mask = torch.zeros(len(among), dtype=torch.bool, device=among.device)
-    mask[places] = True
+    mask = pruning.large_moments(among, mean, beta)
+    places = vectors.positions(mask)
     among = among[places]
     book = learn(among, 2**bits - 1, rate)
     _write_coded(section, "first", book.values, book.codes(among))
@@ -270,7 +266,7 @@ def read_moments(
     kept_weights: Tensor | None,
 ) -> list[Tensor]:
     """The first moments, and the second if they were written by :func:`write_moments`."""
-    size = int(np.prod(shape, dtype=object))
+    size = math.prod(shape)
     below, count = size if kept_weights is None else len(kept_weights), record["kept"]
     if record["places"] == "many":
         mask = np.unpackbits(section.read("places of moments", -(-below // 8)), count=below)
@@ -321,7 +317,7 @@ def _read_means(section: Section, shape: list[int]) -> Tensor:
         codes = torch.from_numpy(section.read("means", count).astype(np.float32))
         return torch.where(codes > 0, largest * torch.exp2((codes - 255) / _STEPS), 0)
 
-    whole, size = read(1), int(np.prod(shape, dtype=object))
+    whole, size = read(1), math.prod(shape)
     if not _has_lines(shape):
         return whole.expand(size).clone()
     rows, columns = read(shape[0]), read(size // shape[0])
@@ -330,7 +326,7 @@ def _read_means(section: Section, shape: list[int]) -> Tensor:
 
 def _has_lines(shape: torch.Size | list[int]) -> bool:
     """Whether a mean a row and a column costs little beside the rest."""
-    size = int(np.prod(shape, dtype=object))
+    size = math.prod(shape)
     return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32
 
 

@@ -5,7 +5,8 @@ is read of the checkpoints on the way.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,11 @@ _LENGTH = 8
 class Quality:
     """What is left out; see :class:`comera.checkpoint.chain.CheckpointChain`."""
 
-    bits: int
-    rate: float
-    alpha: float
-    beta: float
-    key_bits: int
+    bits: int = 4
+    rate: float = 0.22
+    alpha: float = 0.0
+    beta: float = 4.0
+    key_bits: int = 6
 
 
 def encode(
@@ -52,7 +53,7 @@ def encode(
     entries = {"lossy": 0, "changed": 0}
     error = change = 0.0
     for name, tensor in snapshot.model.items():
-        before = _matching(base, name, tensor)
+        before = _matching(base, name, tensor.shape, tensor.dtype)
         if name in snapshot.lossy and _is_finite(tensor):
             if before is not None and not _is_finite(before):
                 before = None
@@ -102,17 +103,18 @@ def decode_model(
     return _read_model(reader, records, base)[0]
 
 
-def decode_rest(
+def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
-) -> dict[str, Any]:
-    """Everything: ``model``, ``optimizer``, ``extra`` and ``parameters`` as they were saved.
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``model``, ``optimizer``, ``extra`` and ``parameters`` as saved, and :func:`decode_model`'s.
 
     Raises:
         DamagedError: As :func:`decode_model`.
     """
     reader = StreamReader(blobs)
     skeleton, records = _read_index(reader, max_bytes)
-    tensors, kept = _read_model(reader, records, base)
+    weights, kept = _read_model(reader, records, base)
+    tensors = dict(weights)
     section = Section("rest", reader)
     for record in records:
         names, shape, dtypes = record["names"], record["shape"], record["dtypes"]
@@ -129,7 +131,7 @@ def decode_rest(
     parts = put_together(skeleton, tensors)
     if not isinstance(parts, dict) or set(parts) != {"model", "optimizer", "extra", "parameters"}:
         raise DamagedError("the checkpoint does not consist of model, optimizer and extra")
-    return parts
+    return parts, weights
 
 
 def _read_model(
@@ -142,9 +144,7 @@ def _read_model(
         if not _of_model(record):
             continue
         name, shape, dtype = record["names"][0], record["shape"], record["dtypes"][0]
-        before = (base or {}).get(name)
-        if before is not None and (list(before.shape) != shape or before.dtype != dtype):
-            before = None
+        before = _matching(base, name, shape, dtype)
         if record["codec"] == "change":
             kept[name], tensors[name] = codec.read_change(section, record, shape, dtype, before)
         else:
@@ -177,10 +177,12 @@ def _second_of(snapshot: Snapshot, moments: Moments | None) -> Tensor | None:
     return snapshot.rest[moments.second] if moments and moments.second else None
 
 
-def _matching(base: Mapping[str, Tensor] | None, name: str, tensor: Tensor) -> Tensor | None:
+def _matching(
+    base: Mapping[str, Tensor] | None, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
     """What was there before, if it had the same shape: after truncation a tensor starts anew."""
     before = (base or {}).get(name)
-    same = before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
+    same = before is not None and before.shape == tuple(shape) and before.dtype == dtype
     return before if same else None
 
 
@@ -251,9 +253,7 @@ def _checked(record: Any) -> Record:
             kinds = [DTYPES[dtype] for dtype in dtypes]
         case _:
             raise DamagedError(f"no such tensor: {str(record)[:80]}")
-    entries = 1
-    for size in shape:
-        entries *= size
+    entries = math.prod(shape)
     floats = all(kind.is_floating_point for kind in kinds)
     match record:
         case {"codec": "exact", "change": bool()}:

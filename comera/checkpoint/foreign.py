@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from comera.files import replacing
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-_STEP_KEYS = ("step", "steps_done", "global_step", "iteration")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 """In a folder of one checkpoint, as transformers and others write them."""
@@ -78,7 +76,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
     return {"model": state[model_key], "optimizer": states, "extra": extra}
 
 
-def write_weights(path: Path, model: Mapping[str, Any]) -> list[Path]:
+def write_weights(path: Path, model: Mapping[str, Any]) -> Path:
     """Weights as ``path``, a safetensors file, or as ``path/model.safetensors``.
 
     Tied tensors are written under each of their names. Returns what was written.
@@ -91,7 +89,7 @@ def write_weights(path: Path, model: Mapping[str, Any]) -> list[Path]:
     file = path if path.suffix == ".safetensors" else path / _WEIGHTS[0]
     with replacing(file) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-    return [file]
+    return file
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -99,9 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, Exception) as problem:
+    except Exception as problem:
         raise ValueError(f"{path} is not readable: {str(problem)[:300]}") from problem
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a dict")

@@ -15,7 +15,7 @@ SMALLEST_LOSSY = 256
 """Tensors of fewer entries are kept exactly, as are vectors: they are sensitive, and no saving."""
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_SECOND_MOMENTS = ("exp_avg_sq",)
+_SECOND_MOMENT = "exp_avg_sq"
 
 
 class Policy:
@@ -128,7 +128,7 @@ def take_snapshot(
     names = parameters or _names_of_parameters(model, optimizer, weights, states)
     entries = _entries(states, names)
     snapshot = Snapshot()
-    where: dict[Any, str] = {}  # tied tensors are kept once
+    where: dict[Any, str] = {}  # tied tensors are kept once, if they are treated alike
 
     def take(path: str, tensor: Tensor) -> str | None:
         part, _, inner = path.partition(".")
@@ -138,15 +138,14 @@ def take_snapshot(
         treatment = policy.treatment(name, tensor, lossy)
         if treatment == "skip":
             return None
-        storage = tensor.untyped_storage()
-        place = (storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() and (tensor.dtype, place) in where:
-            return where[tensor.dtype, place]
+        place = (treatment, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in where:
+            return where[place]
         into = snapshot.model if part == "model" else snapshot.rest
         while name in snapshot.model or name in snapshot.rest:
             name += "'"  # {"a.b": 1, "a": {"b": 2}}
         copy = tensor.detach().to(device or tensor.device, copy=True)
-        into[name], where[tensor.dtype, place] = copy.contiguous(), name
+        into[name], where[place] = copy.contiguous(), name
         if treatment == "lossy":
             snapshot.lossy.add(name)
         return name
@@ -159,7 +158,7 @@ def take_snapshot(
     return snapshot
 
 
-_LOSSY_MOMENTS = tuple(f".{key}" for key in (*_FIRST_MOMENTS, *_SECOND_MOMENTS))
+_LOSSY_MOMENTS = tuple(f".{key}" for key in (*_FIRST_MOMENTS, _SECOND_MOMENT))
 
 
 def _names_of_parameters(
@@ -217,12 +216,9 @@ def _moments(snapshot: Snapshot) -> list[Moments]:
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
         if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
             continue
-        moment, second = snapshot.rest[first], None
-        weight: str | None = f"model.{parameter}"
-        for other in (f"optimizer.{parameter}.{key}" for key in _SECOND_MOMENTS):
-            if other in snapshot.lossy and snapshot.rest[other].shape == moment.shape:
-                second = other
-        if weight not in snapshot.lossy or snapshot.model[weight].shape != moment.shape:
-            weight = None
-        found.append(Moments(weight, first, second))
+        shape = snapshot.rest[first].shape
+        weight, second = f"model.{parameter}", f"optimizer.{parameter}.{_SECOND_MOMENT}"
+        weighed = weight in snapshot.lossy and snapshot.model[weight].shape == shape
+        paired = second in snapshot.lossy and snapshot.rest[second].shape == shape
+        found.append(Moments(weight if weighed else None, first, second if paired else None))
     return found

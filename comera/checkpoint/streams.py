@@ -35,7 +35,7 @@ class Streams:
         if name not in self._open:
             self._open[name] = zstandard.ZstdCompressor(level=self._level).compressobj()
             self._parts[name], self._taken[name] = [], 0
-        self._parts[name].append(self._open[name].compress(values.tobytes()))
+        self._parts[name].append(self._open[name].compress(values.data))
         self._taken[name] += len(values)
 
     def finish(self) -> None:

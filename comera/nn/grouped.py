@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import SharedGates, tensor_trains
-from comera.ops.halves import merge_halves
+from comera.nn.module import tensor_trains
+from comera.nn.shared_gates import lend_gates, take_back_gates
+from comera.ops.halves import layout_of, merge_groups
 
 
 class GroupedMerge:
@@ -16,10 +16,8 @@ class GroupedMerge:
     By itself every :class:`~comera.TTLinear` joins its own cores in each forward pass: some dozen
     small operations a layer, whatever the batch. Inside this context the layers of equal shape
     are joined together when it is entered, and a forward pass uses what is there. Gradients flow
-    as always. ``comera.TrainStep`` enters it in each step.
-
-    The gates of all layers are put into one vector, of which a rank objective reads too: autograd
-    then adds up two gradients of one vector instead of two of every gate.
+    as always. ``comera.TrainStep`` enters it in each step. The gates of all layers are one vector
+    meanwhile, of which a rank objective reads too.
 
     Args:
         model: Its layers are found once, here; their ranks may change between two uses.
@@ -43,55 +41,52 @@ class GroupedMerge:
         self._trains = list(tensor_trains(model).values())
         self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
         self._key: object = None
-        self._groups: list[tuple[list[TTLinear], tuple[Any, ...]]] = []
+        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "GroupedMerge":
         key = [layer.identity() for layer in self._layers]
         if key != self._key:
-            self._key, self._groups = key, self._group()
-        self._share_gates()
-        for layers, (cores, *rest) in self._groups:
-            gates = [gate for layer in layers for gate in layer.bond_gates()]
-            lefts, rights = merge_halves(cores, gates, *rest)
-            pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
-            for layer, halves in zip(layers, pairs, strict=True):
-                layer.shared_halves = halves
+            self._key, self._calls = key, self._arrange()
+        lend_gates(self._trains)
+        for groups, (cores, *rest) in self._calls:
+            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
+            halves = merge_groups(cores, gates, *rest)
+            for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
+                pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
+                for layer, pair in zip(layers, pairs, strict=True):
+                    layer.shared_halves = pair
         return self
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_halves = None
-        for train in self._trains:
-            train.shared_gates = None
+        take_back_gates(self._trains)
 
-    def _share_gates(self) -> None:
-        gates = [list(train.gates) for train in self._trains]
-        flat = [gate for of_one in gates for gate in of_one]
-        alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in flat}
-        if len(alike) != 1:  # a frozen gate is to get no gradient
-            return
-        together = torch.cat(flat)
-        parts = iter(together.split([gate.shape[0] for gate in flat]))
-        start = 0
-        for train, of_one in zip(self._trains, gates, strict=True):
-            train.shared_gates = SharedGates(together, start, tuple(next(parts) for _ in of_one))
-            start += sum(gate.shape[0] for gate in of_one)
-
-    def _group(self) -> list[tuple[list[TTLinear], tuple[Any, ...]]]:
-        """Layers that are joined together, and all arguments for it but the gates."""
+    def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
+        """One call for all groups, but that those which are trained stay apart from the others."""
         alike: dict[object, list[TTLinear]] = {}
         for layer in self._layers:
             alike.setdefault(layer.kind(), []).append(layer)
-        return [
-            (
-                layers,
-                (
-                    [core for layer in layers for core in layer.cores],
-                    [layer.bias for layer in layers if layer.bias is not None],
-                    len(layers),
-                    layers[0].shape.split,
-                    layers[0].prune_below,
-                ),
-            )
-            for layers in alike.values()
-        ]
+        together: dict[object, list[list[TTLinear]]] = {}
+        for layers in alike.values():
+            core = layers[0].cores[0]
+            trained = any(p.requires_grad for layer in layers for p in layer.parameters())
+            together.setdefault((core.dtype, core.device, trained), []).append(layers)
+        return [(groups, _arguments(groups)) for groups in together.values()]
+
+
+def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
+    """Of :func:`~comera.ops.halves.merge_groups`, all but the gates."""
+    tensors: tuple[list[Tensor], ...] = [], [], []
+    layout: list[int] = []
+    for layers in groups:
+        parts = (
+            [core for layer in layers for core in layer.cores],
+            [gate for layer in layers for gate in layer.gates],
+            [layer.bias for layer in layers if layer.bias is not None],
+        )
+        for whole, part in zip(tensors, parts, strict=True):
+            whole.extend(part)
+        layout += layout_of(*parts, len(layers), layers[0].shape.split)
+    cores, _, biases = tensors
+    return cores, biases, layout, [layers[0].prune_below for layers in groups]

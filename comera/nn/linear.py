@@ -135,12 +135,14 @@ class TTLinear(TensorTrainModule):
         )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Changes when a parameter is another one, or has another shape, dtype or device."""
+        """Changes when a parameter is another one, has another shape, or is frozen, or moved."""
         # quicker than asking the list by number
         cores = [core for core in self.cores._parameters.values() if core is not None]
         gates = list(self.gates._parameters.values())
         shapes = tuple(core.shape for core in cores)
-        return *map(id, (*cores, *gates, self.bias)), shapes, cores[0].dtype, cores[0].device
+        trained = tuple(core.requires_grad for core in cores)
+        parts = *cores, *gates, self.bias
+        return *map(id, parts), shapes, trained, cores[0].dtype, cores[0].device
 
     def kind(self) -> tuple[object, ...]:
         """What layers must agree in for their cores to be joined together."""

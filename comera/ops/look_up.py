@@ -102,9 +102,9 @@ def look_up_backward(
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
     with without_autocast(left_VPR):
         left, right = _slices(slots, left_VPR, right_WRQ)
-        to_right = torch.bmm(left.mT, cold)
+        to_right = torch.bmm(cold.mT, left)
         del left
-        to_left = torch.bmm(cold, right.mT)
+        to_left = torch.bmm(cold, right)
     grad_left = sum_by(
         to_left.view(slots.left_S.shape[0], left_VPR[0].numel()), slots.left_S, left_VPR.shape[0]
     )
@@ -112,7 +112,7 @@ def look_up_backward(
     grad_right = sum_by_sorted(to_right.flatten(1), each, slots.right_T, right_WRQ.shape[0])
     return (
         grad_left.view_as(left_VPR),
-        grad_right.view_as(right_WRQ),
+        grad_right.view_as(right_WRQ.mT).mT.contiguous(),
         *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
         grad_weights,
     )
@@ -155,10 +155,14 @@ def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[
 
 
 def _slices(slots: Slots, left_VPR: Tensor, right_WRQ: Tensor) -> tuple[Tensor, Tensor]:
-    """The slices of all groups, ``(T, group * P, R)`` and ``(T, R, Q)``."""
+    """The slices of all groups, ``(T, group * P, R)`` and ``(T, Q, R)``.
+
+    Those of the right half lie turned: products of many small matrices take up to four times as
+    long where the rows of what they make are as short as Q.
+    """
     left = left_VPR.index_select(0, slots.left_S)
     left = left.view(slots.right_T.shape[0], slots.group * left_VPR.shape[1], left_VPR.shape[2])
-    return left, right_WRQ.index_select(0, slots.right_T)
+    return left, right_WRQ.mT.contiguous().index_select(0, slots.right_T)
 
 
 def _rows(
@@ -172,7 +176,8 @@ def _rows(
     """The rows of all slots, ``(S, D)``."""
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     with without_autocast(left_VPR):
-        cold = torch.bmm(*_slices(slots, left_VPR, right_WRQ)).view(slots.left_S.shape[0], width)
+        left, right = _slices(slots, left_VPR, right_WRQ)
+        cold = torch.bmm(left, right.mT).view(slots.left_S.shape[0], width)
         cold = cold[:, :embedding_dim]
         if hot_HK is None:
             return cold.contiguous()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Operator:
-    """A function of tensors with its own backward pass; what :func:`operator` makes.
+    """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
 
     Args:
         name: With its namespace, e.g. ``"comera::merge_halves"``.
@@ -24,6 +24,7 @@ class Operator:
     def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:
         self.custom_op = torch.library.custom_op(name, run, mutates_args=(), tags=tags)
         self.run = run
+        self.backward: Callable[..., Any] | None = None
         self.returns_list = run.__annotations__["return"] == list[Tensor]
         self.__doc__ = run.__doc__
 
@@ -42,10 +43,12 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.custom_op(*args)
-        lengths = [len(arg) if isinstance(arg, list | tuple) else None for arg in args]
+        lengths = [len(arg) if _is_opened(arg) else None for arg in args]
         flat = _flat(lengths, args)
         if not all(map(is_plain, flat)):
             return self.custom_op(*args)
+        if self.backward is None:
+            return self.run(*args)
         transformed = torch._C._are_functorch_transforms_active()
         function = _Transformed if transformed else _Eager
         output = function.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
@@ -116,6 +119,11 @@ def is_plain(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
+
+
+def _is_opened(value: Any) -> bool:
+    """A list, but not one of numbers."""
+    return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:

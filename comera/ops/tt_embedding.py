@@ -7,7 +7,6 @@ and right part of the width, R = the bond between the halves, D = width, H = hot
 coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
-from comera.ops.chain import merge_chain
 from comera.ops.fixed_sizes import sizes_are_fixed
 from comera.ops.look_up import check_range, hot_rows, look_up
+from comera.ops.table_halves import merge_table_halves
 
 
 def tt_embedding_reference(
@@ -122,18 +121,6 @@ def tt_embedding_bag(
     return sums
 
 
-def merge_table_halves(
-    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``."""
-    split = len(cores) // 2
-    left = merge_chain(cores[:split], gates[:split], threshold)
-    right = merge_chain(cores[split:], gates[split:], threshold)
-    left_VPR = _rows_before_columns(left, cores[:split])[0]
-    right_WRQ = _rows_before_columns(right, cores[split:])[..., 0].transpose(0, 1)
-    return left_VPR.contiguous(), right_WRQ.contiguous()
-
-
 def ttm_to_dense(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
@@ -141,16 +128,6 @@ def ttm_to_dense(
     left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
-
-
-def _rows_before_columns(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo the interleaving of modes: ``(L, p1 q1 p2 q2, R)`` to ``(L, rows, columns, R)``."""
-    modes = [n for core in cores for n in core.shape[1:3]]
-    count = len(modes)
-    apart = merged.reshape(merged.shape[0], *modes, merged.shape[-1])
-    order = [0, *range(1, count, 2), *range(2, count + 1, 2), count + 1]
-    rows, cols = math.prod(modes[0::2]), math.prod(modes[1::2])
-    return apart.permute(order).reshape(merged.shape[0], rows, cols, merged.shape[-1])
 
 
 def _every_row(

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comera.nn.module import TensorTrainModule, may_share, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.shared_gates import gates_together
 
 
 class Gates(NamedTuple):
@@ -53,21 +54,9 @@ class SizeOfRanks:
         widths = tuple(gate.shape[0] for gate in self.gates)
         if widths != self._widths or self.gates[0].device != self._device:
             self._index(widths)
-        values = self._together()
+        values = gates_together(list(self.layers.values()))
         live = values.detach() > self._threshold
         return Gates(values, live, self._sum_by_bond(live.double()))
-
-    def _together(self) -> Tensor:
-        """All gates in one vector: the one that a :class:`~comera.GroupedMerge` has made."""
-        shared = [layer.shared_gates for layer in self.layers.values()]
-        first, start = shared[0], 0
-        if first is None or not may_share(first.flat, self.gates[0]):
-            return torch.cat(self.gates)
-        for one, layer in zip(shared, self.layers.values(), strict=True):
-            if one is None or one.flat is not first.flat or one.start != start:
-                return torch.cat(self.gates)
-            start += sum(layer.ranks)
-        return first.flat if len(first.flat) == start else torch.cat(self.gates)
 
     def relaxed(self, gates: Gates | None = None) -> Tensor:
         """The differentiable size, a scalar in entries; of the gates as they are now if None."""

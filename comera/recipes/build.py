@@ -20,6 +20,13 @@ from comera.train.step import TrainStep
 log = logging.getLogger("comera")
 
 
+def find_device(name: str) -> torch.device:
+    """The device of a run's settings; ``auto`` is a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     """The model at the start of a run; the same for the same random state."""
     if config.tensorize is None or not task.lean or config.tensorize.init == "svd":

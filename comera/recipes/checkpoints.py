@@ -11,14 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive, Manifest
-from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
+from comera.checkpoint.contents import Quality
 from comera.checkpoint.foreign import find_series, read_foreign, step_of, write_weights
 from comera.checkpoint.streams import DamagedError
 from comera.recipes.replay import replay
 from comera.train.log import progress_bar
-
-_FILE_WIDTH = 120
-"""Characters of a line where no terminal says how many."""
 
 
 def add_checkpoint(commands: Any) -> None:
@@ -39,8 +37,6 @@ def run_checkpoint(chosen: Namespace, console: Console) -> int:
     Raises:
         ValueError, FileNotFoundError: If it cannot be done; says why.
     """
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
     return _ACTIONS[chosen.action][2](chosen[chosen.action], console)
 
 
@@ -130,7 +126,6 @@ def _by_kind(manifests: list[Manifest]) -> Table:
 
 def _verify(options: Namespace, console: Console) -> int:
     archive = _archive(options.folder)
-    problems: dict[int, str | None] = {}
     with progress_bar(console=console) as bar:
         task = bar.add_task("verify", total=len(archive.steps()), figures="")
 
@@ -147,15 +142,15 @@ def _verify(options: Namespace, console: Console) -> int:
 def _export(options: Namespace, console: Console) -> int:
     chain = CheckpointChain(_archive(options.folder).folder)
     saved = chain.load(_step(options.step))
-    for path in write_weights(Path(options.out), saved.model):
-        console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}")
+    path = write_weights(Path(options.out), saved.model)
+    console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}")
     return 0
 
 
 def _compress(options: Namespace, console: Console) -> int:
     folder = Path(options.out)
     series = _series(Path(options.source))
-    settings = {key: options[key] for key in _QUALITY}
+    settings = {key: value for key, value in options.items() if key not in ("source", "out")}
     with (
         CheckpointChain(folder, background=False, **settings) as chain,
         progress_bar(console=console) as bar,
@@ -171,17 +166,16 @@ def _compress(options: Namespace, console: Console) -> int:
 
 def _series(source: Path) -> dict[int, Callable[[], dict[str, Any]]]:
     """Steps in order, and what reads the checkpoint of each."""
-    for path in (source, source / "checkpoints"):
-        chain = CheckpointChain(path)
-        if chain.steps():
-            return {step: partial(_parts_of_link, chain, step) for step in chain.steps()}
-    return {step_of(path): partial(read_foreign, path) for path in find_series(source)}
+    found = _find_archive(source)
+    if found is None:
+        return {step_of(path): partial(read_foreign, path) for path in find_series(source)}
+    chain = CheckpointChain(found.folder)
+    return {step: partial(_parts_of_link, chain, step) for step in chain.steps()}
 
 
 def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:
-    saved = chain.load(step)
-    names = ("model", "optimizer", "extra", "parameters")
-    return {name: getattr(saved, name) for name in names}
+    parts = vars(chain.load(step))
+    return {name: part for name, part in parts.items() if name != "step"}
 
 
 def _evaluate(options: Namespace, console: Console) -> int:
@@ -221,10 +215,15 @@ def _beside(logged: float | None, read: float) -> list[str]:
 
 def _archive(folder: str) -> Archive:
     """The checkpoints in a folder, or those of a run."""
-    for path in (Path(folder), Path(folder) / "checkpoints"):
-        if Archive(path).steps():
-            return Archive(path)
-    raise FileNotFoundError(f"there are no checkpoints in {folder}")
+    found = _find_archive(Path(folder))
+    if found is None:
+        raise FileNotFoundError(f"there are no checkpoints in {folder}")
+    return found
+
+
+def _find_archive(folder: Path) -> Archive | None:
+    archives = [Archive(path) for path in (folder, folder / "checkpoints")]
+    return next((archive for archive in archives if archive.steps()), None)
 
 
 def _step(text: str) -> int | Literal["latest"]:
@@ -259,15 +258,15 @@ def _add_compress(parser: ArgumentParser) -> None:
     )
     parser.add_argument("out", type=str, help="folder of the chain")
     parser.add_argument("--mode", type=Literal["lossy", "lossless"], default="lossy")
-    parser.add_argument("--bits", type=int, default=4, help="2 to 8, of codes")
-    parser.add_argument("--rate", type=float, default=0.22, help="what a bit is worth")
-    parser.add_argument("--alpha", type=float, default=0.0, help="of the paper's rule for weights")
-    parser.add_argument("--beta", type=float, default=4.0, help="smallest moments, in means")
-    parser.add_argument("--key_every", type=int, default=20, help="checkpoints from key to key")
-    parser.add_argument("--key_bits", type=int, default=6, help="of weights in a key frame")
-
-
-_QUALITY = ("mode", "bits", "rate", "alpha", "beta", "key_every", "key_bits")
+    for name, default, text in (
+        ("bits", Quality.bits, "2 to 8, of codes"),
+        ("rate", Quality.rate, "what a bit is worth"),
+        ("alpha", Quality.alpha, "of the paper's rule for weights"),
+        ("beta", Quality.beta, "smallest moments, in means"),
+        ("key_every", KEY_EVERY, "checkpoints from key to key"),
+        ("key_bits", Quality.key_bits, "of weights in a key frame"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
 
 def _add_evaluate(parser: ArgumentParser) -> None:

@@ -29,6 +29,9 @@ _MODE = "run"
 """How jsonargparse reads the files of runs: as YAML, with ``optimizer: came`` spelled out."""
 set_loader(_MODE, lambda text: spelled_out(get_loader("yaml")(text)), (yaml.YAMLError,))
 
+_FILE_WIDTH = 120
+"""Characters of a line where no terminal says how many."""
+
 _OPTIMIZER = re.compile(r"--optimizer=(\w+)")
 
 
@@ -38,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
     console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     try:
         if chosen.command == "report":
             console.print(f"wrote {write_report(Path(chosen.report.run))}")

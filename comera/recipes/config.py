@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
+from comera.checkpoint.contents import Quality
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
@@ -131,12 +132,12 @@ class CheckpointConfig:
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
-    bits: int = 4
-    rate: float = 0.22
-    alpha: float = 0.0
-    beta: float = 4.0
+    bits: int = Quality.bits
+    rate: float = Quality.rate
+    alpha: float = Quality.alpha
+    beta: float = Quality.beta
     key_every: int | None = None
-    key_bits: int = 6
+    key_bits: int = Quality.key_bits
     keep_last: int | None = 2
     keep_every: int | None = None
 
@@ -146,7 +147,7 @@ class CheckpointConfig:
         Raises:
             ValueError: If a setting makes no sense.
         """
-        every = self.key_every or (1 if self.mode == "lossless" else 20)
+        every = self.key_every or (1 if self.mode == "lossless" else KEY_EVERY)
         return CheckpointChain(folder, **{**asdict(self), "key_every": every})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.recipes.build import build_step, make_model, without_remarks
+from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.config import RunConfig
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.tasks import prepare_task
@@ -60,7 +60,7 @@ def replay(
     config = parse_settings(RunConfig, read_yaml(run / "config.yaml"))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(config.device)
     task = prepare_task(config, device)
     for number in steps:
         with without_remarks():  # the run made them

@@ -17,7 +17,7 @@ from torch import nn
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
-from comera.recipes.build import build_step, make_model, without_remarks
+from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.config import RunConfig
 from comera.recipes.folder import claim
 from comera.recipes.optimizers import make_optimizer
@@ -87,7 +87,7 @@ def run(
     claim(config)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    device = _device(config.device)
+    device = find_device(config.device)
     console.print(f"run folder {folder}, device {device}: preparing data", soft_wrap=True)
     task = prepare_task(config, device)
     if began is not None:
@@ -253,9 +253,3 @@ def _save(
     with replacing(folder / "result.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return outcome
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

@@ -63,7 +63,7 @@ def test_tensorly_stands_beside_and_its_backend_is_restored(tmp_path):
     assert len([name for name in result["summary"] if name.startswith("tensorly-torch")]) == 2
     assert bench("embedding", *TABLE, f"--json={out}") == 0
     (result,) = results(out)
-    assert "tensorly-torch, rank 4, AdamW" in result["summary"]
+    assert "tensorly-torch, rank 4, fused AdamW" in result["summary"]
     assert tensorly.get_backend() == before
 
 
@@ -175,10 +175,11 @@ def test_embedding(more, tmp_path):
     assert bench("embedding", *TABLE, *more, "--peers=none", f"--json={out}") == 0
     (result,) = results(out)
     assert list(result["summary"]) == [
+        "dense, fused AdamW",
         "dense, AdamW",
         "sparse, SparseAdam",
-        "comera, AdamW",
-        "the same cores row by row, AdamW",
+        "comera, fused AdamW",
+        "the same cores row by row, fused AdamW",
     ]
 
 
@@ -192,7 +193,7 @@ def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     assert len(result["summary"]) == 3
     assert bench("embedding", *TABLE, *options, f"--dense_limit={2 * size}") == 0
     (result,) = results(out)
-    assert result["baseline"] == "comera, AdamW"
+    assert result["baseline"] == "comera, fused AdamW"
     assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 
-from ..train.test_loop import assert_equal
+from ..states import assert_equal
 
 VOCABULARY = 400
 
@@ -166,6 +166,15 @@ def test_a_changed_shape_starts_anew_for_that_tensor(tmp_path):
     model.load_state_dict(saved.model)
     optimizer.load_state_dict(saved.optimizer)
     train(model, optimizer, 1)
+
+
+def test_a_weight_that_is_also_given_as_extra_stays_exact_there(tmp_path):
+    weight = torch.randn(64, 64)
+    with CheckpointChain(tmp_path, background=False) as chain:
+        chain.save(1, {"weight": weight}, extra={"best": weight})
+    saved = CheckpointChain(tmp_path).load()
+    assert torch.equal(saved.extra["best"], weight)
+    assert not torch.equal(saved.model["weight"], weight)
 
 
 def test_tied_weights_are_kept_once_and_come_back_tied(tmp_path):

@@ -32,15 +32,28 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
     torch.testing.assert_close(got, [p.grad for p in twin.parameters()], rtol=1e-10, atol=1e-10)
 
 
-def test_layers_of_one_shape_are_joined_in_one_call(monkeypatch):
+def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     model, calls = make(), []
-    original = grouped.merge_halves
+    original = grouped.merge_groups
     monkeypatch.setattr(
-        grouped, "merge_halves", lambda *args: calls.append(args[3]) or original(*args)
+        grouped, "merge_groups", lambda *args: calls.append(args[3]) or original(*args)
     )
     with comera.GroupedMerge(model):
         model(torch.zeros(2, dtype=torch.long))
-    assert sorted(calls) == [1, 1, 3]
+    (layout,) = calls
+    assert sorted(layout[3::5]) == [1, 1, 3]
+
+
+def test_frozen_layers_ask_for_no_gradient_beside_others():
+    model = make()
+    merged = comera.GroupedMerge(model)
+    for layer in (model[5], model[6]):  # each the only one of its shape
+        with merged:
+            assert layer.shared_halves[0].requires_grad
+        layer.requires_grad_(False)
+        with merged:
+            assert not layer.shared_halves[0].requires_grad
+            assert model[1].shared_halves[0].requires_grad
 
 
 def test_nothing_is_left_behind():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.chain import merge_chain_reference
-from comera.ops.halves import merge_halves
+from comera.ops.halves import layout_of, merge_groups, merge_halves
 from comera.planning.padding import padded_rank
 
 SHAPES = {  # bonds of a train, its modes, and how many of them carry the input
@@ -83,6 +83,21 @@ def test_values_and_gradients_match_each_layer_by_itself(name, num_layers, gated
     torch.testing.assert_close(grads(got, group.params), grads(want, group.params), **CLOSE)
 
 
+def test_several_groups_are_what_each_is_by_itself():
+    groups = [Group("2+1", 2, bias=False), Group("3+3", 1), Group("1+1", 3, gated=False)]
+    lists, layout = [[], [], []], []
+    for group in groups:
+        *tensors, num_layers, split, _ = group.arguments()
+        for whole, part in zip(lists, tensors, strict=True):
+            whole.extend(part)
+        layout += layout_of(*tensors, num_layers, split)
+    got = merge_groups(*lists, layout, [0.01] * 3)
+    want = [half for group in groups for half in group.reference()]
+    torch.testing.assert_close(got, want, **CLOSE)
+    params = [param for group in groups for param in group.params]
+    torch.testing.assert_close(grads(got, params), grads(want, params), **CLOSE)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_gradients_can_be_differentiated_again(num_layers):
     group = Group("2+1", num_layers)
@@ -118,7 +133,9 @@ def test_narrow_cores_are_rounded_once(dtype):
 @pytest.mark.parametrize("name", ["1+1", "no padding", "3+3"])
 def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
-    torch.library.opcheck(merge_halves.custom_op, group.arguments())
+    *tensors, num_layers, split, threshold = group.arguments()
+    layout = layout_of(*tensors, num_layers, split)
+    torch.library.opcheck(merge_groups.custom_op, (*tensors, layout, [threshold]))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import torch
 
 from comera.ops.look_up import look_up, look_up_backward
 from comera.ops.rank_gate import rank_gate_reference
+from comera.ops.table_halves import merge_table_halves
 from comera.ops.tt_embedding import (
-    merge_table_halves,
     tt_embedding,
     tt_embedding_reference,
     ttm_to_dense,

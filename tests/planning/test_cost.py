@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.nn.linear import TTLinear
 from comera.ops.halves import merge_halves
-from comera.ops.tt_embedding import merge_table_halves
+from comera.ops.table_halves import merge_table_halves
 from comera.planning.cost import (
     dense_embedding_cost,
     dense_linear_cost,

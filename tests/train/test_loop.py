@@ -15,6 +15,7 @@ from comera.train.log import last_logged, read_metrics
 from comera.train.loop import train
 from comera.train.step import NonFiniteLossError
 
+from ..states import assert_equal
 from .conftest import evaluate, get_batch, loss_fn, make_step
 
 STEPS = 24  # early to 6, late to 16, truncated from there on
@@ -35,23 +36,6 @@ def state_of(step):
         "ranks": step.ranks and step.ranks.state_dict(),
         "random": torch.get_rng_state(),
     }
-
-
-def assert_equal(got, want):
-    """Bit for bit, through nested containers."""
-    assert type(got) is type(want)
-    if isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_equal(got[key], want[key])
-    elif isinstance(want, list | tuple):
-        assert len(got) == len(want)
-        for mine, theirs in zip(got, want, strict=True):
-            assert_equal(mine, theirs)
-    elif isinstance(want, torch.Tensor):
-        assert torch.equal(got, want)
-    else:
-        assert got == want or callable(want)
 
 
 def figures(folder):

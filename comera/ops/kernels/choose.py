@@ -1,0 +1,99 @@
+"""Whether an operator's kernel runs, or torch operations in its place.
+
+``COMERA_KERNELS`` decides: ``auto`` (the default) takes kernels for tensors on a card where there
+is one for their dtype and everything that compiles it is installed, ``ref`` never does, and
+``emulate`` also runs them on a CPU, slowly, for tests.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from comera.ops.kernels import driver
+from comera.ops.kernels.build import KernelError, nvrtc_version
+from comera.ops.kernels.source import entries
+
+MODES = ("auto", "ref", "emulate")
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""Which dtypes kernels take, and what the names of their functions end in."""
+
+OLDEST = (8, 0)
+"""Compute capability from which kernels run."""
+
+
+class KernelWarning(UserWarning):
+    """Torch operations run where a kernel could have; said once for each reason."""
+
+
+@functools.cache
+def mode() -> str:
+    """``COMERA_KERNELS``, as it was when first asked for.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    chosen = os.environ.get("COMERA_KERNELS", "auto")
+    if chosen not in MODES:
+        raise ValueError(f"COMERA_KERNELS={chosen!r} must be one of {', '.join(MODES)}")
+    return chosen
+
+
+def runs_kernel(
+    what: str, file: str, like: Tensor, refusal: Callable[[], str | None] | None = None
+) -> bool:
+    """Whether the kernels of a file compute something of tensors such as ``like``.
+
+    Args:
+        what: Name of the operator, for the warning.
+        file: Without its suffix.
+        like: A tensor of the dtype and device in question; it may hold no numbers.
+        refusal: Says why the kernels do not take these tensors, or None; asked only where they
+            would run otherwise.
+    """
+    if not like.is_cuda and (like.device.type != "cpu" or mode() != "emulate"):
+        return False
+    reason = why_not(file, like.device, like.dtype) or (refusal() if refusal else None)
+    if reason is not None and like.is_cuda and mode() != "ref":
+        _warn_once(what, reason)
+    return reason is None
+
+
+def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels of a file do not run there, in a few words; None where they do."""
+    if mode() == "ref":
+        return "COMERA_KERNELS=ref"
+    if dtype not in DTYPES:
+        names = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        return f"kernels take {names}, not {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda":
+        return _why_not_on(file, torch.cuda.current_device() if device.index is None
+                           else device.index)  # fmt: skip
+    return None if mode() == "emulate" else "the tensors are on a CPU"
+
+
+@functools.cache
+def _why_not_on(file: str, device: int) -> str | None:
+    """Compiles and loads the file when first asked, so that nothing of it is left for later."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)
+    try:
+        nvrtc_version()
+        for name in entries(file):
+            driver.function(file, name, device)
+    except (KernelError, RuntimeError, OSError) as problem:  # cuda-bindings finds no library
+        return str(problem)
+    return None
+
+
+@functools.cache
+def _warn_once(what: str, reason: str) -> None:
+    warnings.warn(
+        f"comera runs {what} through torch operations, not its CUDA kernel: {reason}",
+        KernelWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,94 @@
+"""Load machine code on a card and launch it on torch's stream, through CUDA's driver."""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comera.ops.kernels.build import KernelError, checked, cubin
+
+PLENTY_OF_SHARED = 48 * 1024
+"""Bytes of shared memory a block gets without asking."""
+
+_thread = threading.local()
+
+
+@functools.cache
+def function(file: str, name: str, device: int) -> Any:
+    """A kernel on a card, ready to launch; compiled and loaded when first asked for.
+
+    Raises:
+        KernelError: If it cannot be compiled or loaded.
+    """
+    driver = _driver()
+    _enter_context(device)
+    answer = driver.cuLibraryGetKernel(_library(file, device), name.encode())
+    # A launch takes a kernel of a library where it takes a function.
+    return driver.CUfunction(int(checked(answer, f"{name} of {file}.cu")))
+
+
+@functools.cache
+def _library(file: str, device: int) -> Any:
+    driver = _driver()
+    major, minor = torch.cuda.get_device_capability(device)
+    code = cubin(file, f"sm_{major}{minor}")
+    answer = driver.cuLibraryLoadData(code, None, None, 0, None, None, 0)
+    return checked(answer, f"{file}.cu, compiled for sm_{major}{minor}, does not load")
+
+
+@functools.cache
+def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
+    driver = _driver()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = driver.CUkernel(int(function(file, name, device)))
+    answer = driver.cuKernelSetAttribute(attribute, shared, kernel, driver.CUdevice(device))
+    checked(answer, f"{shared} bytes of shared memory for {name}")
+
+
+def launch(
+    file: str,
+    name: str,
+    device: int,
+    grid: Sequence[int],
+    threads: int,
+    shared: int,
+    arguments: ctypes.Array[ctypes.c_void_p],
+) -> None:
+    """Start a kernel on torch's current stream of the card."""
+    driver = _driver()
+    kernel = function(file, name, device)
+    if shared > PLENTY_OF_SHARED:
+        _allow_shared(file, name, device, shared)
+    with torch.cuda.device(device):
+        _enter_context(device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        answer = driver.cuLaunchKernel(
+            kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
+        )
+    checked((*answer, None), name)
+
+
+def _enter_context(device: int) -> None:
+    """Autograd runs backward passes on threads of its own, which may have no context yet."""
+    if getattr(_thread, "entered", None) == device:
+        return
+    torch.cuda.init()
+    driver = _driver()
+    if not int(checked(driver.cuCtxGetCurrent(), "the current context")):
+        card = checked(driver.cuDeviceGet(device), f"device {device}")
+        context = checked(driver.cuDevicePrimaryCtxRetain(card), f"the context of {device}")
+        checked((*driver.cuCtxSetCurrent(context), None), f"the context of {device}")
+    _thread.entered = device
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as problem:
+        raise KernelError(
+            "cuda-bindings is not installed (pip install 'comera[cuda]')"
+        ) from problem
+    return driver

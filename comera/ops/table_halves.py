@@ -1,0 +1,133 @@
+"""Join the cores of a tensor-train table to its two halves, rows and columns apart.
+
+Shape suffixes: V = left and W = right part of a row's number, P and Q = left and right part of the
+width, R = the bond between the halves.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.autocast import without_autocast
+from comera.ops.chain import (
+    gate_chains,
+    gate_grads,
+    join,
+    join_grads,
+    stack_chains,
+    stack_gates,
+    unstack_chains,
+    unstack_gates,
+)
+from comera.ops.operator import operator
+
+
+def merge_table_halves(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``.
+
+    Args:
+        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+
+    Returns:
+        Two tensors in the dtype of the cores.
+    """
+    return _merge_table_halves(list(cores), list(gates), threshold)
+
+
+@operator("comera::merge_table_halves")
+def _merge_table_halves(
+    cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
+) -> tuple[Tensor, Tensor]:
+    split = len(cores) // 2
+    with without_autocast(cores[0]):
+        gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
+        left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
+        return _left_apart(left, cores[:split]), _right_apart(right, cores[split:])
+
+
+@_merge_table_halves.register_fake
+def _(cores, gates, threshold):
+    split = len(cores) // 2
+    (V, P), (W, Q) = _sizes(cores[:split]), _sizes(cores[split:])
+    R = cores[split].shape[0]
+    return cores[0].new_empty(V, P, R), cores[0].new_empty(W, R, Q)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    cores, gates, ctx.threshold = inputs
+    ctx.num_cores = len(cores)
+    ctx.save_for_backward(*cores, *gates)
+
+
+def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
+    saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
+    split = len(cores) // 2
+    with without_autocast(grad_left_VPR):
+        stacked = stack_chains(cores, 1)
+        open_gates, live = stack_gates(gates, 1, ctx.threshold)
+        gated = gate_chains(stacked, open_gates)
+        wide = stacked[0].dtype
+        left = _left_together(grad_left_VPR.to(wide), cores[:split])
+        right = _right_together(grad_right_WRQ.to(wide), cores[split:])
+        grads = join_grads(left[None, None], gated[:split])
+        grads += join_grads(right[None, ..., None], gated[split:])
+        grads, per_gate = gate_grads(grads, stacked, open_gates)
+        grad_gates = unstack_gates(per_gate, live, gates, 1)
+        return unstack_chains(grads, cores, 1), grad_gates, None
+
+
+_merge_table_halves.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(cores: Sequence[Tensor]) -> tuple[int, int]:
+    """Rows and columns of a part of the train."""
+    return math.prod(core.shape[1] for core in cores), math.prod(core.shape[2] for core in cores)
+
+
+def _left_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo the interleaving of modes: ``(v1 p1 v2 p2, R)`` to ``(V, P, R)``."""
+    count, modes = len(cores), _modes(cores)
+    order = [*range(0, 2 * count, 2), *range(1, 2 * count, 2), 2 * count]
+    rank = merged.shape[-1]
+    return _new(merged.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
+
+
+def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_left_apart`."""
+    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
+    order = [k for i in range(count) for k in (i, count + i)]
+    split = apart.view(*rows, *columns, apart.shape[2])
+    return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
+
+
+def _right_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``."""
+    count, modes = len(cores), _modes(cores)
+    order = [*range(1, 2 * count, 2), 0, *range(2, 2 * count + 1, 2)]
+    rank, (rows, columns) = merged.shape[0], _sizes(cores)
+    return _new(merged.view(rank, *modes).permute(order), cores).view(rows, rank, columns)
+
+
+def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_right_apart`."""
+    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
+    order = [k for i in range(count) for k in (i, count + 1 + i)]
+    split = apart.view(*rows, apart.shape[1], *columns)
+    return split.permute(count, *order).reshape(apart.shape[1], math.prod(_sizes(cores)))
+
+
+def _modes(cores: Sequence[Tensor]) -> list[int]:
+    """Row mode and column mode of each core in turn."""
+    return [size for core in cores for size in core.shape[1:3]]
+
+
+def _new(tensor: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Contiguous, and never a view: an operator may not return its input."""
+    return tensor.to(cores[0].dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,263 @@
+// CUDA C++ on a CPU: one fiber for each thread of a block, one block at a time.
+//
+// Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, atomicAdd, __trap and
+// dynamic shared memory, which is NaN when a block starts. The order in which fibers run between
+// two barriers is chosen by the caller: where a barrier is missing, results depend on it.
+//
+// Not seen: a plain += where an atomic is needed, races between barriers that no order of whole
+// fibers shows, inline assembly, speed.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(emulation::dynamic_shared)
+#define ARGUMENTS(T) const T&
+using std::int64_t;
+using std::uint16_t;
+using std::uint32_t;
+
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+namespace emulation {
+
+struct Index {
+  unsigned x = 1, y = 1, z = 1;
+};
+enum State { RUNS, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
+enum Problem { NONE, BAD_LAUNCH, DEADLOCK, LEFT_BEFORE_BARRIER, TRAPPED };
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  char* stack = nullptr;
+  Index thread;
+  int number = 0;
+  State state = RUNS;
+};
+
+constexpr size_t STACK = 64 << 10;
+constexpr size_t MOST_THREADS = 1024;
+constexpr size_t MOST_SHARED = 227 << 10;
+
+inline Fiber* current;
+inline Index block, block_size, grid_size;
+inline unsigned char* dynamic_shared;
+inline void* scheduler;
+inline bool trapped;
+inline const std::function<void()>* body;
+
+// Saves the registers that a call must keep, and takes those of another stack.
+extern "C" void emulation_switch(void** save, void* to);
+#if defined(__x86_64__)
+asm(".text\n.weak emulation_switch\n.type emulation_switch,@function\nemulation_switch:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+    "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n"
+    ".size emulation_switch,.-emulation_switch\n");
+constexpr size_t FRAME = 64, RETURN_TO = 6;
+#elif defined(__aarch64__)
+asm(".text\n.weak emulation_switch\n.type emulation_switch,%function\nemulation_switch:\n"
+    "sub sp,sp,#160\nstp x19,x20,[sp]\nstp x21,x22,[sp,#16]\nstp x23,x24,[sp,#32]\n"
+    "stp x25,x26,[sp,#48]\nstp x27,x28,[sp,#64]\nstp x29,x30,[sp,#80]\n"
+    "stp d8,d9,[sp,#96]\nstp d10,d11,[sp,#112]\nstp d12,d13,[sp,#128]\nstp d14,d15,[sp,#144]\n"
+    "mov x9,sp\nstr x9,[x0]\nmov sp,x1\n"
+    "ldp x19,x20,[sp]\nldp x21,x22,[sp,#16]\nldp x23,x24,[sp,#32]\n"
+    "ldp x25,x26,[sp,#48]\nldp x27,x28,[sp,#64]\nldp x29,x30,[sp,#80]\n"
+    "ldp d8,d9,[sp,#96]\nldp d10,d11,[sp,#112]\nldp d12,d13,[sp,#128]\nldp d14,d15,[sp,#144]\n"
+    "add sp,sp,#160\nret\n.size emulation_switch,.-emulation_switch\n");
+constexpr size_t FRAME = 160, RETURN_TO = 11;
+#else
+#error "the emulation of CUDA knows x86-64 and aarch64 only"
+#endif
+
+inline void leave(State state) {
+  current->state = state;
+  emulation_switch(&current->stack_pointer, scheduler);
+}
+
+inline void run_body() {
+  (*body)();
+  leave(DONE);
+  std::abort();  // nothing comes back to a fiber that is done
+}
+
+inline void prepare(Fiber& fiber) {
+  const uintptr_t top = (reinterpret_cast<uintptr_t>(fiber.stack) + STACK) & ~uintptr_t(63);
+  void** frame = reinterpret_cast<void**>(top - FRAME);
+  std::memset(frame, 0, FRAME);
+  frame[RETURN_TO] = reinterpret_cast<void*>(&run_body);
+  fiber.stack_pointer = frame;
+  fiber.state = RUNS;
+}
+
+// Threads in the order in which they run until the next barrier: 0 ascending, 1 descending, else
+// drawn anew each time.
+struct Order {
+  unsigned kind;
+  uint64_t random;
+
+  explicit Order(unsigned kind) : kind(kind), random(kind * 0x9E3779B97F4A7C15ull + 1) {}
+
+  void fill(std::vector<int>& order) {
+    const size_t count = order.size();
+    for (size_t t = 0; t < count; ++t) order[t] = int(kind == 1 ? count - 1 - t : t);
+    if (kind < 2) return;
+    for (size_t t = count; t > 1; --t) {
+      random ^= random << 13;
+      random ^= random >> 7;
+      random ^= random << 17;
+      std::swap(order[t - 1], order[random % t]);
+    }
+  }
+};
+
+// Lets warps go on whose threads all wait at a warp barrier or are done.
+inline bool release_warps(std::vector<Fiber>& fibers) {
+  bool released = false;
+  for (size_t first = 0; first < fibers.size(); first += 32) {
+    const size_t end = first + 32 < fibers.size() ? first + 32 : fibers.size();
+    bool waits = false, others = false;
+    for (size_t t = first; t < end; ++t) {
+      waits |= fibers[t].state == AT_WARP_BARRIER;
+      others |= fibers[t].state == RUNS || fibers[t].state == AT_BLOCK_BARRIER;
+    }
+    if (!waits || others) continue;
+    for (size_t t = first; t < end; ++t)
+      if (fibers[t].state == AT_WARP_BARRIER) fibers[t].state = RUNS;
+    released = true;
+  }
+  return released;
+}
+
+inline Problem run_block(std::vector<Fiber>& fibers, Order& order) {
+  std::vector<int> threads(fibers.size());
+  for (;;) {
+    order.fill(threads);
+    do {
+      for (int t : threads) {
+        if (fibers[t].state != RUNS) continue;
+        current = &fibers[t];
+        emulation_switch(&scheduler, current->stack_pointer);
+        if (trapped) return TRAPPED;
+      }
+    } while (release_warps(fibers));
+    size_t waiting = 0, done = 0;
+    for (const Fiber& fiber : fibers) {
+      waiting += fiber.state == AT_BLOCK_BARRIER;
+      done += fiber.state == DONE;
+    }
+    if (done == fibers.size()) return NONE;
+    if (waiting + done < fibers.size()) return DEADLOCK;
+    if (done) return LEFT_BEFORE_BARRIER;
+    for (Fiber& fiber : fibers) fiber.state = RUNS;
+  }
+}
+
+inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
+                   const std::function<void()>& kernel) {
+  const size_t count = size_t(threads.x) * threads.y * threads.z;
+  const size_t blocks = size_t(grid.x) * grid.y * grid.z;
+  if (!count || !blocks || count > MOST_THREADS || shared > MOST_SHARED) return BAD_LAUNCH;
+  std::vector<char> stacks((count + 1) * STACK);
+  std::vector<unsigned char> memory(shared + 64);
+  dynamic_shared = reinterpret_cast<unsigned char*>(
+      (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+  std::vector<Fiber> fibers(count);
+  Order order(kind);
+  body = &kernel;
+  block_size = threads;
+  grid_size = grid;
+  trapped = false;
+  for (size_t number = 0; number < blocks; ++number) {
+    const size_t b = kind == 1 ? blocks - 1 - number : number;
+    block = {unsigned(b % grid.x), unsigned(b / grid.x % grid.y), unsigned(b / grid.x / grid.y)};
+    std::memset(dynamic_shared, 0xff, shared);
+    for (size_t t = 0; t < count; ++t) {
+      fibers[t].stack = stacks.data() + t * STACK;
+      fibers[t].number = int(t);
+      fibers[t].thread = {unsigned(t % threads.x), unsigned(t / threads.x % threads.y),
+                          unsigned(t / threads.x / threads.y)};
+      prepare(fibers[t]);
+    }
+    const Problem problem = run_block(fibers, order);
+    if (problem) return problem;
+  }
+  return NONE;
+}
+
+template <typename... A, size_t... I>
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+  kernel(*reinterpret_cast<std::remove_reference_t<A>*>(arguments[I])...);
+}
+
+// Takes its arguments as cuLaunchKernel does.
+template <typename... A>
+int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* threads, size_t shared,
+           unsigned order, void** arguments) {
+  return run({grid[0], grid[1], grid[2]}, {threads[0], threads[1], threads[2]}, shared, order,
+             [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); });
+}
+
+struct Exchange {
+  uint32_t bits[32];
+};
+inline Exchange exchanges[MOST_THREADS / 32];
+
+template <typename T>
+T shuffle(T value, int from) {
+  static_assert(sizeof(T) == 4, "shuffles take four bytes");
+  const int lane = current->number & 31;
+  Exchange& warp = exchanges[current->number >> 5];
+  std::memcpy(&warp.bits[lane], &value, 4);
+  leave(AT_WARP_BARRIER);
+  T found;
+  std::memcpy(&found, &warp.bits[from & 31], 4);
+  leave(AT_WARP_BARRIER);
+  return found;
+}
+
+}  // namespace emulation
+
+#define threadIdx (emulation::current->thread)
+#define blockIdx (emulation::block)
+#define blockDim (emulation::block_size)
+#define gridDim (emulation::grid_size)
+
+inline void __syncthreads() { emulation::leave(emulation::AT_BLOCK_BARRIER); }
+inline void __syncwarp(unsigned = ~0u) { emulation::leave(emulation::AT_WARP_BARRIER); }
+inline void __trap() {
+  emulation::trapped = true;
+  emulation::leave(emulation::DONE);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::shuffle(value, (emulation::current->number & 31) ^ mask);
+}
+inline float atomicAdd(float* place, float value) {
+  const float before = *place;
+  *place = before + value;
+  return before;
+}
+#define EXPORT(name)                                                                           \
+  extern "C" int emulate_##name(const unsigned* grid, const unsigned* threads, size_t shared, \
+                                unsigned order, void** arguments) {                            \
+    return emulation::launch(&name, grid, threads, shared, order, arguments);                  \
+  }

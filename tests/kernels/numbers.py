@@ -1,0 +1,22 @@
+"""How far numbers are from others."""
+
+from torch import Tensor
+
+ROUNDING = {"float32": 1e-6, "bfloat16": 4e-3}
+"""What results in a dtype may be off, relative to their size, where sums are in float32."""
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Relative, in the Euclidean norm; NaN where there are any."""
+    scale = want.double().norm().item()
+    apart = (got.double() - want.double()).norm().item()
+    return apart / scale if scale else apart
+
+
+def assert_near(got, want, dtype, factor=1.0):
+    """All of some tensors to the rounding of a dtype."""
+    allowed = factor * ROUNDING[str(dtype).removeprefix("torch.")]
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert one.shape == other.shape
+        far = distance(one, other)
+        assert far <= allowed, f"tensor {number} of {tuple(one.shape)} is {far:.1e} off"
