@@ -146,6 +146,9 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     if not bias:
         return affine(x, left)
     ones = x.new_zeros(left.shape[1])
+    if len({each.shape[1] for each in lefts}) == 1:
+        ones.view(len(lefts), -1)[:, -1].fill_(1)
+        return affine(x, left, ones)
     end = 0
     for each in lefts:
         end += each.shape[1]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.module import tensor_trains
+from comera.nn.shared_gates import lend_gates, take_back_gates
 from comera.ops.halves import layout_of, merge_groups
 
 
@@ -15,7 +16,8 @@ class GroupedMerge:
     By itself every :class:`~comera.TTLinear` joins its own cores in each forward pass: some dozen
     small operations a layer, whatever the batch. Inside this context the layers of equal shape
     are joined together when it is entered, and a forward pass uses what is there. Gradients flow
-    as always. ``comera.TrainStep`` enters it in each step.
+    as always. ``comera.TrainStep`` enters it in each step. The gates of all layers are one vector
+    meanwhile, of which a rank objective reads too.
 
     Args:
         model: Its layers are found once, here; their ranks may change between two uses.
@@ -23,7 +25,8 @@ class GroupedMerge:
     Note:
         Change no parameter inside, its dtype or device included, and call ``backward`` once for
         each time it is entered; inside, where activation checkpointing is used.
-        The cores of a layer that the forward pass left out get a gradient of zeros, not None.
+        The cores of a layer that the forward pass left out get a gradient of zeros, not None, as
+        do the gates of all layers.
 
     Example::
 
@@ -35,7 +38,8 @@ class GroupedMerge:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in tensor_trains(model).values() if isinstance(m, TTLinear)]
+        self._trains = list(tensor_trains(model).values())
+        self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
         self._key: object = None
         self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
@@ -43,8 +47,10 @@ class GroupedMerge:
         key = [layer.identity() for layer in self._layers]
         if key != self._key:
             self._key, self._calls = key, self._arrange()
-        for groups, arguments in self._calls:
-            halves = merge_groups(*arguments)
+        lend_gates(self._trains)
+        for groups, (cores, *rest) in self._calls:
+            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
+            halves = merge_groups(cores, gates, *rest)
             for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
                 pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
                 for layer, pair in zip(layers, pairs, strict=True):
@@ -54,6 +60,7 @@ class GroupedMerge:
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_halves = None
+        take_back_gates(self._trains)
 
     def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
         """One call for all groups, but that those which are trained stay apart from the others."""
@@ -69,7 +76,7 @@ class GroupedMerge:
 
 
 def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
-    """Of :func:`~comera.ops.halves.merge_groups`."""
+    """Of :func:`~comera.ops.halves.merge_groups`, all but the gates."""
     tensors: tuple[list[Tensor], ...] = [], [], []
     layout: list[int] = []
     for layers in groups:
@@ -81,4 +88,5 @@ def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
         for whole, part in zip(tensors, parts, strict=True):
             whole.extend(part)
         layout += layout_of(*parts, len(layers), layers[0].shape.split)
-    return *tensors, layout, [layers[0].prune_below for layers in groups]
+    cores, _, biases = tensors
+    return cores, biases, layout, [layers[0].prune_below for layers in groups]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
 from comera.ops.halves import merge_halves
 from comera.ops.machine import machine_of
 from comera.ops.tt_linear import thin_linears, tt_to_dense, wide_linear
@@ -108,12 +108,12 @@ class TTLinear(TensorTrainModule):
         R is padded as :func:`~comera.ops.halves.merge_halves` says; a bias is the last row of the
         second. Inside a :class:`~comera.GroupedMerge` they are those it has made.
         """
-        if self.shared_halves is not None and self._may_share(self.shared_halves[0]):
+        if self.shared_halves is not None and may_share(self.shared_halves[0], self.cores[0]):
             left, right = self.shared_halves
         else:
             biases = [] if self.bias is None else [self.bias]
             left, right = merge_halves(
-                list(self.cores), list(self.gates), biases, 1, self._modes.split, self.prune_below
+                list(self.cores), self.bond_gates(), biases, 1, self._modes.split, self.prune_below
             )
             left, right = left.flatten(0, 1), right.flatten(0, 1)
         if left.shape[0] != self.in_features:
@@ -121,15 +121,6 @@ class TTLinear(TensorTrainModule):
         if right.shape[1] != self.out_features:
             right = right[:, : self.out_features]
         return left, right
-
-    def _may_share(self, left: Tensor) -> bool:
-        """Not when it was joined without gradients and they are wanted now."""
-        wanted = torch.is_grad_enabled() and self.cores[0].requires_grad
-        return left.requires_grad or not wanted
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without what a :class:`~comera.GroupedMerge` lends: copies are made of parameters."""
-        return {key: value for key, value in self.__dict__.items() if key != "shared_halves"}
 
     def is_thin(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""

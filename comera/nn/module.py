@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,17 @@ class Gates(nn.ParameterList):
         return self
 
 
+class SharedGates(NamedTuple):
+    """The gates of one module as parts of all gates of a model in one vector.
+
+    What uses the gates more than once then sums its gradients in one place instead of one a gate.
+    """
+
+    flat: Tensor
+    start: int
+    parts: tuple[Tensor, ...]
+
+
 class TensorTrainModule(nn.Module):
     """Base of the tensor-train layers: a weight held as cores, with a gate vector on every bond.
 
@@ -42,6 +54,7 @@ class TensorTrainModule(nn.Module):
     gates: Gates
     prune_below: float
     start_ranks: tuple[int, ...]
+    shared_gates: SharedGates | None = None
     _modes: TTShape | TTMShape
 
     def _build(
@@ -91,6 +104,13 @@ class TensorTrainModule(nn.Module):
         """The torch layer this module stands for."""
         raise NotImplementedError
 
+    def bond_gates(self) -> list[Tensor]:
+        """One gate a bond; inside a :class:`~comera.GroupedMerge` as parts of what it has made."""
+        shared = self.shared_gates
+        if shared is not None and may_share(shared.flat, self.gates[0]):
+            return list(shared.parts)
+        return list(self.gates)
+
     def gated_cores(self) -> list[Tensor]:
         """The cores with their gates multiplied in; differentiable."""
         gated = [
@@ -134,6 +154,11 @@ class TensorTrainModule(nn.Module):
                     resize_(gate, (rank,))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without what a :class:`~comera.GroupedMerge` lends: copies are made of parameters."""
+        lent = ("shared_gates", "shared_halves")
+        return {key: value for key, value in self.__dict__.items() if key not in lent}
+
     def __repr__(self) -> str:
         return f"{self._get_name()}({self.extra_repr()})"
 
@@ -141,6 +166,11 @@ class TensorTrainModule(nn.Module):
         cores = sum(core.numel() for core in self.cores)
         smaller = f"{self.num_dense / cores:.1f}x smaller" if cores else "weight vanished"
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {smaller}"
+
+
+def may_share(made: Tensor, param: Tensor) -> bool:
+    """Not when it was made of a parameter without gradients and they are wanted now."""
+    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:

@@ -97,7 +97,7 @@ class TTTable(TensorTrainModule):
         return list(self.cores), self.num_embeddings, self.embedding_dim
 
     def _parts(self) -> dict[str, Any]:
-        parts = {"gates": list(self.gates), "threshold": self.prune_below}
+        parts = {"gates": self.bond_gates(), "threshold": self.prune_below}
         if isinstance(self.hot, HotRows):
             return {**parts, "hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
         return {**parts, "hot_HK": self.hot}

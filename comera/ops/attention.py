@@ -42,8 +42,11 @@ def attend(
     """
     check_probability(dropout)
     lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
-    bias_BT = torch.zeros_like(keep_BT, dtype=q_NME.dtype).masked_fill_(~keep_BT, lowest)
-    bias_N1T = bias_BT.repeat_interleave(q_NME.shape[0] // max(1, keep_BT.shape[0]), 0)[:, None]
+    bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=q_NME.dtype))
+    bias_N1T = bias_BT.mul_(lowest)[:, None]
+    heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
+    if heads != 1:
+        bias_N1T = bias_N1T.repeat_interleave(heads, 0)
     if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
     return F.scaled_dot_product_attention(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.operator import operator
@@ -116,9 +117,8 @@ def stack_gates(
         return [], None
     bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
     flat = gates[0] if len(gates) == 1 else torch.cat(list(gates))
-    live = flat > threshold
-    opened = torch.where(live, flat, 0).reshape(num_chains, sum(bonds))
-    return list(opened.split(bonds, 1)), live
+    opened = F.threshold(flat, threshold, 0.0).reshape(num_chains, sum(bonds))
+    return list(opened.split(bonds, 1)), flat > threshold
 
 
 def unstack_gates(

@@ -42,7 +42,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
         return x if residual is None else residual + x
     if is_free_on_cpu(x):
         return _dropout_add(x, residual, p)[0]
-    dropped = torch.nn.functional.dropout(x, p, training)
+    dropped, _ = torch.native_dropout(x, p, True)
     return dropped if residual is None else residual + dropped
 
 

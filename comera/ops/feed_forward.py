@@ -16,7 +16,7 @@ from torch import Tensor
 from comera.ops.autocast import autocast_together, without_autocast
 from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import operator
-from comera.ops.product import add_product_, product, product_into
+from comera.ops.product import add_product, product, product_into, store_product_
 
 _aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def _feed_forward(
     (hidden,) = _buffers(x, right1.shape[1], 1)
     for rows in _slices(x, right1.shape[1]):
         h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
-        t2[rows] = product(value(h, out=h), left2)
+        store_product_(t2[rows], value(h, out=h), left2)
     if bias:
         t2[:, -1].fill_(1)
     y = product(t2, right2).reshape(*x_BI.shape[:-1], right2.shape[1])
@@ -116,24 +116,24 @@ def _feed_forward_backward(
     wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
-    grad_left2 = left2.new_zeros(left2.T.shape, dtype=wide)  # transposed: faster that way
-    grad_right1 = right1.new_zeros(right1.shape, dtype=wide)
+    grad_left2 = grad_right1 = None
     hidden, active, grad = _buffers(x, right1.shape[1], 3)
     for rows in _slices(x, right1.shape[1]):
         count = t1[rows].shape[0]
         h = product_into(hidden[:count], t1[rows], right1)
         a = value(h, out=active[:count])
-        add_product_(grad_left2, u2[rows].T, a)
+        grad_left2 = add_product(grad_left2, u2[rows].T, a, wide)  # transposed: faster that way
         ga = product_into(grad[:count], u2[rows], left2.T)
         gh = grad_of(ga, h, grad_input=ga)
-        add_product_(grad_right1, t1[rows].T, gh)
-        u1[rows] = product(gh, right1.T)
-    grad_left1, grad_left2 = product(u1.T, x).T, grad_left2.T
+        grad_right1 = add_product(grad_right1, t1[rows].T, gh, wide)
+        store_product_(u1[rows], gh, right1.T)
+    if grad_left2 is None or grad_right1 is None:  # without a row
+        grad_left2, grad_right1 = torch.zeros_like(left2.T), torch.zeros_like(right1)
     return (
         product(u1, left1.T),
-        grad_left1.contiguous(),
-        grad_right1.to(x.dtype),
-        grad_left2.to(x.dtype).contiguous(),
+        product(u1.T, x).T.contiguous(),
+        grad_right1.to(x.dtype).contiguous(),
+        grad_left2.T.to(x.dtype).contiguous(),
         product(t2.T, grad_y),
     )
 
@@ -145,10 +145,13 @@ def _(grad_y, x, t1, t2, left1, right1, left2, right2, activation):
 
 def _setup_context(ctx, inputs, output) -> None:
     x_BI, left1, right1, left2, right2, _, ctx.activation = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_BI, output[1], output[2], left1, right1, left2, right2)
 
 
-def _backward(ctx, grad_y: Tensor, grad_t1: Tensor, grad_t2: Tensor):
+def _backward(ctx, grad_y: Tensor | None, *_):
+    if grad_y is None:
+        return (None,) * 7
     x_BI, *saved = ctx.saved_tensors
     with without_autocast(x_BI):
         x = x_BI.reshape(-1, x_BI.shape[-1])

@@ -90,19 +90,29 @@ def _backward(ctx, grad_BO: Tensor):
 _affine.register_autograd(_backward, setup_context=_setup_context)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, where ``total`` may be of a wider dtype."""
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total + a @ b`` in ``dtype``, which may be wider than theirs; in place, None being zero."""
+    if total is None:
+        return product(a, b).to(dtype)
     if _onednn_takes(a, b):
         total += _by_onednn_turned(a, b)
     elif total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
         total += a @ b
+    return total
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, written to ``out`` where that saves memory; use what is returned."""
     return _by_onednn_turned(a, b) if _onednn_takes(a, b) else torch.mm(a, b, out=out)
+
+
+def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out[:] = a @ b``."""
+    made = product_into(out, a, b)
+    if made is not out:
+        out.copy_(made)
 
 
 def stacked_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.shared_gates import gates_together
 
 
 class Gates(NamedTuple):
@@ -53,7 +54,7 @@ class SizeOfRanks:
         widths = tuple(gate.shape[0] for gate in self.gates)
         if widths != self._widths or self.gates[0].device != self._device:
             self._index(widths)
-        values = torch.cat(self.gates)
+        values = gates_together(list(self.layers.values()))
         live = values.detach() > self._threshold
         return Gates(values, live, self._sum_by_bond(live.double()))
 

@@ -7,12 +7,13 @@ import torch
 from comera.ops import product as module
 from comera.ops.product import (
     _affine,
-    add_product_,
+    add_product,
     affine,
     by_onednn,
     has_onednn,
     product,
     product_into,
+    store_product_,
 )
 from comera.planning.machine import default_machine
 
@@ -46,8 +47,14 @@ def test_every_layout_equals_float64(sizes):
             into = product_into(torch.empty(rows, columns), a, b)
             torch.testing.assert_close(into.double(), want, **close)
             total = torch.ones(rows, columns, dtype=torch.float64)
-            add_product_(total, a, b)
+            assert add_product(total, a, b, total.dtype) is total
             torch.testing.assert_close(total, want + 1, **close)
+            first = add_product(None, a, b, torch.float64)
+            torch.testing.assert_close(first, want, **close)
+            stored = torch.ones(2 * rows, columns)
+            store_product_(stored[:rows], a, b)
+            torch.testing.assert_close(stored[:rows].double(), want, **close)
+            assert (stored[rows:] == 1).all()
 
 
 @pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")

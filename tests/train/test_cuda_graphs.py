@@ -1,0 +1,139 @@
+"""The captured step against the eager one on a GPU, with CUDA graphs."""
+
+import pytest
+import torch
+
+import comera
+from comera.bench.encoders import Encoders, learned_ranks, train_step
+from comera.ops.fixed_sizes import fixed_sizes
+from comera.optim.capturable import make_capturable_
+from comera.train.capture import WARM_UP
+
+from .conftest import evaluate, get_batch, loss_fn, make_step
+
+pytestmark = pytest.mark.gpu
+
+FIRST = WARM_UP + 2
+
+
+def batches(count, start=0):
+    return [get_batch(k, device="cuda") for k in range(start, start + count)]
+
+
+def eager_step(**settings):
+    step = make_step(graph=False, device="cuda", **settings)
+    make_capturable_(step.optimizer, torch.device("cuda", torch.cuda.current_device()))
+    return step
+
+
+def assert_close(captured, eager, data):
+    """Sums that a GPU adds up in any order keep the two from being the same bit for bit."""
+    torch.manual_seed(7)
+    got = torch.stack([captured(batch) for batch in data])
+    torch.manual_seed(7)
+    with fixed_sizes():
+        want = torch.stack([eager(batch) for batch in data])
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        captured.model.state_dict(), eager.model.state_dict(), rtol=1e-2, atol=1e-3
+    )
+
+
+def came(groups):
+    return comera.CAME(groups, lr=1e-2, weight_decay=0.01)
+
+
+def muon(groups):
+    return comera.MuonAdamW(groups, fused=True)
+
+
+def plain_adamw(groups):
+    return torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate": 2},
+        {"autocast": torch.bfloat16},
+        {"make_optimizer": came},
+        {"make_optimizer": muon},
+        {"make_optimizer": plain_adamw},
+        {"compile": True, "dropout": 0.0},
+    ],
+    ids=str,
+)
+def test_replayed_steps_equal_eager_ones(settings):
+    captured = make_step(early=100, device="cuda", **settings)
+    settings = {key: value for key, value in settings.items() if key != "compile"}
+    assert_close(captured, eager_step(early=100, **settings), batches(FIRST + 12))
+    assert captured.describe().captured, captured.describe()
+    assert captured.describe().replays == 13
+
+
+def test_all_stages_and_truncation():
+    captured, eager = make_step(device="cuda"), eager_step()
+    assert_close(captured, eager, batches(15))
+    captured.ranks.finish_(captured.optimizer)
+    eager.ranks.finish_(eager.optimizer)
+    # The same ranks only if the same gates were the smallest: go on from the same model.
+    eager.model.load_state_dict(captured.model.state_dict())
+    before = captured.describe().captures
+    for batch in batches(FIRST + 3, 15):
+        captured(batch)
+    assert captured.describe().captured
+    assert captured.describe().captures == before + 1
+
+
+def test_evaluation_and_a_short_batch_in_between():
+    captured, eager = make_step(early=100, device="cuda"), eager_step(early=100)
+    for start in (0, 10):
+        data = [*batches(FIRST + 3, start), get_batch(99, rows=5, device="cuda")]
+        assert_close(captured, eager, data)
+        captured.model.eval()
+        with torch.no_grad():
+            evaluate(captured.model)
+        captured.model.train()
+    assert captured.describe().captures == 1
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_dropout_goes_on(caplog):
+    def reads_back(model, batch):
+        loss = loss_fn(model, batch)
+        return loss * float(loss.detach() > 0)
+
+    step = make_step(device="cuda")
+    step._loss_fn = reads_back
+    losses = [step(batch) for batch in batches(FIRST + 6)]
+    assert torch.stack(losses).isfinite().all()
+    assert "not captured as a CUDA graph" in caplog.text
+    other = make_step(early=100, device="cuda")  # the device can capture still
+    for batch in batches(FIRST + 1):
+        other(batch)
+    assert other.describe().captured
+
+
+def test_memory_does_not_grow_with_captures():
+    step = make_step(early=1000, device="cuda")
+    held = []
+    for k in range(4):
+        step.clip_norm = 1.0 + k
+        for batch in batches(FIRST + 2):
+            step(batch)
+        held.append(torch.cuda.memory_reserved())
+    assert step.describe().captures == 4
+    assert held[-1] <= held[1]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_nodes_of_the_six_encoders(early):
+    pytest.importorskip("cuda.bindings")
+    device = torch.device("cuda", torch.cuda.current_device())
+    encoders = Encoders()
+    model = encoders.model("comera", device)
+    step = train_step(model, learned_ranks(model, early))
+    for _ in range(FIRST + 1):
+        step(encoders.batch(32, device))
+    contents = step.describe().contents
+    assert sum(contents.nodes.values()) <= 900, step.describe()
