@@ -12,7 +12,8 @@ from comera.bench.checkpoints import checkpoints
 from comera.bench.curve import DEFAULT_POINTS, Axis, curve
 from comera.bench.embedding import embedding
 from comera.bench.linear import linear
-from comera.bench.memory import memory
+from comera.bench.look_up_curve import POINTS, look_up_curve
+from comera.bench.memory import Subject, memory
 from comera.bench.numerics import DisagreementError
 from comera.bench.objective import objective
 from comera.bench.optimizers import Llama, optimizers
@@ -34,7 +35,7 @@ from comera.bench.options import (
     shape_of,
     widths_of,
 )
-from comera.bench.peak import LayerShape
+from comera.bench.peak import LayerShape, TableShape
 from comera.bench.plot import check_plot, plot_curve
 from comera.bench.ranking import ranking
 from comera.bench.session import Session
@@ -134,6 +135,15 @@ def _run_linear(session: Session, options: Namespace) -> None:
 def _run_embedding(session: Session, options: Namespace) -> None:
     for name in ("rows", "width", "indices"):
         check_positive(name, options[name])
+    if options.curve is not None:
+        points = numbers_of("points", options.points) if options.points else POINTS[options.curve]
+        look_up_curve(
+            session, options.curve, points, options.rows, options.width, options.indices,
+            rank_of(options.rank),
+        )  # fmt: skip
+        return
+    if options.points:
+        raise ValueError(f"points={options.points} needs --curve, one of {', '.join(POINTS)}")
     embedding(
         session,
         options.rows,
@@ -155,11 +165,15 @@ def _run_step(session: Session, options: Namespace) -> None:
 
 def _run_memory(session: Session, options: Namespace) -> None:
     batches = numbers_of("batch", options.batch)
-    layer = None
-    if options.layer:
+    subject: Subject | None = None
+    if options.layer or options.table:
         check_positive("tokens", options.tokens)
-        layer = LayerShape(shape_of(options.shape), rank_of(options.rank), options.tokens)
-    memory(session, None if layer else encoders_of(options), batches, layer)
+        shape, rank = shape_of(options.shape), rank_of(options.rank)
+        subject = LayerShape(shape, rank, options.tokens)
+        if options.table:
+            subject = TableShape(*shape, max(rank) if isinstance(rank, list) else rank,
+                                 options.tokens, options.zipf)  # fmt: skip
+    memory(session, None if subject else encoders_of(options), batches, subject)
 
 
 def _run_objective(session: Session, options: Namespace) -> None:

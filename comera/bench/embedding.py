@@ -18,7 +18,7 @@ _LEARNING_RATE = 1e-4
 _COPIES = {"dense, fused AdamW": 4, "dense, AdamW": 4, "sparse, SparseAdam": 3}
 """Weight, gradient unless it is sparse, and two moments, each as large as the table. What is not
 called fused is torch's default."""
-_OURS, _PLAIN = "comera, fused AdamW", "the same cores row by row, fused AdamW"
+TRAINED, _PLAIN = "comera, fused AdamW", "the same cores row by row, fused AdamW"
 
 
 def embedding(
@@ -50,7 +50,7 @@ def embedding(
     torch.manual_seed(0)
     if bag and indices % bag:
         raise ValueError(f"indices={indices} is not a multiple of bag={bag}")
-    picked = _draw(rows, indices, zipf).to(session.device)
+    picked = draw(rows, indices, zipf).to(session.device)
     picked = picked.view(-1, bag) if bag else picked
     layer = _train(rows, width, rank, bag, dtype).to(session.device)
     session.check(compare_table(layer, picked))
@@ -65,11 +65,11 @@ def embedding(
                 f"{name} is left out: {copies} copies of the table take {needed:.1f} GiB, more "
                 f"than --dense_limit={dense_limit:g}"
             )
-    layers |= {_OURS: layer, _PLAIN: _RowByRow(copy.deepcopy(layer))}
+    layers |= {TRAINED: layer, _PLAIN: RowByRow(copy.deepcopy(layer))}
     baseline = next(iter(layers))
     grad = torch.randn(picked.shape[0], width).to(session.device, dtype)
     runs = {
-        name: _step(table.to(session.device), picked, grad, fused="fused" in name)
+        name: train_step(table.to(session.device), picked, grad, fused="fused" in name)
         for name, table in layers.items()
     }
     parameters = {name: count(table) for name, table in layers.items()}
@@ -79,7 +79,7 @@ def embedding(
         table = peers.tensorly_embedding(layer)
         parameters[name] = count(table)
         # It keeps the columns that round the width up.
-        return _step(table, picked, _padded(grad, layer.shape.num_cols), fused=True)
+        return train_step(table, picked, _padded(grad, layer.shape.num_cols), fused=True)
 
     with peers.tensorly_on_torch():
         if with_peers and not bag:
@@ -95,7 +95,7 @@ def embedding(
         session.measure(title, runs, baseline, parameters)
 
 
-def _draw(rows: int, count: int, zipf: float) -> Tensor:
+def draw(rows: int, count: int, zipf: float) -> Tensor:
     """Indices; under Zipf's law row ``i`` has a probability in proportion to ``(i + 1)^-zipf``."""
     if not zipf:
         return torch.randint(0, rows, (count,))
@@ -118,7 +118,7 @@ def _table(rows: int, width: int, bag: int, dtype: torch.dtype, sparse: bool) ->
     return nn.Embedding(rows, width, sparse=sparse, dtype=dtype)
 
 
-class _RowByRow(nn.Module):
+class RowByRow(nn.Module):
     """The plain way to read a tensor train: a slice of every core for every index."""
 
     def __init__(self, layer: TTEmbedding | TTEmbeddingBag) -> None:
@@ -130,7 +130,9 @@ class _RowByRow(nn.Module):
         return rows if indices.dim() == 1 else rows.unflatten(0, indices.shape).sum(1)
 
 
-def _step(table: nn.Module, indices: Tensor, grad: Tensor, fused: bool) -> Callable[[], object]:
+def train_step(
+    table: nn.Module, indices: Tensor, grad: Tensor, fused: bool
+) -> Callable[[], object]:
     """What is timed."""
     optimizer: Optimizer
     if getattr(table, "sparse", False):

@@ -9,27 +9,36 @@ from dataclasses import replace
 import torch
 from rich.table import Table
 
-from comera.bench.encoders import Encoders, Kind
-from comera.bench.peak import Job, LayerShape, resident_peak
+from comera.bench.encoders import Encoders
+from comera.bench.peak import Job, Kind, LayerShape, TableShape, resident_peak
 from comera.bench.session import Session
 
-_KINDS: tuple[Kind, ...] = ("dense", "comera")
+Subject = LayerShape | TableShape
 
 
 def memory(
     session: Session,
     encoders: Encoders | None,
     batches: Sequence[int],
-    layer: LayerShape | None,
+    subject: Subject | None,
 ) -> None:
-    """Of the model at every batch size, or of one layer."""
+    """Of the model at every batch size, or of one layer or table.
+
+    Beside dense layers, and for a table beside the plain way to read it, which gathers a slice of
+    every core for every index.
+    """
     if session.device.type == "cpu":
         resident_peak()  # where it cannot be read, say so before anything starts
     blank = Job("dense", str(session.device), torch.get_num_threads(), session.kept)
-    if layer is not None:
-        wide, high = layer.shape
-        title = f"linear {wide} -> {high}, {layer.tokens} tokens, its input included"
-        jobs = {f"{layer.tokens} tokens": replace(blank, layer=layer)}
+    kinds: tuple[Kind, ...] = ("dense", "comera")
+    if isinstance(subject, LayerShape):
+        wide, high = subject.shape
+        title = f"linear {wide} -> {high}, {subject.tokens} tokens, its input included"
+        jobs = {f"{subject.tokens} tokens": replace(blank, layer=subject)}
+    elif subject is not None:
+        kinds = ("plain", "comera")
+        title = f"embedding {subject.rows} x {subject.width}, its rows and gradient included"
+        jobs = {f"{subject.indices} indices": replace(blank, table=subject)}
     else:
         assert encoders is not None
         title = f"{encoders}, sequences of {encoders.length} tokens, AdamW"
@@ -39,13 +48,13 @@ def memory(
         with session.console.status("") as status:
             for name, job in jobs.items():
                 row: dict[str, object] = {"at": name}
-                for kind in _KINDS:
+                for kind in kinds:
                     status.update(f"{name}, {kind}")
                     row[kind] = _measure(session, name, replace(job, kind=kind))
                 done.append(row)
     finally:
         if done:
-            _show(session, f"peak memory of {title}, MiB", done)
+            _show(session, f"peak memory of {title}, MiB", kinds, done)
 
 
 def _measure(session: Session, name: str, job: Job) -> float | None:
@@ -64,12 +73,15 @@ def _measure(session: Session, name: str, job: Job) -> float | None:
     return json.loads(ended.stdout.splitlines()[-1])["peak"] / 2**20
 
 
-def _show(session: Session, title: str, rows: Sequence[dict[str, object]]) -> None:
+def _show(
+    session: Session, title: str, kinds: tuple[Kind, ...], rows: Sequence[dict[str, object]]
+) -> None:
     table = Table()
-    for heading in ("", *_KINDS, "dense / comera"):
+    theirs, ours = kinds
+    for heading in ("", *kinds, f"{theirs} / {ours}"):
         table.add_column(heading, justify="right")
     for row in rows:
-        dense, own = row["dense"], row["comera"]
+        dense, own = row[theirs], row[ours]
         known = isinstance(dense, float) and isinstance(own, float)
         ratio = f"{dense / own:.2f}" if known and own else "–"  # type: ignore[operator]
         table.add_row(str(row["at"]), _mebibytes(dense), _mebibytes(own), ratio)

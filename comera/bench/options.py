@@ -6,6 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from comera.bench.curve import DEFAULT_POINTS
 from comera.bench.encoders import FIRST_WORD, Encoders
+from comera.bench.look_up_curve import POINTS
 from comera.checkpoint.contents import Quality
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]
@@ -44,6 +45,12 @@ def add_embedding(parser: ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=768, help="of a row")
     parser.add_argument("--indices", type=int, default=4096, help="of a batch")
     parser.add_argument("--bag", type=int, default=0, help="indices summed to one output; 0: none")
+    parser.add_argument(
+        "--curve", choices=list(POINTS), help="time against this, of uniform look-ups, comera alone"
+    )
+    parser.add_argument(
+        "--points", nargs="+", type=str, metavar="N", help="of the curve; steps of four or ten"
+    )
     parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["32"], help=_RANK_HELP)
     parser.add_argument(
         "--zipf", type=float, default=1.05, help="exponent of their distribution; 0: uniform"
@@ -79,8 +86,18 @@ def add_memory(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--layer", action="store_true", help="a linear layer instead of the encoders"
     )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="look-ups in a table of --shape ROWS WIDTH instead, beside the plain way to read it",
+    )
+    parser.add_argument(
+        "--zipf", type=float, default=1.05, help="exponent of what is looked up; 0: uniform"
+    )
     _add_shape(parser)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the layer")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="of the layer, or indices of the table"
+    )
 
 
 def add_objective(parser: ArgumentParser) -> None:

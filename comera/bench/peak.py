@@ -10,17 +10,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from comera.bench.encoders import Encoders, Kind, learned_ranks, train_step
+from comera.bench.embedding import RowByRow, draw
+from comera.bench.encoders import Encoders, learned_ranks, train_step
 from comera.bench.linear import count
 from comera.memory import reuse_freed_memory
+from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Kind = Literal["dense", "plain", "comera"]
 _FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
 _STEPS = 2
 
@@ -35,17 +38,29 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class TableShape:
+    """A single embedding table and the indices that are looked up in it."""
+
+    rows: int
+    width: int
+    rank: int | list[int]
+    indices: int
+    zipf: float
+
+
+@dataclass(frozen=True)
 class Job:
     """What to measure.
 
     Args:
-        kind: ``"dense"`` or ``"comera"``.
+        kind: ``"dense"`` or ``"comera"``; of a table ``"plain"`` or ``"comera"``.
         device: ``"cpu"`` or ``"cuda"``.
         threads: Of torch.
         keep: Whether freed memory is kept in the process.
         batch: Sequences; of ``encoders``.
-        encoders: The model, or None for ``layer``.
-        layer: The layer, or None for ``encoders``.
+        encoders: The model; one of the three that follow is given.
+        layer: The layer.
+        table: The table.
     """
 
     kind: Kind
@@ -55,6 +70,7 @@ class Job:
     batch: int = 0
     encoders: Encoders | None = None
     layer: LayerShape | None = None
+    table: TableShape | None = None
 
     def to_json(self) -> str:
         """One word of a command line."""
@@ -64,7 +80,8 @@ class Job:
     def from_json(cls, text: str) -> "Job":
         """Back from there."""
         content: dict[str, Any] = json.loads(text)
-        for name, kind in (("encoders", Encoders), ("layer", LayerShape)):
+        kinds = {"encoders": Encoders, "layer": LayerShape, "table": TableShape}
+        for name, kind in kinds.items():
             if content[name] is not None:
                 content[name] = kind(**content[name])
         return cls(**content)
@@ -78,7 +95,10 @@ def peak(job: Job) -> dict[str, int]:
     device = torch.device(job.device)
     _train_tiny(device)
     read = _cuda_peak(device) if device.type == "cuda" else resident_peak()
-    parameters = _train_layer(job, device) if job.layer else _train_model(job, device)
+    if job.table is not None:
+        parameters = _train_table(job, device)
+    else:
+        parameters = _train_layer(job, device) if job.layer else _train_model(job, device)
     return {"peak": read(), "parameters": parameters}
 
 
@@ -119,7 +139,7 @@ def _train_tiny(device: torch.device) -> None:
 
 def _train_model(job: Job, device: torch.device) -> int:
     assert job.encoders is not None
-    model = job.encoders.model(job.kind, device)
+    model = job.encoders.model("comera" if job.kind == "comera" else "dense", device)
     step = train_step(model, learned_ranks(model) if job.kind == "comera" else None)
     for _ in range(_STEPS):
         step(job.encoders.batch(job.batch, device))
@@ -137,6 +157,20 @@ def _train_layer(job: Job, device: torch.device) -> int:
         x.grad = None
         layer.zero_grad()
         layer(x).sum().backward()
+    return count(layer)
+
+
+def _train_table(job: Job, device: torch.device) -> int:
+    """Without an optimizer; the rows that are read and their gradient are included."""
+    assert job.table is not None
+    wanted = job.table
+    table = TTEmbedding(wanted.rows, wanted.width, rank=wanted.rank, device=device)
+    layer: nn.Module = RowByRow(table) if job.kind == "plain" else table
+    indices = draw(wanted.rows, wanted.indices, wanted.zipf).to(device)
+    grad = torch.randn(wanted.indices, wanted.width, device=device)
+    for _ in range(_STEPS):
+        layer.zero_grad()
+        layer(indices).backward(grad)
     return count(layer)
 
 

@@ -183,6 +183,20 @@ def test_embedding(more, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("axis", "points"), [("rows", [40, 90]), ("indices", [8, 32])])
+def test_embedding_by(axis, points, tmp_path):
+    out = tmp_path / "out.json"
+    words = ["--curve", axis, "--points", *map(str, points), f"--json={out}"]
+    assert bench("embedding", *TABLE, *words) == 0
+    (result,) = results(out)
+    assert [point["at"] for point in result["points"]] == points
+
+
+def test_points_of_a_table_need_a_curve(capsys):
+    assert bench("embedding", *TABLE, "--points", "8") == 1
+    assert "needs --curve, one of indices, rows" in capsys.readouterr().out
+
+
 def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--peers=none", f"--json={out}"]
@@ -243,6 +257,9 @@ def test_memory(monkeypatch, tmp_path, capsys):
     layer = ["--layer", "--shape", "48", "32", "--rank", "4", "--tokens", "20"]
     assert bench("memory", *layer, f"--json={out}") == 0
     assert results(out)[0]["rows"][0]["at"] == "20 tokens"
+    table = ["--table", "--shape", "60", "16", "--rank", "4", "--tokens", "24"]
+    assert bench("memory", *table, f"--json={out}") == 0
+    assert set(results(out)[0]["rows"][0]) == {"at", "plain", "comera"}
     capsys.readouterr()
     assert bench("memory", *MODEL, "--batch", "3", "1", f"--json={out}") == 1
     assert results(out)[0]["rows"][0]["dense"] is None
