@@ -95,15 +95,26 @@ __device__ void add_row(const Table& table, int64_t row, float weight, const T* 
   }
 }
 
-// One block for each row or bag: out [bags, D].
+// By these entries are sorted before gradients are summed: a hot row is its own key, behind them row
+// v * W + w has the key w * V + v.
+__device__ int64_t key_of(const Table& table, int64_t row) {
+  const int64_t cold = row - table.num_hot;
+  return cold < 0 ? row : table.num_hot + cold % table.W * table.V + cold / table.W;
+}
+
+// One block for each row or bag: out [bags, D]; and every entry's key and number, [entries].
 template <typename T>
 __device__ void rows(const Table& table, const int64_t* indices, const int64_t* offsets,
                      const T* weights, const T* left, const T* right, const T* hot, T* out,
-                     int entries, int bags) {
+                     int64_t* keys, int64_t* order, int entries, int bags) {
   const int bag = blockIdx.x, across = up_to_four(table.Q) / 4;
   const int tiles = up_to_four(table.P) / 4 * across;
   const int first = offsets ? (int)offsets[bag] : bag;
   const int end = !offsets ? bag + 1 : bag + 1 < bags ? (int)offsets[bag + 1] : entries;
+  for (int entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
+    keys[entry] = key_of(table, indices[entry]);
+    order[entry] = entry;
+  }
 #pragma unroll 1
   for (int tile0 = 0; tile0 < tiles; tile0 += blockDim.x) {
     const int tile = tile0 + threadIdx.x, p0 = tile / across * 4, q0 = tile % across * 4;
@@ -158,17 +169,6 @@ __device__ void back_weights(const Table& table, const int64_t* indices, const i
   float sum = 0.f;
   for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += shared[warp];
   weight_grads[entry] = narrow<T>(sum);
-}
-
-// By these entries are sorted: a hot row is its own key, behind them row v * W + w has the key
-// w * V + v.
-extern "C" __global__ void ttm_keys(ARGUMENTS(Table) table, const int64_t* indices, int64_t* keys,
-                                    int entries) {
-  const int entry = blockIdx.x * blockDim.x + threadIdx.x;
-  if (entry >= entries) return;
-  const int64_t cold = indices[entry] - table.num_hot;
-  keys[entry] = cold < 0 ? indices[entry]
-                         : table.num_hot + cold % table.W * table.V + cold / table.W;
 }
 
 constexpr int CHUNK = 16;  // sorted entries of a block
@@ -294,14 +294,14 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
 extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_rows_f32(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
              const float* weights, const float* left, const float* right, const float* hot,
-             float* out, int entries, int bags) {
-  rows(table, indices, offsets, weights, left, right, hot, out, entries, bags);
+             float* out, int64_t* keys, int64_t* order, int entries, int bags) {
+  rows(table, indices, offsets, weights, left, right, hot, out, keys, order, entries, bags);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_rows_bf16(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
               const bf16* weights, const bf16* left, const bf16* right, const bf16* hot, bf16* out,
-              int entries, int bags) {
-  rows(table, indices, offsets, weights, left, right, hot, out, entries, bags);
+              int64_t* keys, int64_t* order, int entries, int bags) {
+  rows(table, indices, offsets, weights, left, right, hot, out, keys, order, entries, bags);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_back_weights_f32(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,

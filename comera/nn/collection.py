@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.hot import HotRows
 from comera.ops.operator import is_plain
+from comera.ops.table_halves import merge_tables
 from comera.ops.tt_embedding_bags import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
@@ -90,13 +91,14 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
     def _together(
         self, names: list[str], asked: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
+        tables = [table for name in names if isinstance(table := self[name], TTEmbeddingBag)]
+        halves = merge_tables([(list(t.cores), list(t.gates), t.prune_below) for t in tables])
         parts = {}
-        for name in names:
-            table = self[name]
-            assert isinstance(table, TTEmbeddingBag)
-            parts[name] = table._table_bags(*asked[name])
-            width = table.embedding_dim
-        sums = tt_embedding_bags(list(parts.values()), width, self._places(parts))
+        for name, table, pair in zip(names, tables, halves, strict=True):
+            flat, starts, weights = table._asked(*asked[name])
+            assert not isinstance(table.hot, HotRows)
+            parts[name] = TableBags(table._kept_at(flat), starts, weights, *pair, table.hot)
+        sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, TableBags]) -> Tensor:

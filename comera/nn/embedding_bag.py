@@ -5,14 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from comera.nn.hot import HotRows
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.look_up import check_range
 from comera.ops.operator import is_plain
-from comera.ops.table_halves import merge_table_halves
-from comera.ops.tt_embedding_bags import TableBags
 from comera.shapes import TTMShape
 
 
@@ -92,15 +89,6 @@ class TTEmbeddingBag(TTTable):
             self._check_weights(input, weights)
             weights = weights.reshape(-1)
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
-
-    def _table_bags(
-        self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> TableBags:
-        """What :func:`tt_embedding_bags` takes; the hot rows are dense, the mode is not max."""
-        flat, starts, weights = self._asked(input, offsets, weights)
-        halves = merge_table_halves(list(self.cores), list(self.gates), self.prune_below)
-        assert not isinstance(self.hot, HotRows)
-        return TableBags(self._kept_at(flat), starts, weights, *halves, self.hot)
 
     def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """All entries one after the other, and where each bag begins."""

@@ -28,7 +28,6 @@ from comera.ops.chain import (
 )
 from comera.ops.kernels.merge import Chains, merge, merge_backward, merges_by_kernel
 from comera.ops.operator import operator
-from comera.planning.padding import padded_rank
 
 
 def merge_halves(
@@ -38,6 +37,7 @@ def merge_halves(
     num_layers: int,
     split: int,
     threshold: float,
+    padded: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Join the first ``split`` cores of each layer, and the others.
 
@@ -49,12 +49,13 @@ def merge_halves(
         num_layers: How many layers there are.
         split: How many cores of a layer carry the input.
         threshold: A gate at or below it is a pruned rank.
+        padded: Whether to pad the bond, which a bias needs.
 
     Returns:
         ``left (G, I, R)`` and ``right (G, R, O)`` in the dtype of the cores; what pads the bond is
         zero, but for the last row of ``right``, which holds the bias.
     """
-    layout = layout_of(cores, gates, biases, num_layers, split)
+    layout = layout_of(cores, gates, biases, num_layers, split, padded)
     left_GIR, right_GRO = merge_groups(cores, gates, biases, layout, [threshold])
     return left_GIR, right_GRO
 
@@ -65,9 +66,10 @@ def layout_of(
     biases: Sequence[Tensor],
     num_layers: int,
     split: int,
+    padded: bool = True,
 ) -> list[int]:
     """What :func:`merge_groups` has to know of a group."""
-    return [len(cores), len(gates), len(biases), num_layers, split]
+    return [len(cores), len(gates), len(biases), num_layers, split, int(padded)]
 
 
 @operator("comera::merge_halves")
@@ -165,7 +167,7 @@ def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-_PER_GROUP = 5
+_PER_GROUP = 6
 """Numbers of a group in a layout."""
 
 
@@ -178,12 +180,13 @@ def _groups(
 ) -> list[Chains]:
     groups, rest = [], [iter(cores), iter(gates), iter(biases)]
     for number, threshold in enumerate(thresholds):
-        *counts, num_layers, split = layout[number * _PER_GROUP :][:_PER_GROUP]
+        *counts, num_layers, split, padded = layout[number * _PER_GROUP :][:_PER_GROUP]
         of_cores, of_gates, of_biases = (
             list(itertools.islice(tensors, count))
             for tensors, count in zip(rest, counts, strict=True)
         )
-        groups.append(Chains(of_cores, of_gates, of_biases, num_layers, split, threshold))
+        lists = of_cores, of_gates, of_biases
+        groups.append(Chains(*lists, num_layers, split, threshold, bool(padded)))
     return groups
 
 
@@ -197,8 +200,7 @@ def _merge(group: Chains) -> tuple[Tensor, Tensor]:
     with without_autocast(cores[0]):
         stacked, open_gates, _ = _stack(group)
         gated = gate_chains(stacked, open_gates)
-        rank = cores[split].shape[0]
-        more = padded_rank(rank, bool(group.biases)) - rank
+        more = group.width - cores[split].shape[0]
         gated[split - 1] = F.pad(gated[split - 1], (0, more))  # copies, even where more is 0
         gated[split] = F.pad(gated[split], (0, 0, 0, 0, 0, more))
         left, right = join(gated[:split])[:, 0], join(gated[split:])[..., 0]

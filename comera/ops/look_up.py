@@ -54,7 +54,7 @@ def look_up(
 
     Returns:
         ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
-        a kernel reads the rows nothing is sorted yet, and these hold no numbers.
+        a kernel reads the rows they are not sorted yet.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
@@ -63,11 +63,10 @@ def look_up(
     if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
         hot_HD = _dense_hot(hot_HK, basis_KD)
         indices_N = indices_N.long().contiguous()
-        rows_BD = read(
+        return read(
             indices_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings,
             embedding_dim,
         )  # fmt: skip
-        return rows_BD, torch.empty_like(indices_N), torch.empty_like(indices_N)
     keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
@@ -103,10 +102,10 @@ def look_up_backward(
     if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
         if sums_by_kernel(left_VPR, right_WRQ):
             return _backward_by_kernel(
-                grad_BD, indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B,
-                num_embeddings, with_weights,
+                grad_BD, indices_N, keys_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+                offsets_B, num_embeddings, with_weights,
             )  # fmt: skip
-        keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+        keys_N, order_N = keys_N.sort(stable=True)
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     from_N, grad_weights = order_N, _empty_like(None, grad_BD)
@@ -146,6 +145,7 @@ def look_up_backward(
 def _backward_by_kernel(
     grad_BD: Tensor,
     indices_N: Tensor,
+    keys_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HK: Tensor | None,
@@ -156,10 +156,9 @@ def _backward_by_kernel(
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
-    indices_N = indices_N.long().contiguous()
     hot_HD = _dense_hot(hot_HK, basis_KD)
     left, right, hot = row_grads(
-        grad_BD, indices_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
+        grad_BD, keys_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
     )
     basis: Tensor | None = None
     if hot is not None and hot_HK is not None and basis_KD is not None:
@@ -167,6 +166,7 @@ def _backward_by_kernel(
             hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
     to_weights = None
     if with_weights and offsets_B is not None:
+        indices_N = indices_N.long().contiguous()
         to_weights = weight_grads(
             grad_BD, indices_N, left_VPR, right_WRQ, hot_HD, offsets_B, num_embeddings
         )

@@ -21,6 +21,8 @@ from comera.ops.chain import (
     unstack_chains,
     unstack_gates,
 )
+from comera.ops.halves import layout_of, merge_groups
+from comera.ops.kernels.merge import Chains, merges_by_kernel
 from comera.ops.operator import operator
 
 
@@ -37,7 +39,40 @@ def merge_table_halves(
     Returns:
         Two tensors in the dtype of the cores.
     """
-    return _merge_table_halves(list(cores), list(gates), threshold)
+    return merge_tables([(cores, gates, threshold)])[0]
+
+
+def merge_tables(
+    tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`merge_table_halves` of each table; by kernels all at once.
+
+    Args:
+        tables: What :func:`merge_table_halves` takes of each, all of one dtype and device.
+    """
+    chains = [
+        Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
+        for cores, gates, threshold in tables
+    ]
+    if torch.compiler.is_compiling():
+        kernels = chains[0].cores[0].is_cuda  # the operator asks for them when it runs
+    else:
+        kernels = merges_by_kernel(chains)
+    if not kernels:
+        return [_merge_table_halves(list(c), list(g), threshold) for c, g, threshold in tables]
+    halves = merge_groups(
+        [core for chain in chains for core in chain.cores],
+        [gate for chain in chains for gate in chain.gates],
+        [],
+        [n for c in chains for n in layout_of(c.cores, c.gates, [], 1, c.split, padded=False)],
+        [chain.threshold for chain in chains],
+    )
+    found = []
+    for (cores, _, _), left_1IR, right_1RO in zip(tables, halves[::2], halves[1::2], strict=True):
+        split = len(cores) // 2
+        left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
+        found.append((left, _right_apart(right, cores[split:])))
+    return found
 
 
 @operator("comera::merge_table_halves")

@@ -129,8 +129,8 @@ def sums_of_rows(
 ) -> Tensor:
     """:func:`tt_embedding_bag` of a table whose halves are known."""
     offsets_B = offsets_B.long()
-    kernels = _made_by_kernels((left_VPR, right_WRQ), hot_HK, basis_KD, weights_N)
-    if sizes_are_fixed(indices_N) and not kernels:
+    others = hot_HK, basis_KD, weights_N
+    if sizes_are_fixed(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
         rows = _every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)

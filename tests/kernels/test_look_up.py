@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.kernels import choose, emulate, look_up, source
+from comera.ops.kernels import choose, emulate, look_up, merge, source
 from comera.ops.kernels.build import KernelError
 from comera.ops.look_up import look_up as look_up_op
 from tests.kernels.numbers import assert_near, distance
@@ -193,6 +193,21 @@ def test_halves_too_large_for_a_block_are_refused(emulated):
     assert not look_up.reads_by_kernel(left.double(), right.double())
     table = Table("odd")
     assert not look_up.reads_by_kernel(table.left, table.right.bfloat16())
+
+
+def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeypatch):
+    started = []
+    for module in (look_up, merge):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda *a, launch=launch: started.append(a[1]) or launch(*a)
+        )
+    layer = comera.TTEmbedding(100, 12, rank=4)
+    layer(torch.tensor([3, 99])).sum().backward()
+    assert started == [
+        "merge_f32", "ttm_rows_f32", "ttm_back_rows_f32", "merge_back_halves_f32",
+        "merge_back_cores_f32",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

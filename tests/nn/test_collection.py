@@ -6,7 +6,9 @@ from torch import nn
 
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
+from comera.ops import table_halves
 from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.kernels import choose, emulate
 
 WIDTH = 16
 
@@ -182,3 +184,23 @@ def test_bad_input_is_named():
     asked["thin"] = (torch.tensor([48]), torch.tensor([0]))
     with pytest.raises(IndexError, match=r"index 48 at 0 is out of range .* 48 rows"):
         collection(asked)
+
+
+def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
+    if emulate.compiler() is None:
+        pytest.skip("no g++, which the emulation of CUDA needs")
+    collection = tables(**others()).float()
+    asked = ask(collection)
+    want = collection(asked)
+    grads = torch.autograd.grad(loss(want), list(collection.parameters()))
+    monkeypatch.setattr(choose, "mode", lambda: "emulate")
+    calls = []
+    together = table_halves.merge_groups
+    monkeypatch.setattr(
+        table_halves, "merge_groups", lambda *a: calls.append(len(a[-1])) or together(*a)
+    )
+    got = collection(asked)
+    assert calls == [5, 1, 1]  # those read together, then max and that with a hot rank
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    again = torch.autograd.grad(loss(got), list(collection.parameters()))
+    torch.testing.assert_close(again, grads, rtol=1e-4, atol=1e-4)

@@ -41,7 +41,7 @@ def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     with comera.GroupedMerge(model):
         model(torch.zeros(2, dtype=torch.long))
     (layout,) = calls
-    assert sorted(layout[3::5]) == [1, 1, 3]
+    assert sorted(layout[3::6]) == [1, 1, 3]
 
 
 def test_frozen_layers_ask_for_no_gradient_beside_others():

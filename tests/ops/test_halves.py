@@ -99,6 +99,16 @@ def test_several_groups_are_what_each_is_by_itself():
     torch.testing.assert_close(grads(got, params), grads(want, params), **CLOSE)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_without_padding_the_bond_is_as_wide_as_it_is(name):
+    group = Group(name, 2, bias=False)
+    left, right = merge_halves(*group.arguments(), padded=False)
+    rank = SHAPES[name][0][group.split]
+    assert (left.shape[2], right.shape[1]) == (rank, rank)
+    want_left, want_right = merge_halves(*group.arguments())
+    torch.testing.assert_close((left, right), (want_left[..., :rank], want_right[:, :rank]))
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_gradients_can_be_differentiated_again(num_layers):
     group = Group("2+1", num_layers)

@@ -68,18 +68,20 @@ def read(
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
-) -> Tensor:
-    """``(B, D)``: rows, or sums of them over bags; see :func:`~comera.ops.look_up.look_up`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`~comera.ops.look_up.look_up`, of int64 indices; the keys are not sorted."""
     entries = indices_N.shape[0]
     bags = entries if offsets_B is None else offsets_B.shape[0]
     out = left_VPR.new_empty(bags, embedding_dim)
+    keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
     launch(
         FILE, f"ttm_rows_{DTYPES[out.dtype]}", out.device, bags, _threads(left_VPR, right_WRQ),
         _shared_of_rows(left_VPR, right_WRQ),
         _table(left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim),
-        indices_N, offsets_B, _dense(weights_N), left_VPR, right_WRQ, hot_HD, out, entries, bags,
+        indices_N, offsets_B, _dense(weights_N), left_VPR, right_WRQ, hot_HD, out, keys_N, order_N,
+        entries, bags,
     )  # fmt: skip
-    return out
+    return out, keys_N, order_N
 
 
 def weight_grads(
@@ -105,7 +107,7 @@ def weight_grads(
 
 def row_grads(
     grad_BD: Tensor,
-    indices_N: Tensor,
+    keys_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HD: Tensor | None,
@@ -113,14 +115,10 @@ def row_grads(
     offsets_B: Tensor | None,
     num_embeddings: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the left half, the right half and the hot rows."""
-    entries, (bags, width) = indices_N.shape[0], grad_BD.shape
+    """Gradients of the left half, the right half and the hot rows, from keys as they come."""
+    bags, width = grad_BD.shape
+    entries = keys_N.shape[0] if bags else 0
     table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width)
-    keys_N = torch.empty_like(indices_N)
-    blocks = -(-entries // _MOST_THREADS)
-    launch(
-        FILE, "ttm_keys", keys_N.device, blocks, _MOST_THREADS, 0, table, indices_N, keys_N, entries
-    )
     keys_N, order_N = keys_N.sort()
     grads = [
         None if like is None else torch.zeros_like(like, dtype=torch.float32)

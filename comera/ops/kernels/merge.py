@@ -8,7 +8,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Chains:
         num_layers: How many there are.
         split: How many cores of a layer carry the input.
         threshold: A gate at or below it is a pruned rank.
+        padded: Whether the bond between the halves is padded, for a bias and for fast products.
     """
 
     cores: Sequence[Tensor]
@@ -66,6 +67,7 @@ class Chains:
     num_layers: int
     split: int
     threshold: float
+    padded: bool = True
 
     @property
     def length(self) -> int:
@@ -83,11 +85,16 @@ class Chains:
     def half_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of ``left (G, I, R)`` and ``right (G, R, O)``."""
         modes, split = self.modes, self.split
-        width = padded_rank(self.cores[split].shape[0], bool(self.biases))
         return (
-            (self.num_layers, math.prod(modes[:split]), width),
-            (self.num_layers, width, math.prod(modes[split:])),
+            (self.num_layers, math.prod(modes[:split]), self.width),
+            (self.num_layers, self.width, math.prod(modes[split:])),
         )
+
+    @property
+    def width(self) -> int:
+        """Of the bond between the halves, what pads it included."""
+        rank = self.cores[self.split].shape[0]
+        return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
     @property
     def pointers(self) -> int:
@@ -103,7 +110,7 @@ class Chains:
 
         return Chains(
             some(self.cores), some(self.gates), some(self.biases), count, self.split,
-            self.threshold,
+            self.threshold, self.padded,
         )  # fmt: skip
 
 
@@ -285,4 +292,4 @@ def _contiguous(group: Chains) -> Chains:
         [tensor.contiguous() for tensor in tensors]
         for tensors in (group.cores, group.gates, group.biases)
     )
-    return Chains(cores, gates, biases, group.num_layers, group.split, group.threshold)
+    return replace(group, cores=cores, gates=gates, biases=biases)
