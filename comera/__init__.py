@@ -14,6 +14,7 @@ The public names, in the order one meets them::
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.memory import reuse_freed_memory
+from comera.nn.collection import TTEmbeddingBagCollection
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
@@ -50,6 +51,7 @@ __all__ = [
     "TTConfig",
     "TTEmbedding",
     "TTEmbeddingBag",
+    "TTEmbeddingBagCollection",
     "TTLinear",
     "TTMShape",
     "TTShape",

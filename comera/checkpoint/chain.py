@@ -94,7 +94,8 @@ class CheckpointChain:
             bits: 2 to 8; a change or a moment becomes one of ``2 ** bits - 1`` values or is left
                 out.
             rate: What a bit is worth, as a share of the variance of what it describes: larger makes
-                smaller files and larger errors. 0 is the paper's k-means, without a price.
+                smaller files and larger errors. For changes it grows as they become small beside
+                their weights. 0 is the paper's k-means, without a price.
             alpha: Changes smaller than ``alpha / sqrt(mean(v))`` medians, at most 2.5 medians, are
                 left out whatever the rate, v being the second moments. The paper's is 5e-5 (with a
                 rate of 0).

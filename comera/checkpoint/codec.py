@@ -110,7 +110,8 @@ def write_change(
         base: What the checkpoint before is read as; same shape and dtype.
         second: The weight's second moments, which say how small a change may be left out.
         bits: Kept changes become one of ``2 ** bits - 1`` values.
-        rate: See :func:`codebook.learn`.
+        rate: As in :func:`codebook.learn`, for a change as large as the weight; more for a smaller
+            one, see :func:`_worth_of_bits`.
         alpha: See :func:`pruning.changed_weights`.
 
     Returns:
@@ -125,7 +126,7 @@ def write_change(
     else:
         change = change - base.float().reshape(-1)
         mask = pruning.changed_weights(change, second, alpha)
-        kept, book, codes = _quantised(change, mask, bits, rate)
+        kept, book, codes = _quantised(change, mask, bits, rate * _worth_of_bits(weight, change))
     record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
     if base is None:
         record["places"] = "all"
@@ -140,6 +141,18 @@ def write_change(
         record["places"] = _write_gaps(section, kept)
         _write_coded(section, "change", book, codes)
     return record, kept, _changed(weight.shape, weight.dtype, base, kept, book, codes)
+
+
+def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
+    """The root of how many times larger a weight is than its change.
+
+    Early in training a weight changes by half of itself from checkpoint to checkpoint, at the end
+    by a hundredth. A loss suffers from errors in proportion to the weight, and at the end from
+    smaller ones than at first: a price on bits between a share of the change and one of the weight
+    makes the same loss of fewer bits than either (docs/quality.md).
+    """
+    spreads = [float(values.float().std(correction=0)) for values in (weight, change)]
+    return (spreads[0] / spreads[1]) ** 0.5 if all(spreads) else 1.0
 
 
 def _quantised(

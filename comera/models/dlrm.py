@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from comera.nn.collection import Bags, TTEmbeddingBagCollection
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.table import TTTable
-
-Bags = Tensor | Sequence[tuple[Tensor, Tensor]]
 
 
 class DLRM(nn.Module):
@@ -57,7 +56,7 @@ class DLRM(nn.Module):
             if any(width < 1 for width in widths):
                 raise ValueError(f"{name}={list(widths)} must be at least 1")
         self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
-        self.tables = nn.ModuleDict(
+        self.tables = TTEmbeddingBagCollection(
             {
                 _module_name(name): nn.EmbeddingBag(size, embedding_dim, mode="sum")
                 for name, size in table_sizes.items()
@@ -95,10 +94,7 @@ class DLRM(nn.Module):
                 nn.init.normal_(layer.bias, std=math.sqrt(1 / layer.out_features))  # type: ignore[arg-type]
 
     def forward(self, continuous_BC: Tensor | None, fields: Bags) -> Tensor:
-        parts = [
-            table(*bags)
-            for table, bags in zip(self.tables.values(), self._by_field(fields), strict=True)
-        ]
+        parts = self.tables(fields).values()
         below = []
         if self.bottom is not None:
             if continuous_BC is None or continuous_BC.shape[-1] != self.num_continuous:
@@ -113,18 +109,10 @@ class DLRM(nn.Module):
         products = (parts_BFD @ parts_BFD.mT)[:, first, second]
         return self.top(torch.cat([*below, products], 1)).squeeze(1)
 
-    def _by_field(self, fields: Bags) -> list[tuple[Tensor, ...]]:
-        count = fields.shape[1] if isinstance(fields, Tensor) else len(fields)
-        if count != len(self.tables):
-            raise ValueError(f"the model has {len(self.tables)} tables, got {count} fields")
-        if isinstance(fields, Tensor):
-            return [(field,) for field in fields.split(1, 1)]
-        return [tuple(bags) for bags in fields]
-
 
 def _module_name(name: str) -> str:
     name = name.replace(".", "_")
-    return f"{name}_" if not name or hasattr(nn.ModuleDict(), name) else name
+    return f"{name}_" if not name or hasattr(TTEmbeddingBagCollection(), name) else name
 
 
 def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequential:

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from comera.nn.hot import HotRows
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.look_up import check_range
 from comera.ops.operator import is_plain
+from comera.ops.table_halves import merge_table_halves
+from comera.ops.tt_embedding_bags import TableBags
 from comera.shapes import TTMShape
 
 
@@ -73,15 +76,31 @@ class TTEmbeddingBag(TTTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
+        flat, starts, weights = self._asked(input, offsets, per_sample_weights)
+        return (
+            self._maxima(flat, starts) if self.mode == "max" else self._bags(flat, starts, weights)
+        )
+
+    def _asked(
+        self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All entries, where each bag begins, and of all modes but max the entries' weights."""
         flat, starts = self._laid_out(input, offsets)
         if not torch.compiler.is_compiling():
             check_range(input, self.num_embeddings)
-        if per_sample_weights is not None:
-            self._check_weights(input, per_sample_weights)
-            per_sample_weights = per_sample_weights.reshape(-1)
-        if self.mode == "max":
-            return self._maxima(flat, starts)
-        return self._bags(flat, starts, self._weights(flat, starts, per_sample_weights))
+        if weights is not None:
+            self._check_weights(input, weights)
+            weights = weights.reshape(-1)
+        return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
+
+    def _table_bags(
+        self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> TableBags:
+        """What :func:`tt_embedding_bags` takes; the hot rows are dense, the mode is not max."""
+        flat, starts, weights = self._asked(input, offsets, weights)
+        halves = merge_table_halves(list(self.cores), list(self.gates), self.prune_below)
+        assert not isinstance(self.hot, HotRows)
+        return TableBags(self._kept_at(flat), starts, weights, *halves, self.hot)
 
     def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """All entries one after the other, and where each bag begins."""

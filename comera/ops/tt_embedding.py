@@ -110,14 +110,32 @@ def tt_embedding_bag(
         IndexError: If an index is out of range (checked on the CPU).
     """
     halves = merge_table_halves(cores, gates, threshold)
+    return sums_of_rows(
+        indices_N, offsets_B, weights_N, *halves, hot_HK, basis_KD, num_embeddings, embedding_dim
+    )
+
+
+def sums_of_rows(
+    indices_N: Tensor,
+    offsets_B: Tensor,
+    weights_N: Tensor | None,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> Tensor:
+    """:func:`tt_embedding_bag` of a table whose halves are known."""
     offsets_B = offsets_B.long()
     if sizes_are_fixed(indices_N):
-        rows = _every_row(indices_N, *halves, hot_HK, basis_KD, embedding_dim)
+        rows = _every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
     sums, _, _ = look_up(
-        indices_N, *halves, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings, embedding_dim
-    )
+        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
+        embedding_dim,
+    )  # fmt: skip
     return sums
 
 

@@ -124,8 +124,7 @@ def test_errors_do_not_add_up_over_ten_links(tmp_path):
             )
         assert longest["linked"] < 2 * longest["true"]
         assert longest["key"] < 2 * longest["true"]
-    assert max(errors[1:]) < 0.02
-    assert errors[-1] < 2 * errors[1]
+    assert max(errors) < 1.1 * errors[0]  # that of the key frame
 
 
 def test_a_chain_is_much_smaller_than_what_it_holds(tmp_path):
@@ -244,7 +243,7 @@ def test_a_chain_goes_on_where_another_process_left_it(tmp_path):
         chain.wait()
         links = chain._archive.links(20)
     assert [link.step for link in links] == [5, 10, 15, 20]
-    assert distance(chain.load().model, model.state_dict()) < 0.02
+    assert distance(chain.load().model, model.state_dict()) < 0.03
 
 
 def test_steps_only_go_forwards_unless_rewound(tmp_path):

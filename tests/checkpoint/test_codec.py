@@ -82,7 +82,7 @@ def test_a_change_without_its_base_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("rate", [0.0, 0.06])
 @pytest.mark.parametrize("first", [True, False], ids=["key-frame", "change"])
 def test_a_weight_is_read_as_the_writer_said(dtype, rate, first):
     base = None if first else torch.randn(50, 60).to(dtype)
@@ -102,6 +102,34 @@ def test_a_weight_is_read_as_the_writer_said(dtype, rate, first):
     if not first:
         untouched = torch.ones(3000, dtype=torch.bool).index_fill(0, kept, False)
         assert torch.equal(again.reshape(-1)[untouched], base.reshape(-1)[untouched])
+
+
+def test_small_changes_are_kept_coarsely_but_nearer_to_the_weight():
+    base = torch.randn(200, 200)
+    of_change, of_weight = [], []
+    for size in (0.5, 0.1, 0.02):
+        weight = base + size * torch.randn(200, 200)
+        _, _, now = codec.write_change(
+            Tape().writer, weight, base, None, bits=4, rate=0.11, alpha=0
+        )
+        error = float((now - weight).norm())
+        of_change.append(error / float((weight - base).norm()))
+        of_weight.append(error / float(weight.norm()))
+    assert of_change == sorted(of_change)
+    assert of_weight == sorted(of_weight, reverse=True)
+    assert of_change[0] < 0.4
+
+
+@pytest.mark.parametrize("weight", [torch.ones(20, 20), torch.zeros(20, 20)], ids=["one", "zero"])
+def test_weights_all_alike(weight):
+    for base in (torch.zeros(20, 20), weight, torch.randn(20, 20)):
+        tape = Tape()
+        record, _, now = codec.write_change(
+            tape.writer, weight, base, None, bits=4, rate=0.11, alpha=0
+        )
+        _, again = codec.read_change(tape.reader(), record, [20, 20], torch.float32, base)
+        assert torch.equal(again, now)
+        assert float((now - weight).norm()) <= float((base - weight).norm())
 
 
 def test_without_a_price_the_papers_rule_decides():

@@ -106,7 +106,7 @@ def test_inputs_that_do_not_fit_are_named():
         dlrm(None, fields)
     with pytest.raises(ValueError, match=r"takes 3 continuous features, got \(2, 4\)"):
         dlrm(torch.zeros(2, 4), fields)
-    with pytest.raises(ValueError, match="has 3 tables, got 2 fields"):
+    with pytest.raises(ValueError, match=r"\(bags, 3\), got \(2, 2\)"):
         dlrm(torch.zeros(2, 3), fields[:, :2])
     with pytest.raises(ValueError, match="at least one table"):
         DLRM({}, 3)

@@ -1,0 +1,123 @@
+"""Many embedding bags, such as those of a recommendation model, looked up together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.hot import HotRows
+from comera.ops.operator import is_plain
+from comera.ops.tt_embedding_bags import TableBags, places, tt_embedding_bags
+
+_RANKS_ALIKE = 8
+"""Ranks within so many of each other are padded to one."""
+
+Bags = Tensor | Mapping[str, Any] | Sequence[Any]
+
+
+class TTEmbeddingBagCollection(nn.ModuleDict):
+    """Embedding bags by name, dense ones and tensor trains, whose tensor trains are read at once.
+
+    A look-up is some twenty small operations a table. Those tables are read together whose rows
+    are made alike, which those of one width and nearly one rank are; dense tables, those of mode
+    ``max`` or with a ``hot_rank`` are read one by one. :func:`~comera.tensorize_` turns the bags
+    within into tensor trains as it does everywhere.
+
+    Args:
+        tables: :class:`torch.nn.EmbeddingBag` and :class:`~comera.TTEmbeddingBag` by name.
+
+    Shapes:
+        For every table, by name or in order: ``(bags, entries)`` integers, or what its ``forward``
+        takes as a tuple ``(indices (N,), offsets (bags,))``, with ``per_sample_weights`` as a third
+        if need be. A tensor ``(bags, tables)`` asks each table for one entry a bag. The output is
+        ``(bags, width)`` by name.
+
+    Raises:
+        ValueError: If other tables are asked for than there are.
+
+    Example::
+
+        tables = comera.TTEmbeddingBagCollection(
+            {name: nn.EmbeddingBag(rows, 64, mode="sum") for name, rows in sizes.items()}
+        )
+        comera.tensorize_(tables, comera.TTConfig(rank=16))
+        vectors = tables({"user": (indices, offsets), "item": item_indices})["user"]
+    """
+
+    def __init__(self, tables: Mapping[str, nn.Module] | None = None) -> None:
+        super().__init__(tables)
+        self._at: dict[tuple[str, ...], tuple[Any, Tensor]] = {}  # see _places
+
+    def forward(self, bags: Bags) -> dict[str, Tensor]:
+        asked = self._by_name(bags)
+        found: dict[str, Tensor] = {}
+        for names in self._groups():
+            if len(names) == 1:
+                found[names[0]] = self.get_submodule(names[0])(*asked[names[0]])
+            else:
+                found |= self._together(names, asked)
+        return {name: found[name] for name in self}
+
+    def _by_name(self, bags: Bags) -> dict[str, tuple[Any, ...]]:
+        if isinstance(bags, Tensor):
+            if bags.dim() != 2 or bags.shape[1] != len(self):
+                raise ValueError(
+                    f"a tensor asks each table for one entry a bag: (bags, {len(self)}), "
+                    f"got {tuple(bags.shape)}"
+                )
+            bags = bags.split(1, 1)
+        if not isinstance(bags, Mapping):
+            if len(bags) != len(self):
+                raise ValueError(f"there are {len(self)} tables, got bags of {len(bags)}")
+            bags = dict(zip(self, bags, strict=True))
+        if bags.keys() != set(self):
+            raise ValueError(f"the tables are {sorted(self)}, got bags of {sorted(bags)}")
+        return {
+            name: (given,) if isinstance(given, Tensor) else tuple(given)
+            for name, given in bags.items()
+        }
+
+    def _groups(self) -> list[list[str]]:
+        """Names of tables that can be read together."""
+        groups: dict[Any, list[str]] = {}
+        for name, table in self.items():
+            groups.setdefault(_kind(table) or name, []).append(name)
+        return list(groups.values())
+
+    def _together(
+        self, names: list[str], asked: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Tensor]:
+        parts = {}
+        for name in names:
+            table = self[name]
+            assert isinstance(table, TTEmbeddingBag)
+            parts[name] = table._table_bags(*asked[name])
+            width = table.embedding_dim
+        sums = tt_embedding_bags(list(parts.values()), width, self._places(parts))
+        return dict(zip(names, sums, strict=True))
+
+    def _places(self, parts: Mapping[str, TableBags]) -> Tensor:
+        """Where the tables stand; kept, for a CUDA graph can hold no copy from the host."""
+        at, names = places(list(parts.values())), tuple(parts)
+        device = parts[names[0]].left_VPR.device
+        if names not in self._at or self._at[names][0] != (at, device):
+            made = torch.tensor(at, device=device)
+            if not is_plain(made):
+                return made
+            self._at[names] = (at, device), made
+        return self._at[names][1]
+
+
+def _kind(table: nn.Module) -> Any:
+    """Tables of one kind can be read together; None for a table that cannot."""
+    if not isinstance(table, TTEmbeddingBag) or table.mode == "max":
+        return None
+    if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):
+        return None
+    shape, split = table.shape, table.shape.split
+    columns = math.prod(shape.col_modes[:split]), math.prod(shape.col_modes[split:])
+    rank, like = -(-table.ranks[split - 1] // _RANKS_ALIKE), table.cores[0]
+    return table.embedding_dim, *columns, rank, like.dtype, like.device
