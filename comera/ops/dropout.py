@@ -94,10 +94,13 @@ def _(grad, keep, scale):
 
 
 def _setup_context(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx, grad: Tensor, *_):
+def _backward(ctx, grad: Tensor | None, *_):
+    if grad is None:
+        return None, None, None
     grad_residual = grad if ctx.needs_input_grad[1] else None
     return _dropout_backward(grad, *ctx.saved_tensors), grad_residual, None
 

@@ -141,9 +141,16 @@ def _merge_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """By kernels: gradients of all cores one after the other, then those of all gates."""
+    """Gradients of all cores one after the other, then those of all gates."""
     groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
-    return list(merge_backward(groups, grads))
+    if merges_by_kernel(groups):
+        return list(merge_backward(groups, grads))
+    # A graph that was compiled where kernels run may be called where they do not.
+    pairs = zip(groups, grads[::2], grads[1::2], strict=True)
+    of_groups = [_merge_grads(*each) for each in pairs]
+    flat_cores = [grad.flatten() for of_cores, _ in of_groups for grad in of_cores]
+    flat_gates = [grad for _, of_gates in of_groups for grad in of_gates]
+    return [torch.cat(flat_cores), torch.cat(flat_gates or [cores[0].new_empty(0)]).float()]
 
 
 @_merge_backward.register_fake

@@ -16,11 +16,18 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import is_free_on_cpu
+from comera.ops.kernels.look_up import (
+    read,
+    reads_by_kernel,
+    row_grads,
+    sums_by_kernel,
+    weight_grads,
+)
 from comera.ops.operator import operator
 from comera.ops.slots import Slots, make_slots, sorted_rows, sum_by, sum_by_sorted
 
 
-@operator("comera::ttm_lookup")
+@operator("comera::ttm_look_up")
 def look_up(
     indices_N: Tensor,
     left_VPR: Tensor,
@@ -46,12 +53,21 @@ def look_up(
         embedding_dim: D.
 
     Returns:
-        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each.
+        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
+        a kernel reads the rows nothing is sorted yet, and these hold no numbers.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
     check_range(indices_N, num_embeddings)
+    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
+        hot_HD = _dense_hot(hot_HK, basis_KD)
+        indices_N = indices_N.long().contiguous()
+        rows_BD = read(
+            indices_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings,
+            embedding_dim,
+        )  # fmt: skip
+        return rows_BD, torch.empty_like(indices_N), torch.empty_like(indices_N)
     keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
@@ -69,9 +85,10 @@ def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, nu
     return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
 
 
-@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
+@torch.library.custom_op("comera::ttm_look_up_backward", mutates_args=())
 def look_up_backward(
     grad_BD: Tensor,
+    indices_N: Tensor,
     keys_N: Tensor,
     order_N: Tensor,
     left_VPR: Tensor,
@@ -80,8 +97,16 @@ def look_up_backward(
     basis_KD: Tensor | None,
     weights_N: Tensor | None,
     offsets_B: Tensor | None,
+    num_embeddings: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
+        if sums_by_kernel(left_VPR, right_WRQ):
+            return _backward_by_kernel(
+                grad_BD, indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B,
+                num_embeddings, with_weights,
+            )  # fmt: skip
+        keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     from_N, grad_weights = order_N, _empty_like(None, grad_BD)
@@ -118,30 +143,78 @@ def look_up_backward(
     )
 
 
+def _backward_by_kernel(
+    grad_BD: Tensor,
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
+    indices_N = indices_N.long().contiguous()
+    hot_HD = _dense_hot(hot_HK, basis_KD)
+    left, right, hot = row_grads(
+        grad_BD, indices_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
+    )
+    basis: Tensor | None = None
+    if hot is not None and hot_HK is not None and basis_KD is not None:
+        with without_autocast(hot):
+            hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
+    to_weights = None
+    if with_weights and offsets_B is not None:
+        to_weights = weight_grads(
+            grad_BD, indices_N, left_VPR, right_WRQ, hot_HD, offsets_B, num_embeddings
+        )
+    hot, basis, to_weights = (
+        _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
+    )
+    return left, right, hot, basis, to_weights
+
+
+def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
+    """All hot rows, ``(H, D)``."""
+    if hot_HK is None or basis_KD is None:
+        return None if hot_HK is None else hot_HK.contiguous()
+    with without_autocast(hot_HK):
+        return hot_HK @ basis_KD
+
+
 _SUM = 0
 """torch's number of that mode of a bag."""
 
 
 @look_up_backward.register_fake
-def _(grad_BD, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B,
-      with_weights):  # fmt: skip
+def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+      offsets_B, num_embeddings, with_weights):  # fmt: skip
     halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
     hot = _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
     return *halves, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, *tensors, _, _ = inputs
+    indices_N, *tensors, ctx.num_embeddings, _ = inputs
     ctx.given = [tensor is not None for tensor in tensors]
-    ctx.save_for_backward(*output[1:], *(tensor for tensor in tensors if tensor is not None))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        indices_N, *output[1:], *(tensor for tensor in tensors if tensor is not None)
+    )
 
 
-def _backward(ctx, grad_BD: Tensor, *_):
-    keys_N, order_N, *saved = ctx.saved_tensors
+def _backward(ctx, grad_BD: Tensor | None, *_):
+    if grad_BD is None:
+        return (None,) * 9
+    indices_N, keys_N, order_N, *saved = ctx.saved_tensors
     rest = iter(saved)
     tensors = [next(rest) if given else None for given in ctx.given]
     with_weights = ctx.given[4] and ctx.needs_input_grad[5]
-    grads = look_up_backward(grad_BD, keys_N, order_N, *tensors, with_weights)
+    grads = look_up_backward(
+        grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
+    )
     given = [*ctx.given[:4], with_weights]
     wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
     return None, *wanted, None, None, None

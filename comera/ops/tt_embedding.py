@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import sizes_are_fixed
+from comera.ops.kernels.look_up import reads_by_kernel, sums_by_kernel
 from comera.ops.look_up import check_range, hot_rows, look_up
 from comera.ops.table_halves import merge_table_halves
 
@@ -67,7 +68,7 @@ def tt_embedding(
     if not torch.compiler.is_compiling():
         check_range(indices, num_embeddings)  # it knows the shape, the operator does not
     flat = indices.reshape(-1)
-    if sizes_are_fixed(flat):
+    if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
         rows = _every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
     else:
         rows, _, _ = look_up(
@@ -128,7 +129,8 @@ def sums_of_rows(
 ) -> Tensor:
     """:func:`tt_embedding_bag` of a table whose halves are known."""
     offsets_B = offsets_B.long()
-    if sizes_are_fixed(indices_N):
+    kernels = _made_by_kernels((left_VPR, right_WRQ), hot_HK, basis_KD, weights_N)
+    if sizes_are_fixed(indices_N) and not kernels:
         rows = _every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
@@ -146,6 +148,11 @@ def ttm_to_dense(
     left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
+
+
+def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
+    """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
+    return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
 
 
 def _every_row(

@@ -19,6 +19,7 @@ from comera.bench.options import check_positive
 from comera.memory import reuse_freed_memory
 from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
+from comera.recipes.doctor import examine
 from comera.recipes.parse import spelled_out
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.sweep import INTERRUPTED, run_sweep
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_bench(chosen.bench, console)
         if chosen.command == "checkpoint":
             return run_checkpoint(chosen.checkpoint, console)
+        if chosen.command == "doctor":
+            examine(console)
+            return 0
         if chosen.command == "calibrate":
             reuse_freed_memory()
             if chosen.calibrate.threads is not None:
@@ -133,6 +137,8 @@ def make_parser() -> ArgumentParser:
     )
     measure.add_argument("--threads", type=int, help="CPU threads to measure with")
     commands.add_subcommand("calibrate", measure, help="measure this machine for the planner")
+    text = "show what was found for CUDA kernels, and which way each operator goes"
+    commands.add_subcommand("doctor", ArgumentParser(description=text), help=text)
     return parser
 
 

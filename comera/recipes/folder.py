@@ -33,6 +33,7 @@ def claim(config: RunConfig) -> None:
                 "choose another --out, or start again with --overwrite=true"
             )
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            _write(config)  # how checkpoints are kept may have changed
             return
     for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
         path = folder / name
@@ -40,7 +41,11 @@ def claim(config: RunConfig) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    with replacing(folder / "config.yaml") as temporary:
+    _write(config)
+
+
+def _write(config: RunConfig) -> None:
+    with replacing(Path(config.out) / "config.yaml") as temporary:
         text = yaml.safe_dump(_settings(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
 
@@ -48,7 +53,7 @@ def claim(config: RunConfig) -> None:
 def other_settings(config: RunConfig) -> str | None:
     """How the run that was begun in the folder differs, as ``key: there -> here``.
 
-    None if it does not, or if no run was begun there.
+    None if it does not, or if no run was begun there. How checkpoints are kept makes no other run.
     """
     folder = Path(config.out)
     file = folder / "config.yaml"
@@ -56,10 +61,10 @@ def other_settings(config: RunConfig) -> str | None:
     if not begun or not file.is_file():
         return None
     there, here = yaml.safe_load(file.read_text(encoding="utf-8")), _settings(config)
-    if there == here:
-        return None
     with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
         there = _settings(parse_settings(RunConfig, there))
+    for settings in (there, here):
+        settings.pop("checkpoints", None)
     return None if there == here else _difference(there, here)
 
 

@@ -17,3 +17,19 @@ def emulated(monkeypatch):
 @pytest.fixture(params=ORDERS, ids=["ascending", "descending", "shuffled"])
 def thread_order(request, emulated, monkeypatch):
     monkeypatch.setattr(emulate, "order", request.param)
+
+
+@pytest.fixture
+def plant(emulated, monkeypatch, tmp_path):
+    """Runs another source instead, of which only what is for float32 is compiled, and quickly."""
+    everything = emulate.entries
+
+    def planted(text):
+        monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
+        monkeypatch.setattr(emulate, "text", lambda file: text)
+        monkeypatch.setattr(emulate, "_FLAGS", (*emulate._FLAGS, "-O0"))
+        monkeypatch.setattr(
+            emulate, "entries", lambda file: [n for n in everything(file) if "bf16" not in n]
+        )
+
+    return planted

@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.ops.halves import layout_of, merge_groups, merge_halves
-from comera.ops.kernels import emulate, merge, source
+from comera.ops.kernels import choose, emulate, merge, source
 from comera.ops.kernels.build import KernelError
 from comera.ops.kernels.choose import KernelWarning
 from tests.kernels.numbers import assert_near, distance
@@ -153,6 +153,21 @@ def test_registered_soundly(emulated):
     torch.library.opcheck(merge_groups.custom_op, (*tensors, layout, [threshold]))
 
 
+def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypatch):
+    """Called where they run, and where they do not."""
+    group = make("2+1", dtype=torch.bfloat16)
+    *tensors, num_layers, split, threshold = group.arguments()
+    halves = [half.detach() for half in merge_halves(*group.arguments())]
+    detached = [[tensor.detach() for tensor in one] for one in tensors]
+    layout = layout_of(*tensors, num_layers, split)
+    arguments = (halves, *detached[:2], layout, [threshold])
+    got = torch.ops.comera.merge_halves_backward(*arguments)
+    monkeypatch.setattr(choose, "mode", lambda: "ref")
+    want = torch.ops.comera.merge_halves_backward(*arguments)
+    assert [t.dtype for t in got] == [t.dtype for t in want] == [torch.bfloat16, torch.float32]
+    assert_near(got, want, torch.bfloat16, factor=2)
+
+
 def test_cores_that_are_not_contiguous(emulated):
     group = make("3+3")
     for number, core in enumerate(group.cores):
@@ -182,12 +197,12 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.usefixtures("_wide_shapes", "emulated")
-def test_planted_bugs_are_caught(bug, monkeypatch):
+@pytest.mark.usefixtures("_wide_shapes")
+def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
     mutant, count = re.subn(pattern, instead, source.text(merge.FILE), count=1)
     assert count == 1
-    monkeypatch.setattr(emulate, "text", lambda file: mutant)
+    plant(mutant)
     group = make("2+4", 1)
     want = in_float64(group)
     off = []

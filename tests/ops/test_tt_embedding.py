@@ -209,4 +209,5 @@ def test_registered_soundly(hot, bags):
     frozen = [None if t is None else t.detach() for t in tensors]
     out, *sorted_keys = look_up(indices, *frozen, *sizes)
     grad = torch.randn_like(out)
-    torch.library.opcheck(look_up_backward, (grad, *sorted_keys, *frozen, bags))
+    saved = (grad, indices, *sorted_keys, *frozen, problem.rows, bags)
+    torch.library.opcheck(look_up_backward, saved)

@@ -49,6 +49,22 @@ def test_a_run_keeps_checkpoints_as_its_settings_say(source, tmp_path, capsys, m
     assert capsys.readouterr().out.count("sound") == len(steps)
 
 
+def test_a_run_goes_on_with_other_settings_of_checkpoints(source, tmp_path, capsys):
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
+    assert main(["train", str(path)]) == 0
+    with CheckpointChain(out / "checkpoints") as chain:  # as if it had been cut short
+        chain.rewind(8)
+    (out / "result.json").unlink()
+    path.write_text(RUN.format(out=out, folder=source, mode="lossy"))
+    assert main(["train", str(path), "--train.batch_size=5"]) == 1
+    assert "other settings (train.batch_size: 4 -> 5)" in capsys.readouterr().out
+    assert main(["train", str(path), "--checkpoints.keep_last=3"]) == 0
+    assert "mode: lossy" in (out / "config.yaml").read_text()
+    assert CheckpointChain(out / "checkpoints").steps() == [8, 12]
+    assert main(["checkpoint", "verify", str(out)]) == 0
+
+
 def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(out=tmp_path / "out", folder=source, mode="lossy"))

@@ -218,9 +218,9 @@ def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
 
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
-    original = grouped.merge_halves
+    original = grouped.merge_groups
     monkeypatch.setattr(
-        grouped, "merge_halves", lambda *args: joined.append("together") or original(*args)
+        grouped, "merge_groups", lambda *args: joined.append("together") or original(*args)
     )
     monkeypatch.setattr("comera.nn.linear.merge_halves", lambda *args: joined.append("alone"))
 

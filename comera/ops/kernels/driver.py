@@ -23,11 +23,11 @@ def function(file: str, name: str, device: int) -> Any:
     Raises:
         KernelError: If it cannot be compiled or loaded.
     """
-    driver = _driver()
-    _enter_context(device)
-    answer = driver.cuLibraryGetKernel(_library(file, device), name.encode())
-    # A launch takes a kernel of a library where it takes a function.
-    return driver.CUfunction(int(checked(answer, f"{name} of {file}.cu")))
+    driver, what = _driver(), f"{name} of {file}.cu"
+    with torch.cuda.device(device):
+        _enter_context(device)
+        kernel = checked(driver.cuLibraryGetKernel(_library(file, device), name.encode()), what)
+        return checked(driver.cuKernelGetFunction(kernel), what)  # loads it now, not when launched
 
 
 @functools.cache
@@ -43,9 +43,8 @@ def _library(file: str, device: int) -> Any:
 def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
     driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    kernel = driver.CUkernel(int(function(file, name, device)))
-    answer = driver.cuKernelSetAttribute(attribute, shared, kernel, driver.CUdevice(device))
-    checked(answer, f"{shared} bytes of shared memory for {name}")
+    answer = driver.cuFuncSetAttribute(function(file, name, device), attribute, shared)
+    checked((*answer, None), f"{shared} bytes of shared memory for {name}")
 
 
 def launch(
@@ -60,15 +59,24 @@ def launch(
     """Start a kernel on torch's current stream of the card."""
     driver = _driver()
     kernel = function(file, name, device)
-    if shared > PLENTY_OF_SHARED:
-        _allow_shared(file, name, device, shared)
     with torch.cuda.device(device):
         _enter_context(device)
+        if shared > PLENTY_OF_SHARED:
+            _allow_shared(file, name, device, shared)
         stream = torch.cuda.current_stream(device).cuda_stream
         answer = driver.cuLaunchKernel(
             kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
         )
     checked((*answer, None), name)
+
+
+def version() -> int:
+    """Newest CUDA that the driver knows, 13000 for 13.0.
+
+    Raises:
+        RuntimeError: If there is no driver, or no cuda-bindings.
+    """
+    return checked(_driver().cuDriverGetVersion(), "the driver's version")
 
 
 def _enter_context(device: int) -> None:

@@ -1,0 +1,103 @@
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from comera.ops.kernels import build, emulate, source
+from comera.ops.kernels.build import KernelError
+
+needs_nvrtc = pytest.mark.skipif(
+    find_spec("cuda") is None or find_spec("nvidia") is None,
+    reason="no cuda-bindings or no nvidia-cuda-nvrtc, which compile kernels",
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
+    return tmp_path / "kernels"
+
+
+TINY = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] = 1.f; }'
+
+
+def put(monkeypatch, text):
+    monkeypatch.setattr(build, "text", lambda file: text)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("file", source.files())
+def test_every_kernel_compiles_without_spills(file, arch):
+    log = build.resources(file, arch)
+    names = re.findall(r"Compiling entry function '(\w+)'", log)
+    assert sorted(names) == sorted(source.entries(file))
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert len(spills) == len(names)
+    assert set(spills) == {("0", "0")}, log
+    registers = [int(used) for used in re.findall(r"Used (\d+) registers", log)]
+    assert max(registers) <= 128
+
+
+@needs_nvrtc
+def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, monkeypatch):
+    put(monkeypatch, TINY)
+    code = build.cubin("tiny", "sm_90")
+    assert code[:4] == b"\x7fELF"
+    compiled = build._compile
+    monkeypatch.setattr(build, "_compile", lambda *args: pytest.fail("compiled again"))
+    assert build.cubin("tiny", "sm_90") == code
+    monkeypatch.setattr(build, "_compile", compiled)
+    build.cubin("tiny", "sm_80")
+    put(monkeypatch, TINY.replace("1.f", "2.f"))
+    build.cubin("tiny", "sm_90")
+    assert sorted(path.name[:10] for path in cache.iterdir()) == [
+        "tiny-sm_80", "tiny-sm_90", "tiny-sm_90",
+    ]  # fmt: skip
+
+
+@needs_nvrtc
+def test_another_compiler_makes_its_own(cache, monkeypatch):
+    put(monkeypatch, TINY)
+    before = build.cubin_path("tiny", "sm_90")
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (99, 0))
+    assert build.cubin_path("tiny", "sm_90") != before
+
+
+@needs_nvrtc
+def test_what_does_not_compile_leaves_its_log_in_a_file(cache, monkeypatch):
+    put(monkeypatch, TINY.replace("1.f", "nonsense"))
+    with pytest.raises(KernelError, match=r"tiny\.cu does not compile for sm_90.* log is in") as no:
+        build.cubin("tiny", "sm_90")
+    log = str(no.value).rsplit(" ", 1)[1]
+    assert 'identifier "nonsense" is undefined' in Path(log).read_text()
+    assert not list(cache.glob("*.cubin"))
+
+
+def test_what_gxx_does_not_compile_is_said(emulated, cache):
+    with pytest.raises(KernelError, match=r"g\+\+ does not compile wrong[\s\S]*nonsense"):
+        emulate.library(
+            '#include "emulation.h"\n__global__ void wrong() { nonsense(); }', ("wrong",)
+        )
+
+
+HANGS = {
+    "some threads wait": "if (threadIdx.x < 3) __syncthreads(); else __syncwarp();",
+    "a thread returned": "if (threadIdx.x < 3) return; __syncthreads();",
+    "index out of range": "if (threadIdx.x == 3) __trap();",
+}
+
+
+@pytest.mark.parametrize("problem", HANGS)
+def test_the_emulation_says_what_would_go_wrong_on_a_card(problem, emulated, monkeypatch):
+    text = (
+        '#include "emulation.h"\n'
+        f'extern "C" __global__ void wrong() {{ {HANGS[problem]} }}'
+    )  # fmt: skip
+    monkeypatch.setattr(emulate, "text", lambda file: text)
+    monkeypatch.setattr(emulate, "entries", lambda file: ["wrong"])
+    with pytest.raises(KernelError, match=problem):
+        emulate.launch("wrong", "wrong", (1, 1, 1), 64, 0, None)
+    with pytest.raises(KernelError, match="too large"):
+        emulate.launch("wrong", "wrong", (1, 1, 1), 2048, 0, None)

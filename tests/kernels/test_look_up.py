@@ -1,0 +1,248 @@
+import itertools
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import comera
+from comera.ops.kernels import choose, emulate, look_up, source
+from comera.ops.kernels.build import KernelError
+from comera.ops.look_up import look_up as look_up_op
+from tests.kernels.numbers import assert_near, distance
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+SHAPES = {  # V P R W Q, and numbers cut off the width
+    "ones": (3, 1, 1, 2, 1, 0),
+    "odd": (5, 3, 7, 4, 5, 2),
+    "no bond": (3, 2, 0, 2, 3, 0),
+    "the paper's, fewer rows": (6, 16, 32, 5, 48, 0),
+    "beyond one depth": (4, 9, 37, 3, 8, 3),
+    "beyond one block of tiles": (2, 67, 3, 2, 70, 1),
+}
+HOT = {"cold": (0, None), "hot": (3, None), "hot rank": (3, 2)}
+"""How many rows come first, and of which rank."""
+
+
+class Table:
+    """Halves with hot rows, entries in bags, and a gradient to go back with."""
+
+    def __init__(self, name, hot="cold", bags=False, weighted=False, dtype=torch.float32,
+                 device="cpu", entries=40, seed=0):  # fmt: skip
+        made = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(shape, generator=made).to(dtype).to(device)
+
+        V, P, R, W, Q, cut = SHAPES[name]
+        self.width, (num_hot, rank) = P * Q - cut, HOT[hot]
+        self.rows = num_hot + V * W - 1  # the train has a row that is padding
+        self.left, self.right = random(V, P, R), random(W, R, Q)
+        self.hot = random(num_hot, rank or self.width) if num_hot else None
+        self.basis = random(rank, self.width) if rank else None
+        indices = torch.randint(self.rows, (entries,), generator=made)
+        indices[: entries // 3] = self.rows - 1  # a row that occurs often, over several blocks
+        self.indices = indices[torch.randperm(entries, generator=made)].to(device)
+        self.offsets = torch.tensor([0, 0, 5, 6, 30], device=device) if bags else None
+        self.weights = random(entries) if weighted else None
+        self.grad = random(5 if bags else entries, self.width)
+
+    @property
+    def params(self):
+        given = (self.left, self.right, self.hot, self.basis, self.weights)
+        return [t for t in given if t is not None]
+
+    def run(self):
+        for param in self.params:
+            param.requires_grad_()
+        others = (self.hot, self.basis, self.weights)
+        assert look_up.reads_by_kernel(self.left, self.right, *others)
+        out, _, _ = look_up_op(
+            self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
+            self.rows, self.width,
+        )  # fmt: skip
+        return [out, *torch.autograd.grad(out, self.params, self.grad)]
+
+    def want(self):
+        """In float64, from the dense table."""
+        wide = [p.detach().cpu().double().requires_grad_() for p in self.params]
+        rest = iter(wide)
+        left, right = next(rest), next(rest)
+        table = torch.einsum("vpr,wrq->vwpq", left, right).flatten(0, 1).flatten(1)
+        table = table[:, : self.width]
+        if self.hot is not None:
+            hot = next(rest)
+            table = torch.cat([hot @ next(rest) if self.basis is not None else hot, table])
+        rows = table[self.indices.cpu()]
+        if self.weights is not None:
+            rows = rows * next(rest)[:, None]
+        if self.offsets is not None:
+            ends = [*self.offsets.tolist(), rows.shape[0]]
+            rows = torch.stack([rows[a:b].sum(0) for a, b in itertools.pairwise(ends)])
+        grads = torch.autograd.grad(
+            rows, wide, self.grad.cpu().double(), allow_unused=True, materialize_grads=True
+        )
+        return [rows, *grads]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bags", ["rows", "bags", "weighted bags"])
+@pytest.mark.parametrize("hot", HOT)
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_equal_the_reference(name, hot, bags, dtype, emulated):
+    table = Table(name, hot, bags != "rows", bags == "weighted bags", dtype)
+    factor = 4 if hot == "hot rank" else 2  # through a product of its own
+    assert_near(table.run(), table.want(), dtype, factor)
+
+
+@pytest.mark.parametrize("name", ["odd", "the paper's, fewer rows", "beyond one depth"])
+def test_kernels_equal_the_reference_in_any_order_of_threads(name, thread_order):
+    table = Table(name, "hot", True, True)
+    assert_near(table.run(), table.want(), torch.float32, factor=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bags", ["rows", "bags", "weighted bags"])
+@pytest.mark.parametrize("hot", HOT)
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_equal_the_reference_on_a_card(name, hot, bags, dtype):
+    table = Table(
+        name, hot, bags != "rows", bags == "weighted bags", dtype, "cuda", 5000, torch.seed()
+    )
+    # Thousands of gradients are added to one slice here, in float32.
+    assert_near([t.cpu() for t in table.run()], table.want(), dtype, factor=8)
+
+
+@pytest.mark.gpu
+def test_a_look_up_can_be_captured_and_read_again():
+    layer = comera.TTEmbedding(1000, 64, rank=8, device="cuda")
+    indices = torch.randint(1000, (256,), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            layer(indices).square().sum().backward()
+            layer.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        rows = layer(indices)
+        rows.square().sum().backward()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        indices.copy_(torch.randint(1000, (256,), device="cuda"))
+        graph.replay()
+        assert_near([rows], [layer.weight[indices]], torch.float32, factor=4)
+
+
+@pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
+def test_no_entries(bags, emulated):
+    table = Table("odd", "hot", bags, entries=0)
+    if bags:
+        table.offsets = torch.tensor([0, 0, 0, 0, 0])
+    out, *grads = table.run()
+    assert out.shape == table.grad.shape
+    assert not out.any()
+    assert not any(grad.any() for grad in grads)
+
+
+def test_sizes_are_known_before_the_indices_are(emulated):
+    """Under a mode that has no numbers; on a card the same makes a capture possible."""
+    table = Table("odd", "hot rank", True, True)
+    for param in table.params:
+        param.requires_grad_()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        arguments = (table.left, table.right, table.hot, table.basis, table.weights, table.offsets)
+        out, *_ = look_up_op(torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width)
+        grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [param.shape for param in table.params]
+
+
+def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
+    V = W = 50_000
+    left, right = torch.randn(V, 1, 1), torch.randn(W, 1, 1)
+    halves = [half.requires_grad_() for half in (left, right)]
+    indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
+    out, _, _ = look_up_op(indices, left, right, None, None, None, None, V * W, 1)
+    v, w = indices // W, indices % W
+    torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
+    grads = torch.autograd.grad(out.sum(), halves)
+    want = torch.autograd.grad((left[v] * right[w]).sum(), halves)
+    torch.testing.assert_close(grads, want)
+
+
+def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
+    table = Table("odd", "hot", True, True)
+    want = table.want()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert look_up.reads_by_kernel(table.left, table.right)
+        assert not look_up.sums_by_kernel(table.left, table.right)
+        got = table.run()
+        again = table.run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_near(got, want, torch.float32, factor=2)
+    assert all(map(torch.equal, got, again))
+
+
+def test_halves_too_large_for_a_block_are_refused(emulated):
+    left, right = torch.empty(2, 128, 128), torch.empty(2, 128, 128)
+    assert not look_up.reads_by_kernel(left, right)
+    assert not look_up.reads_by_kernel(left.double(), right.double())
+    table = Table("odd")
+    assert not look_up.reads_by_kernel(table.left, table.right.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_read_through_kernels(dtype, emulated, monkeypatch):
+    indices = torch.tensor([[0, 3, 3], [5, 1, 99]], dtype=torch.int32)
+    for kind, arguments in ((comera.TTEmbedding, ()), (comera.TTEmbeddingBag, ())):
+        layer = kind(100, 12, rank=4, hot_rows=4, dtype=dtype)
+        out = layer(indices, *arguments)
+        out.float().square().sum().backward()
+        grads = [param.grad.clone() for param in layer.parameters()]
+        with monkeypatch.context() as plain:
+            plain.setattr(choose, "mode", lambda: "ref")
+            layer.zero_grad()
+            want = layer(indices, *arguments)
+            want.float().square().sum().backward()
+        assert_near([out], [want], dtype, factor=4)
+        assert_near(grads, [param.grad for param in layer.parameters()], dtype, factor=8)
+
+
+def test_an_index_out_of_range_stops_the_kernel(emulated):
+    table = Table("odd")
+    with pytest.raises(KernelError, match="index out of range"):
+        look_up.read(torch.tensor([0, table.rows]), table.left, table.right, None, None, None,
+                     table.rows, table.width)  # fmt: skip
+
+
+BUGS = {
+    "no barrier before slices are read": (
+        r"    __syncthreads\(\);\n    if \(!active\) continue;", "    if (!active) continue;",
+    ),
+    "no barrier before slices are replaced": (r"__syncthreads\(\);  // nobody reads what", "//"),
+    "no barrier before a row is replaced": (
+        r"__syncthreads\(\);  // nobody reads the row before", "//",
+    ),
+    "no barrier before a sum is whole": (r"__syncthreads\(\);  // dr is whole", "//"),
+    "the last slice forgotten": (r"// dr is whole\n  flush\(\);", "//"),
+    "hot rows added twice": (r"for \(int i = first - begin;", "for (int i = 0;"),
+    "slices exchanged": (r"cold / table.W \* P", "cold % table.W * P"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, plant, monkeypatch):
+    pattern, instead = BUGS[bug]
+    mutant, count = re.subn(pattern, instead, source.text(look_up.FILE), count=1)
+    assert count == 1
+    plant(mutant)
+    table = Table("the paper's, fewer rows", "hot", True, True)
+    off = []
+    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
+        monkeypatch.setattr(emulate, "order", order)
+        off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
+    assert not all(far <= 2e-6 for far in off)  # NaN is caught too

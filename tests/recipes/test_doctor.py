@@ -1,0 +1,100 @@
+import io
+import sys
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+from comera.ops.kernels import build, choose, driver
+from comera.ops.kernels.build import KernelError
+from comera.recipes.cli import main
+from comera.recipes.doctor import examine
+from tests.kernels.test_build import needs_nvrtc
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
+
+
+def printed():
+    out = io.StringIO()
+    examine(Console(file=out, width=240))
+    return out.getvalue()
+
+
+def row(text, *starts):
+    """The cells of the line that begins with these."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")]
+        if cells[: len(starts)] == list(starts):
+            return cells[len(starts) :]
+    raise AssertionError(f"no line begins with {starts} in\n{text}")
+
+
+@pytest.mark.parametrize("mode", ["auto", "emulate", "ref"])
+def test_without_a_card_it_says_which_way_operators_go(mode, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(choose, "mode", lambda: mode)
+    text = printed()
+    assert row(text, "CUDA devices") == ["none"]
+    assert row(text, "COMERA_KERNELS") == [mode]
+    assert (
+        row(text, "merge_halves", "float32")
+        == {
+            "auto": ["torch operations", "the tensors are on a CPU"],
+            "emulate": ["emulation", "-"],
+            "ref": ["torch operations", "COMERA_KERNELS=ref"],
+        }[mode]
+    )
+    assert row(text, "ttm_look_up", "float64")[0] == "torch operations"
+
+
+def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
+    def fails(file, name, device):
+        raise KernelError(f"{file}.cu does not compile")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
+    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "function", lambda file, name, device: None)
+    monkeypatch.setattr(choose, "mode", lambda: "auto")
+    choose._why_not_on.cache_clear()
+    assert row(printed(), "merge_halves", "bfloat16") == ["kernel", "-"]
+    monkeypatch.setattr(driver, "function", fails)
+    choose._why_not_on.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is asked, and nothing falls back
+        shown = row(printed(), "merge_halves", "float32")
+    assert shown == ["torch operations", "merge.cu does not compile"]
+    choose._why_not_on.cache_clear()
+
+
+def test_without_cuda_python(monkeypatch):
+    for name in ("cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, None)
+    build.nvrtc_version.cache_clear()
+    text = printed()
+    build.nvrtc_version.cache_clear()
+    told = ["cuda-bindings is not installed (pip install 'comera[cuda]')"]
+    assert row(text, "NVRTC") == row(text, "CUDA driver") == told
+
+
+@needs_nvrtc
+def test_it_lists_what_has_been_compiled():
+    assert row(printed(), "ttm_look_up.cu")[1] == "-"
+    build.cubin("ttm_look_up", "sm_90")
+    path = build.cubin_path("ttm_look_up", "sm_80")
+    path.with_name("ttm_look_up-sm_80-ofanothersource.cubin").write_bytes(b"")
+    text = printed()
+    assert row(text, "ttm_look_up.cu")[1] == "sm_90"
+    assert row(text, "merge.cu")[1] == "-"
+    assert "2 files" in row(text, "compiled kernels")[0]
+
+
+def test_the_command(capsys):
+    assert main(["doctor"]) == 0
+    assert "which way tensors" in capsys.readouterr().out
