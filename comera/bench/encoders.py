@@ -105,10 +105,15 @@ def loss_of_rows(model: nn.Module, batch: Batch, rows: slice | Tensor) -> Tensor
     return F.cross_entropy(model(tokens, segments)[rows], labels[rows])
 
 
-def train_step(model: nn.Module, ranks: TwoStage | None = None, compile: bool = False) -> TrainStep:
+def train_step(
+    model: nn.Module,
+    ranks: TwoStage | None = None,
+    compile: bool = False,
+    graph: bool | None = None,
+) -> TrainStep:
     """A step with fused AdamW."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
-    return TrainStep(model, loss_fn, optimizer, ranks, compile=compile)
+    return TrainStep(model, loss_fn, optimizer, ranks, compile=compile, graph=graph)
 
 
 def learned_ranks(model: nn.Module, early: bool = True) -> TwoStage:

@@ -20,10 +20,11 @@ from comera.bench.linear import count
 from comera.bench.numerics import compare_model
 from comera.bench.session import Session
 from comera.bench.timing import Timings
+from comera.train.capture import WARM_UP
 from comera.train.step import TrainStep
 
 _DENSE, _COMERA = "dense, AdamW", "comera, AdamW, rank objective"
-_COMPILED = f"{_COMERA}, compiled"
+_COMPILED, _GRAPH = f"{_COMERA}, compiled", ", CUDA graph"
 _GALORE = f"dense, GaLoreAdamW, rank {peers.GALORE_RANK}"
 
 
@@ -34,18 +35,31 @@ def step(
     with_peers: bool,
     compile: bool = False,
 ) -> None:
-    """Dense, comera with the rank objective, and GaLore on dense, at every batch size."""
+    """Dense, comera with the rank objective, and GaLore on dense, at every batch size.
+
+    On a GPU both as CUDA graphs too, and what is in these.
+    """
     model = encoders.model("comera", session.device)
     data = [encoders.batch(size, session.device) for size in batches]
     for size, batch in zip(batches, data, strict=True):
         session.check(compare_model(f"{encoders}, batch {size}", model, loss_of_rows, batch))
     dense = encoders.model("dense", session.device)
-    steps = {_DENSE: train_step(dense), _COMERA: train_step(model, learned_ranks(model))}
+    steps = {
+        _DENSE: train_step(dense, graph=False),
+        _COMERA: train_step(model, learned_ranks(model), graph=False),
+    }
     if compile:
         other = encoders.model("comera", session.device)
-        steps[_COMPILED] = train_step(other, learned_ranks(other), compile=True)
-    parameters = {_DENSE: count(dense), _GALORE: count(dense)}
-    parameters |= dict.fromkeys((_COMERA, _COMPILED), count(model))
+        steps[_COMPILED] = train_step(other, learned_ranks(other), compile=True, graph=False)
+    graphs: dict[str, TrainStep] = {}
+    if session.device.type == "cuda":  # with an optimizer each, on the same model
+        graphs = {
+            _DENSE + _GRAPH: train_step(dense),
+            _COMERA + _GRAPH: train_step(model, learned_ranks(model)),
+        }
+        steps |= graphs
+    parameters = dict.fromkeys((_DENSE, _DENSE + _GRAPH, _GALORE), count(dense))
+    parameters |= dict.fromkeys((_COMERA, _COMPILED, _COMERA + _GRAPH), count(model))
 
     @functools.cache
     def galore() -> TrainStep:
@@ -53,6 +67,9 @@ def step(
         return TrainStep(other, loss_fn, peers.galore_adamw(other, LEARNING_RATE))
 
     for size, batch in zip(batches, data, strict=True):
+        for one in graphs.values():
+            for _ in range(WARM_UP + 3):  # until it is captured for this batch
+                one(batch)
         runs: dict[str, Callable[[], object]] = {
             name: functools.partial(one, batch) for name, one in steps.items()
         }
@@ -68,6 +85,8 @@ def step(
         counts = {name: parameters[name] for name in runs}
         title = f"{encoders}, {size} sequences of {encoders.length} tokens, training step"
         session.measure(title, runs, _DENSE, counts, adjust)
+        for name, one in graphs.items():
+            session.print(f"{name}: {one.describe()}")
 
 
 def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:

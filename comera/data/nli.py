@@ -110,8 +110,13 @@ class NliPairs:
     def steps_per_epoch(self, batch_size: int) -> int:
         return len(self.train.labels) // batch_size
 
-    def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Training batch number ``step``; always the same for the same arguments."""
+    def batch(
+        self, step: int, batch_size: int, seed: int, length: int | None = None
+    ) -> dict[str, Tensor]:
+        """Training batch number ``step``; always the same for the same arguments.
+
+        As long as its longest row, or ``length``, so that all batches have one shape.
+        """
         per_epoch = self.steps_per_epoch(batch_size)
         if not per_epoch:
             raise ValueError(
@@ -122,7 +127,7 @@ class NliPairs:
         if self._order is None or self._order[0] != key:
             self._order = key, self._epoch_order(*key)
         rows = self._order[1][position * batch_size : (position + 1) * batch_size]
-        return self.train.collate(rows)
+        return self.train.collate(rows, length)
 
     def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
         """Shuffle, sort by length within runs of 32 batches, shuffle the batches."""
@@ -153,11 +158,11 @@ class _Split:
         self.labels = arrays[f"{name}_labels"]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
-    def collate(self, rows: np.ndarray) -> dict[str, Tensor]:
-        """``tokens`` and ``segments`` ``(B, T)``, ``labels`` ``(B,)``."""
-        longest = int(self.lengths[rows].max())
-        tokens = np.full((len(rows), longest), PAD, np.int64)
-        segments = np.zeros((len(rows), longest), np.int64)
+    def collate(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
+        """``tokens`` and ``segments`` ``(B, T)``, ``labels`` ``(B,)``; T is of the longest row."""
+        width = width or int(self.lengths[rows].max())
+        tokens = np.full((len(rows), width), PAD, np.int64)
+        segments = np.zeros((len(rows), width), np.int64)
         for k, row in enumerate(rows):
             start, length = self.starts[row], self.lengths[row]
             tokens[k, :length] = self.tokens[start : start + length]

@@ -72,6 +72,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
         scheduler=scheduler,
         compile=config.train.compile,
+        graph=config.train.graph,
     )
 
 

@@ -92,6 +92,7 @@ class TrainConfig:
         clip_norm: Largest gradient norm; null for none.
         precision: ``fp32``, or ``bf16`` for mixed precision.
         compile: Run the model through ``torch.compile``.
+        graph: Replay the step as one CUDA graph; null does so on a GPU.
         log_every: Steps a line of the log.
         eval_every: Steps between evaluations; 0 for only one at the end.
         eval_batches: Batches an evaluation; null for all there are.
@@ -106,6 +107,7 @@ class TrainConfig:
     clip_norm: float | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
+    graph: bool | None = None
     log_every: int = 10
     eval_every: int = 0
     eval_batches: int | None = None

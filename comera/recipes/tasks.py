@@ -200,6 +200,9 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
     dev = data.dev_batches(4 * size, limit)
+    # A CUDA graph takes batches of one shape alone.
+    graph = device.type == "cuda" and config.train.graph is not False
+    length = config.nli.length if graph else None
 
     def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["tokens"], batch["segments"]).float()
@@ -219,7 +222,7 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
 
     return Task(
         make_model=lambda: make_model(config, data.vocab_size),
-        get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
+        get_batch=lambda step: _to(data.batch(step, size, config.seed, length), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=_steps(config, data.steps_per_epoch(size)),

@@ -80,9 +80,11 @@ class CudaGraphs:
     def stream(self) -> Iterator[None]:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):
-            yield
-        before.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            before.wait_stream(self._stream)
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -108,7 +110,8 @@ class CudaGraphs:
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the end
-        with contextlib.suppress(RuntimeError):  # it says so where the pool was closed properly
+        # It says so where the pool was closed properly; the names are torch's own business.
+        with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
         graph.reset()

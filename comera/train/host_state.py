@@ -1,5 +1,6 @@
 """What a recorded training step took for granted: addresses, and everything on the host."""
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,29 +41,31 @@ class HostState:
         """All of it by the words for it: a recording holds as long as this is the same."""
         step, optimizer = self._step, self._step.optimizer
         assert isinstance(optimizer, Optimizer)
-        params = list(step.model.parameters())
+        modules = list(step.model.modules())
+        params = [p for m in modules for p in m._parameters.values() if p is not None]
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         make_capturable_(optimizer, params[0].device)
+        groups = optimizer.param_groups
         return {
-            "parameters": [_place(param) for param in params],
+            # An address may be given away again, but not to as many numbers.
+            "parameters": [(param.data_ptr(), param.numel()) for param in params],
             "which parameters are trained": [param.requires_grad for param in params],
             "gradients from before the step": [param.grad is not None for param in params],
-            "buffers": [_place(buffer) for buffer in step.model.buffers()],
-            "training mode": [module.training for module in step.model.modules()],
+            "buffers": [(buffer.data_ptr(), buffer.numel()) for buffer in buffers],
+            "modules": _Objects(modules),
+            "training mode": [module.training for module in modules],
             "settings of the optimizer": [
-                [(key, _constant(value)) for key, value in group.items() if key != "params"]
-                for group in optimizer.param_groups
+                {key: _constant(value) for key, value in group.items() if key != "params"}
+                for group in groups
             ],
-            "parameters of the optimizer": [
-                [id(param) for param in group["params"]] for group in optimizer.param_groups
-            ],
-            "state of the optimizer": [
-                [(key, _constant(value)) for key, value in state.items()]
-                for state in optimizer.state.values()
-            ],
-            "hooks of the optimizer": [
+            "parameters of the optimizer": _Objects(p for group in groups for p in group["params"]),
+            "state of the optimizer": _Objects(
+                value for state in optimizer.state.values() for value in state.values()
+            ),
+            "hooks of the optimizer": (
                 len(optimizer._optimizer_step_pre_hooks),
                 len(optimizer._optimizer_step_post_hooks),
-            ],
+            ),
             "stage of rank learning": None if step.ranks is None else step.ranks.identity(),
             "settings of the step": (step._loss_fn, step.accumulate, step.clip_norm, step.autocast),
         }
@@ -87,8 +90,20 @@ class HostState:
         return put_back
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+class _Objects(list[Any]):
+    """Equal if it holds the same objects, which it keeps alive so that none takes their place."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Objects)
+            and len(self) == len(other)
+            and all(map(operator.is_, self, other))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def _constant(value: Any) -> Any:

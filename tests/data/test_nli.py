@@ -94,6 +94,18 @@ def test_a_batch_depends_only_on_seed_and_step(settings):
     assert not torch.equal(first.batch(5, 16, 4)["labels"], first.batch(5, 16, 3)["labels"])
 
 
+def test_batches_of_one_length_differ_in_padding_alone(settings):
+    data = NliPairs.prepare(settings)
+    for step in range(4):
+        short, full = data.batch(step, 8, 0), data.batch(step, 8, 0, length=16)
+        width = short["tokens"].shape[1]
+        assert full["tokens"].shape == full["segments"].shape == (8, 16)
+        assert torch.equal(full["labels"], short["labels"])
+        for name in ("tokens", "segments"):
+            assert torch.equal(full[name][:, :width], short[name])
+            assert (full[name][:, width:] == PAD).all()
+
+
 def test_an_epoch_sees_every_row_once(settings):
     data = NliPairs.prepare(settings)
     steps = data.steps_per_epoch(16)

@@ -9,8 +9,13 @@ import copy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn import functional as F
 
 import comera
+from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.dlrm import DLRM
+from comera.models.transformer import Encoder, MaskedLanguageModel
+from comera.nn.module import tensor_trains
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.optim.capturable import make_capturable_
 
@@ -88,3 +93,45 @@ def test_optimizers(name):
     }[name]
     step = conftest.make_step(make_optimizer=make)
     run_without_values(started(step, lambda: get_batch(0)), lambda: get_batch(0))
+
+
+def causal_model():
+    return CausalLanguageModel(Decoder(60, 32, 2, 2, 48), 60)
+
+
+def masked_model():
+    return MaskedLanguageModel(Encoder(60, 32, 2, 2, 48, 12), 60)
+
+
+def click_model():
+    return DLRM({"a": 300, "b": 200, "c": 5}, 4, 8, [16], [16])
+
+
+MODELS = {
+    "causal": (
+        causal_model,
+        lambda: {"tokens": torch.randint(0, 60, (3, 12)), "targets": torch.randint(0, 60, (3, 12))},
+        lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["targets"].flatten()),
+    ),
+    "masked": (
+        masked_model,
+        lambda: {"tokens": torch.randint(0, 60, (3, 12)), "at": torch.randint(0, 12, (3, 2))},
+        lambda m, b: m(b["tokens"], b["at"]).logsumexp(-1).mean(),
+    ),
+    "clicks": (
+        click_model,
+        lambda: {"x": torch.randn(6, 4), "fields": torch.randint(0, 5, (6, 3))},
+        lambda m, b: F.softplus(m(b["x"], b["fields"])).mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_recipes(name):
+    make_model, batch, loss_fn = MODELS[name]
+    model = comera.tensorize_(make_model(), comera.TTConfig(rank=4, target_modules="all"))
+    assert tensor_trains(model)
+    optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-3), fused=True)
+    ranks = comera.TwoStage(model, 0.5, 0, 10)
+    step = comera.TrainStep(model, loss_fn, optimizer, ranks, clip_norm=1.0)
+    run_without_values(started(step, batch), batch)

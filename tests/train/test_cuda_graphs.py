@@ -62,7 +62,7 @@ def plain_adamw(groups):
         {"make_optimizer": plain_adamw},
         {"compile": True, "dropout": 0.0},
     ],
-    ids=str,
+    ids=["plain", "accumulate", "bfloat16", "came", "muon", "not fused", "compiled"],
 )
 def test_replayed_steps_equal_eager_ones(settings):
     captured = make_step(early=100, device="cuda", **settings)

@@ -76,8 +76,8 @@ def test_launches_of_a_step_stay_within_their_budget():
     The table has 150 of them, both ways and its halves included: it sorts its entries and groups
     rows by their slices, small operations on whole numbers that save larger ones on rows.
     """
-    assert launches(make_step()) <= 1000
-    assert launches(make_step(late=True)) <= 1040
+    assert launches(make_step()) <= 975
+    assert launches(make_step(late=True)) <= 1015
 
 
 @pytest.mark.parametrize(("late", "budget"), [(False, 820), (True, 860)])
@@ -95,7 +95,10 @@ def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
-    assert (many - few) / 4 <= 86  # what one encoder block adds, optimizer and clipping included
+    assert (many - few) / 4 <= 82  # what one encoder block adds, optimizer and clipping included
+    with fixed_sizes():
+        few, many = launches(make_step(2)), launches(make_step(6))
+    assert (many - few) / 4 <= 72
 
 
 def test_the_second_step_plans_nothing():
