@@ -92,7 +92,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         self, names: list[str], asked: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
         tables = [table for name in names if isinstance(table := self[name], TTEmbeddingBag)]
-        halves = merge_tables([(list(t.cores), list(t.gates), t.prune_below) for t in tables])
+        halves = merge_tables([(list(t.cores), t.bond_gates(), t.prune_below) for t in tables])
         parts = {}
         for name, table, pair in zip(names, tables, halves, strict=True):
             flat, starts, weights = table._asked(*asked[name])
