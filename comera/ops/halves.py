@@ -178,6 +178,9 @@ def _groups(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Chains]:
+    if len(thresholds) == 1:
+        *_, num_layers, split, padded = layout
+        return [Chains(cores, gates, biases, num_layers, split, thresholds[0], bool(padded))]
     groups, rest = [], [iter(cores), iter(gates), iter(biases)]
     for number, threshold in enumerate(thresholds):
         *counts, num_layers, split, padded = layout[number * _PER_GROUP :][:_PER_GROUP]

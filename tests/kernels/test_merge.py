@@ -76,14 +76,49 @@ def test_kernels_equal_the_reference_beyond_one_tile_in_any_order_of_threads(nam
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "tf32"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["float32", "tf32", "bfloat16"],
+)
 @pytest.mark.parametrize("name", [*SHAPES, *WIDE])
 @pytest.mark.usefixtures("_wide_shapes")
-def test_kernels_equal_the_reference_on_a_card(name, dtype):
+def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
+    """To float32 rounding where torch's own products are allowed less."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
     assert merge.merges_by_kernel([chains(group)])
     assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor=2)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_of_a_model_follows_its_parameters():
+    model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(3))).cuda()
+    comera.tensorize_(model, comera.TTConfig(rank=6))
+    merged, x = comera.GroupedMerge(model), torch.randn(5, 48, device="cuda")
+
+    def step():
+        with merged:
+            model(x).square().sum().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    graph.replay()
+    got = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    step()
+    assert_near(got, [param.grad for param in model.parameters()], torch.float32, factor=4)
 
 
 def chains(group):

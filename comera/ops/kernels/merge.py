@@ -47,7 +47,7 @@ class _Model(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chains:
     """Layers of one shape.
 
@@ -117,8 +117,11 @@ class Chains:
 def merges_by_kernel(groups: Sequence[Chains]) -> bool:
     """Whether kernels join these."""
 
+    if not groups:
+        return False
+    like = groups[0].cores[0]
+
     def refusal() -> str | None:
-        like = groups[0].cores[0]
         for group in groups:
             if group.length > _MOST_CORES:
                 return f"a tensor train has {group.length} cores, more than {_MOST_CORES}"
@@ -129,7 +132,7 @@ def merges_by_kernel(groups: Sequence[Chains]) -> bool:
                 return "cores and biases are of several dtypes or devices"
         return None
 
-    return bool(groups) and runs_kernel("merge_halves", FILE, groups[0].cores[0], refusal)
+    return runs_kernel("merge_halves", FILE, like, refusal)
 
 
 def merge(groups: Sequence[Chains]) -> list[Tensor]:
