@@ -144,7 +144,7 @@ def write_change(
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
-    """The root of how many times larger a weight is than its change.
+    """More, the smaller a change is beside the weight.
 
     Early in training a weight changes by half of itself from checkpoint to checkpoint, at the end
     by a hundredth. A loss suffers from errors in proportion to the weight, and at the end from
@@ -152,7 +152,11 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
     makes the same loss of fewer bits than either (docs/quality.md).
     """
     spreads = [float(values.float().std(correction=0)) for values in (weight, change)]
-    return (spreads[0] / spreads[1]) ** 0.5 if all(spreads) else 1.0
+    return (spreads[0] / spreads[1]) ** _BETWEEN if all(spreads) else 1.0
+
+
+_BETWEEN = 0.75
+"""0 is a price that is a share of the variance of the change; 2, of that of the weight."""
 
 
 def _quantised(
