@@ -63,28 +63,79 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     sums = torch.zeros(len(sorted_n) + 1, dtype=torch.float64, device=sorted_n.device)
     torch.cumsum(sorted_n, 0, dtype=torch.float64, out=sums[1:])
     price = rate * float(sorted_n.var(correction=0))
-    centres = _lattice(sorted_n, size, price) if price else _best_of_bins(sorted_n, sums, size)
-    lean: Tensor | float = 0.0  # of the walls towards the rarer of two neighbours
-    edges = torch.zeros(0, dtype=torch.long)
     beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
+    if not price:
+        return _refined(sorted_n, sums, _best_of_bins(sorted_n, sums, size), price, beside)[0]
+    # Of many centres the rare ones die out, and can take the others along where values are few.
+    starts = [_lattice(sorted_n, size, price)]
+    for count in (2, 4):
+        centres = _best_of_bins(sorted_n, sums, max(1, min(count, size - 1)))
+        zero = centres.new_zeros(0 if zeros is None else 1)
+        starts.append(torch.cat((centres, zero)).sort().values[:size])
+    refined = [_refined(sorted_n, sums, centres, price, beside) for centres in starts]
+    return min(refined, key=lambda found: found[1])[0]
+
+
+def _refined(
+    sorted_n: Tensor, sums: Tensor, centres: Tensor, price: float, beside: float
+) -> tuple[Codebook, float]:
+    """Where Lloyd's algorithm ends, and the cost there, less what is the same for all codebooks.
+
+    Args:
+        sorted_n: The values.
+        sums: Of those before each.
+        centres: To begin with, ascending, float64 (k,).
+        price: Of a bit.
+        beside: So many zeros are beside the values, and zero stays a centre; 0 if it need not.
+    """
+    bits = torch.zeros_like(centres)
+    edges = torch.zeros(0, dtype=torch.long)
     still = len(sorted_n) // 10_000
-    for _ in range(_PASSES):
-        pinned = None if zeros is None else int(centres.abs().argmin())
-        if pinned is not None:
-            centres[pinned] = 0
-        walls = ((centres[1:] + centres[:-1]) / 2 + lean).cummax(0).values
+    for left in reversed(range(_PASSES)):
+        zero = torch.zeros_like(centres, dtype=torch.bool)
+        if beside:
+            zero[centres.abs().argmin()] = True
+        centres = torch.where(zero, 0, centres)
+        walls = _walls(centres, price * bits)
         before, edges = edges, _edges(sorted_n, walls)
-        if len(before) == len(edges) and int((edges - before).abs().sum()) <= still:
+        counts, totals = edges.diff().double(), sums[edges].diff()
+        weighed = counts + beside * zero
+        settled = len(before) == len(edges) and int((edges - before).abs().sum()) <= still
+        if settled or not left:
             break
-        counts = edges.diff().double()
-        centres = torch.where(counts > 0, sums[edges].diff() / counts, centres)
-        if pinned is not None:
-            centres[pinned] = 0
-            counts[pinned] += beside
-        centres, counts = centres[counts > 0], counts[counts > 0]
-        if price:
-            lean = price * (counts[:-1] / counts[1:]).log2() / (2 * centres.diff())
-    return Codebook(centres.float(), walls.float())
+        centres = torch.where(zero | (counts == 0), centres, totals / counts)
+        centres, weighed = centres[weighed > 0], weighed[weighed > 0]
+        bits = -(weighed / weighed.sum()).log2()
+    squares = counts @ centres.square() - 2 * (totals @ centres)
+    weighed = weighed[weighed > 0]
+    coded = -(weighed @ (weighed / weighed.sum()).log2())
+    return Codebook(centres.float(), walls.float()), float(squares + price * coded)
+
+
+def _walls(centres: Tensor, prices: Tensor) -> Tensor:
+    """Where the next centre begins to cost less, squared distance and price, float64 (k - 1,).
+
+    A centre that costs more than others everywhere has both its walls at one place.
+    """
+    at, costs = centres.tolist(), (centres.square() + prices).tolist()
+    best: list[int] = []  # the centres that cost least somewhere
+    begin: list[float] = []  # and from where on
+    for k in range(len(at)):
+        wall = -math.inf
+        while best:
+            apart, more = at[k] - at[best[-1]], costs[k] - costs[best[-1]]
+            wall = more / (2 * apart) if apart > 0 else math.copysign(math.inf, more)
+            if wall > begin[-1]:
+                break
+            wall = -math.inf
+            best.pop(), begin.pop()
+        best.append(k)
+        begin.append(wall)
+    walls = [-math.inf] * best[0]
+    for k, following, wall in zip(best, best[1:], begin[1:], strict=False):
+        walls += [wall] * (following - k)
+    walls += [math.inf] * (len(at) - 1 - best[-1])
+    return torch.tensor(walls, dtype=torch.float64, device=centres.device)
 
 
 def _between(values: Tensor) -> Codebook:

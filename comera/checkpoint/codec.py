@@ -126,7 +126,8 @@ def write_change(
     else:
         change = change - base.float().reshape(-1)
         mask = pruning.changed_weights(change, second, alpha)
-        kept, book, codes = _quantised(change, mask, bits, rate * _worth_of_bits(weight, change))
+        worth = min(rate * _worth_of_bits(weight, change), max(rate, _DEAREST))
+        kept, book, codes = _quantised(change, mask, bits, worth)
     record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
     if base is None:
         record["places"] = "all"
@@ -157,6 +158,9 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
 
 _BETWEEN = 0.75
 """0 is a price that is a share of the variance of the change; 2, of that of the weight."""
+
+_DEAREST = 0.7
+"""Of a bit, as a share of the variance of the change: however small it is, it is not lost."""
 
 
 def _quantised(

@@ -28,7 +28,7 @@ class Quality:
     """What is left out; see :class:`comera.checkpoint.chain.CheckpointChain`."""
 
     bits: int = 4
-    rate: float = 0.05
+    rate: float = 0.055
     alpha: float = 0.0
     beta: float = 4.0
     key_bits: int = 6

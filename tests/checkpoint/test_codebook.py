@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera.checkpoint.codebook import learn
+from comera.checkpoint.codebook import Codebook, learn
 
 KINDS = {
     "normal": lambda: torch.randn(1500),
@@ -87,6 +87,33 @@ def test_a_price_on_bits_buys_fewer_bits_for_the_error():
     assert squared_error(priced, values) < squared_error(plain, values)
     bits = [entropy(learn(values, 15, rate).codes(values)) for rate in (0.01, 0.1, 0.3)]
     assert bits == sorted(bits, reverse=True)
+
+
+@pytest.mark.parametrize("zeros", [None, 0])
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("kind", ["normal", "two heaps", "signs", "uniform", "three heaps"])
+def test_the_cost_is_no_more_than_that_of_any_plain_codebook(kind, rate, zeros):
+    """Error and bits together, beside the best of 1 to 8 values without a price."""
+    kinds = {
+        **KINDS,
+        "signs": lambda: torch.randn(1500).sign() + 0.1 * torch.randn(1500),
+        "uniform": lambda: torch.rand(1500) - 0.5,
+        "three heaps": lambda: torch.randint(-1, 2, (1500,)) + 0.05 * torch.randn(1500),
+    }
+    values = kinds[kind]()
+
+    def cost(book):
+        bits = rate * float(values.var()) * len(values) * entropy(book.codes(values))
+        return squared_error(book, values) + bits
+
+    def plain_book(size):
+        centres = learn(values, size).values
+        if zeros is not None:
+            centres[centres.abs().argmin()] = 0
+        return Codebook(centres, (centres[1:] + centres[:-1]) / 2)
+
+    plain = min(cost(plain_book(size)) for size in range(1, 9))
+    assert cost(learn(values, 15, rate, zeros)) <= 1.02 * plain
 
 
 def test_with_zeros_beside_the_values_zero_is_one_of_the_book():
