@@ -103,6 +103,10 @@ def _canonical(fields: Mapping[str, Any]) -> str:
     return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
 
+class FolderInUseError(RuntimeError):
+    """Another process writes to a folder of checkpoints."""
+
+
 class Archive:
     """The checkpoints in a folder. Reading needs no lock; writing takes one for this process."""
 
@@ -191,7 +195,7 @@ class Archive:
         """Make this process the one that writes; clear what an interrupted one left.
 
         Raises:
-            RuntimeError: If another one is.
+            FolderInUseError: If another one is.
         """
         if self._lock.is_locked:
             return
@@ -199,7 +203,7 @@ class Archive:
         try:
             self._lock.acquire()
         except Timeout:
-            raise RuntimeError(
+            raise FolderInUseError(
                 f"{self.folder} is being written to by another process, or by another "
                 "CheckpointChain of this one: close() that one, or choose another folder"
             ) from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -108,8 +109,8 @@ class CheckpointChain:
                 ``{r"model\\.head\\..*": "exact", r"optimizer\\..*": "skip"}``; the first that
                 matches counts. What none matches: weights and moments that are matrices are lossy,
                 all else is exact.
-            keep_last: Older checkpoints are deleted once nothing that is kept builds on them;
-                None keeps all.
+            keep_last: Older checkpoints are deleted once nothing that is kept builds on them, so up
+                to ``key_every`` more than that stay; None keeps all.
             keep_every: Steps divisible by it are kept for good.
             background: Compress and write in a thread of its own, after the state is copied. An
                 error in it is raised by the next call of this object.
@@ -174,19 +175,19 @@ class CheckpointChain:
         Raises:
             ValueError: If a later checkpoint is there.
             TypeError: If something is of another kind; nothing is written.
-            RuntimeError: If another process writes to the folder.
+            FolderInUseError: If another process writes to the folder.
             OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
         """
+        step = _checked_step(step)
         self.wait()
-        self._archive.lock()
+        self.lock()
         if self._last is None:
             self._last = self._find_last()
         later = [s for s in self.steps() if s >= step]
         if later:
             raise ValueError(
                 f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
-                f"cannot be added: rewind({max(0, step - 1)}) deletes those after, or choose "
-                "another folder"
+                f"cannot be added: rewind({step - 1}) deletes those after, or choose another folder"
             )
         began = time.perf_counter()
         snapshot = take_snapshot(model, optimizer, extra, self._policy, self._device, parameters)
@@ -195,6 +196,14 @@ class CheckpointChain:
             self._write(step, snapshot, copying)
         else:
             self._pending = self._thread.submit(self._write, step, snapshot, copying)
+
+    def lock(self) -> None:
+        """Be the one process that writes to the folder from now on; the first save does it too.
+
+        Raises:
+            FolderInUseError: If another one does. It is a RuntimeError.
+        """
+        self._archive.lock()
 
     def wait(self) -> None:
         """Until everything is on the disk; raises what went wrong in the background."""
@@ -224,7 +233,7 @@ class CheckpointChain:
     def rewind(self, step: int) -> None:
         """Delete all checkpoints after a step, to go on from there."""
         self.wait()
-        self._archive.lock()
+        self.lock()
         self._archive.remove([s for s in self.steps() if s > step])
         self._last = None
 
@@ -270,7 +279,10 @@ class CheckpointChain:
                 links = self._archive.links(step)
                 weights = self._weights(links) or {}
             except DamagedError as problem:
-                log.warning("%s; it is now %s", problem, self._archive.set_aside(step).name)
+                log.warning(
+                    "the checkpoint of step %d cannot be built on, and is now %s: %s",
+                    step, self._archive.set_aside(step).name, problem,
+                )  # fmt: skip
             else:
                 return links[-1], len(links) - 1, weights
         return None
@@ -291,6 +303,7 @@ class CheckpointChain:
         self.wait()
         steps = self.steps()
         if step != "latest":
+            step = _checked_step(step)
             if step not in steps:
                 raise FileNotFoundError(
                     f"there is no checkpoint of step {step} in {self.folder}; there are "
@@ -341,6 +354,17 @@ class CheckpointChain:
         for manifest in links:
             weights = decode_model(self._archive.streams(manifest), weights, self._max_bytes)
         return weights
+
+
+def _checked_step(step: Any) -> int:
+    """As a whole number; tensors and NumPy's of one entry are too."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step={step!r} must be a whole number") from None
+    if number < 0:
+        raise ValueError(f"step={step} must be 0 or more")
+    return number
 
 
 def _memory() -> int:

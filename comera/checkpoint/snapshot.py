@@ -120,6 +120,11 @@ def take_snapshot(
     Raises:
         TypeError: If something is neither a tensor nor a plain value; says which.
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise TypeError(
+            f"the model is a {type(model).__name__}; what is saved is (step, model, optimizer), "
+            "modules and optimizers or their state_dict()"
+        )
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
     trained = set(weights)

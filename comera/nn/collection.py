@@ -1,7 +1,8 @@
 """Many embedding bags, such as those of a recommendation model, looked up together."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         ``(bags, width)`` by name.
 
     Raises:
-        ValueError: If other tables are asked for than there are.
+        ValueError: If other tables are asked for than there are, or offsets do not fit.
+        IndexError: If an index is no row; says of which table.
 
     Example::
 
@@ -57,7 +59,8 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         found: dict[str, Tensor] = {}
         for names in self._groups():
             if len(names) == 1:
-                found[names[0]] = self.get_submodule(names[0])(*asked[names[0]])
+                with _named(names[0]):
+                    found[names[0]] = self.get_submodule(names[0])(*asked[names[0]])
             else:
                 found |= self._together(names, asked)
         return {name: found[name] for name in self}
@@ -95,7 +98,8 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         halves = merge_tables([(list(t.cores), t.bond_gates(), t.prune_below) for t in tables])
         parts = {}
         for name, table, pair in zip(names, tables, halves, strict=True):
-            flat, starts, weights = table._asked(*asked[name])
+            with _named(name):
+                flat, starts, weights = table._asked(*asked[name])
             assert not isinstance(table.hot, HotRows)
             parts[name] = TableBags(table._kept_at(flat), starts, weights, *pair, table.hot)
         sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))
@@ -111,6 +115,15 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
                 return made
             self._at[names] = (at, device), made
         return self._at[names][1]
+
+
+@contextlib.contextmanager
+def _named(table: str) -> Iterator[None]:
+    """Errors of a table say which."""
+    try:
+        yield
+    except (IndexError, ValueError, TypeError) as problem:
+        raise type(problem)(f"table {table!r}: {problem}") from problem
 
 
 def _kind(table: nn.Module) -> Any:

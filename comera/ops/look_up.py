@@ -295,7 +295,12 @@ def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
 
 
 def check_range(indices: Tensor, num_embeddings: int) -> None:
-    """Raise ``IndexError`` that names the first index that is no row; on a CPU only."""
+    """Raise ``IndexError`` that names the first index that is no row; on a CPU only.
+
+    And ``TypeError`` where indices are no whole numbers, everywhere.
+    """
+    if indices.is_floating_point() or indices.is_complex():
+        raise TypeError(f"indices are {indices.dtype}; they must be whole numbers, such as int64")
     if not is_free_on_cpu(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))

@@ -149,6 +149,8 @@ def _export(options: Namespace, console: Console) -> int:
 
 def _compress(options: Namespace, console: Console) -> int:
     folder = Path(options.out)
+    if folder.resolve() == Path(options.source).resolve():
+        raise ValueError(f"out={options.out} is where the series is: choose another folder")
     series = _series(Path(options.source))
     settings = {key: value for key, value in options.items() if key not in ("source", "out")}
     with (

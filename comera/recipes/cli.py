@@ -16,6 +16,7 @@ from rich.console import Console
 from comera.bench.calibrate import calibrate
 from comera.bench.cli import add_bench, run_bench
 from comera.bench.options import check_positive
+from comera.checkpoint.archive import FolderInUseError
 from comera.memory import reuse_freed_memory
 from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # where there is nothing to save
         console.print("interrupted")
         return INTERRUPTED
-    except (ValueError, FileNotFoundError, NonFiniteLossError) as problem:
+    except (ValueError, FileNotFoundError, NonFiniteLossError, FolderInUseError) as problem:
         console.print(f"[bold red]error:[/] {problem}", highlight=False, soft_wrap=True)
         return 1
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from comera.checkpoint.archive import Archive
 from comera.files import replacing
 from comera.recipes.config import RunConfig
 from comera.recipes.parse import parse_settings
@@ -57,7 +58,7 @@ def other_settings(config: RunConfig) -> str | None:
     """
     folder = Path(config.out)
     file = folder / "config.yaml"
-    begun = any((folder / name).exists() for name in ("checkpoints", "result.json"))
+    begun = Archive(folder / "checkpoints").steps() or (folder / "result.json").exists()
     if not begun or not file.is_file():
         return None
     there, here = yaml.safe_load(file.read_text(encoding="utf-8")), _settings(config)

@@ -82,9 +82,11 @@ def train(
 
     Raises:
         NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
+        FolderInUseError: If another process trains into the folder; a RuntimeError.
     """
     if chain is None:
         chain = CheckpointChain(folder / "checkpoints", mode="lossless", key_every=1, keep_last=2)
+    chain.lock()  # before anything in the folder is touched that another process may write
     seconds, saved_at = 0.0, -1
     result = LoopResult(0, 0.0)
     total, count = torch.zeros(()), 0

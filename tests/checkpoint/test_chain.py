@@ -246,6 +246,30 @@ def test_a_chain_goes_on_where_another_process_left_it(tmp_path):
     assert distance(chain.load().model, model.state_dict()) < 0.03
 
 
+def test_steps_are_whole_numbers_from_zero(tmp_path):
+    model = make_model()
+    with CheckpointChain(tmp_path) as chain:
+        for wrong, error in ((-1, ValueError), (1.5, TypeError), ("3", TypeError)):
+            with pytest.raises(error, match=f"step={wrong!r} must be"):
+                chain.save(wrong, model)
+        chain.save(torch.tensor(3), model)
+        chain.save(4, model)
+        assert chain.load(torch.tensor(3)).step == 3
+        with pytest.raises(TypeError, match=r"step=50\.0 must be"):
+            chain.load(50.0)
+    assert chain.steps() == [3, 4]
+
+
+def test_what_is_no_model_is_named(tmp_path):
+    model = make_model()
+    for wrong in (adamw(model), None):
+        with (
+            CheckpointChain(tmp_path) as chain,
+            pytest.raises(TypeError, match=f"the model is a {type(wrong).__name__}"),
+        ):
+            chain.save(1, wrong)
+
+
 def test_steps_only_go_forwards_unless_rewound(tmp_path):
     model, optimizer, _ = chain_of(tmp_path, 3)
     chain = CheckpointChain(tmp_path)

@@ -182,7 +182,10 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"the tables are \['hot', .*, got bags of \['colour'\]"):
         collection({"colour": asked["hot"]})
     asked["thin"] = (torch.tensor([48]), torch.tensor([0]))
-    with pytest.raises(IndexError, match=r"index 48 at 0 is out of range .* 48 rows"):
+    with pytest.raises(IndexError, match=r"table 'thin': index 48 at 0 is out of range .* 48 rows"):
+        collection(asked)
+    asked["thin"] = (torch.tensor([1.5]), torch.tensor([0]))
+    with pytest.raises(TypeError, match=r"table 'thin': indices are torch.float32; they must be"):
         collection(asked)
 
 

@@ -50,6 +50,17 @@ class Stop(Exception):
     pass
 
 
+def test_a_second_process_touches_nothing_of_the_first(tmp_path):
+    run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = CheckpointChain(tmp_path / "checkpoints")
+    other.lock()
+    with pytest.raises(RuntimeError, match="being written to by another process"):
+        run(tmp_path, steps=STEPS + 5)
+    assert {path: path.read_bytes() for path in before} == before
+    other.close()
+
+
 @pytest.mark.parametrize("stop", [3, 6, 10, 16, 20], ids=lambda s: f"after-{s}")
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop):
     whole, _ = run(tmp_path / "whole")
