@@ -1,6 +1,7 @@
 """Two processes on this machine, sharded and replicated, against one."""
 
-import time
+import faulthandler
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.distributed import gathered, scatter_
 
 WORLD = 2
+SECONDS = 120
 
 
 def make_model(seed=0):
@@ -44,9 +46,17 @@ def whole(model):
 
 
 def _process(rank, path, wrap):
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # says where, if they wait for each other
     torch.set_num_threads(1)
     store = dist.FileStore(f"{path}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    _save_and_resume(rank, path, wrap)
+    gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save_and_resume(rank, path, wrap):
     chain = CheckpointChain(f"{path}/chain", mode="lossless", background=False)
     model = wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -67,23 +77,12 @@ def _process(rank, path, wrap):
         names = getattr(model, "module", model).state_dict()
         torch.save(dict(zip(names, weights, strict=True)), f"{path}/resumed.pt")
     chain.close()
-    dist.destroy_process_group()
-
-
-def run(path, wrap):
-    context = multiprocessing.spawn(_process, (str(path), wrap), WORLD, join=False)
-    until = time.monotonic() + 120
-    while not context.join(timeout=1):
-        if time.monotonic() > until:  # they wait for each other
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the processes do not end")
-    return torch.load(path / "resumed.pt")
 
 
 @pytest.mark.parametrize("wrap", [sharded, replicated])
 def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
-    weights = run(tmp_path, wrap)
+    multiprocessing.spawn(_process, (str(tmp_path), wrap), WORLD)
+    weights = torch.load(tmp_path / "resumed.pt")
     alone = make_model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     saved = CheckpointChain(tmp_path / "chain").load()  # in one process

@@ -1,5 +1,7 @@
 """Per-layer updates in two processes: averaged over a group, and on sharded parameters."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +136,7 @@ def _process(rank, path):
     store = dist.FileStore(f"{path}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.save({"averaged": averaged(rank), "sharded": sharded(rank)}, f"{path}/{rank}.pt")
+    gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
     dist.destroy_process_group()
 
 
