@@ -198,7 +198,8 @@ def _run_optimizers(session: Session, options: Namespace) -> None:
     for name in (*sizes, "rank", "gap"):
         check_positive(name, options[name])
     llama = Llama(**{name: options[name] for name in sizes})
-    optimizers(session, llama, options.rank, options.gap, options.peers == "all")
+    with_peers = options.peers == "all"
+    optimizers(session, llama, options.rank, options.gap, with_peers, options.only)
 
 
 def _run_ranking(session: Session, options: Namespace) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -59,7 +59,9 @@ class Llama:
         return CausalLanguageModel(decoder, self.vocab)
 
 
-def optimizers(session: Session, llama: Llama, rank: int, gap: int, with_peers: bool) -> None:
+def optimizers(
+    session: Session, llama: Llama, rank: int, gap: int, with_peers: bool, only: Sequence[str]
+) -> None:
     """Time ``gap`` updates of each optimizer, so that each GaLore finds its subspaces once.
 
     A whole step is forward and backward, the same for all, and an update. The updates are all of
@@ -71,10 +73,22 @@ def optimizers(session: Session, llama: Llama, rank: int, gap: int, with_peers: 
         rank: Of GaLore's subspaces.
         gap: Updates from one subspace to the next.
         with_peers: Time galore-torch and came-pytorch too.
+        only: Names of those to time, beside AdamW, or parts of names; none for all.
+
+    Raises:
+        ValueError: If one of ``only`` is part of no name.
     """
     model = llama.model().to(session.device)
     backward = _backward_seconds(session, model, llama)
-    made = {name: make() for name, make in _ours(model, rank, gap).items()}
+    ours, theirs = _ours(model, rank, gap), _theirs(model, rank, gap) if with_peers else {}
+    for part in only:
+        if not any(part in name for name in (*ours, *theirs)):
+            raise ValueError(f"only={part!r} is part of none of {', '.join((*ours, *theirs))}")
+
+    def wanted(name: str) -> bool:
+        return not only or name == _BASELINE or any(part in name for part in only)
+
+    made = {name: make() for name, make in ours.items() if wanted(name)}
     runs: dict[str, Callable[[], object]] = {name: made[name].step for name in made}
     for run in runs.values():  # first updates make the state, and find the first subspaces
         run()
@@ -83,8 +97,9 @@ def optimizers(session: Session, llama: Llama, rank: int, gap: int, with_peers: 
         made[name] = make()
         return made[name].step
 
-    for name, make in _theirs(model, rank, gap).items() if with_peers else ():
-        session.add_peer(runs, name, functools.partial(peer, name, make))
+    for name, make in theirs.items():
+        if wanted(name):
+            session.add_peer(runs, name, functools.partial(peer, name, make))
     seconds = _in_turn(session, runs, gap)
     title = (
         f"{count(model):,} parameters, {llama.layers} layers of width {llama.width}, "

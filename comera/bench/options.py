@@ -150,6 +150,10 @@ def add_optimizers(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gap", type=int, default=200, help="updates from one subspace to the next"
     )
+    parser.add_argument(
+        "--only", nargs="+", type=str, metavar="NAME", default=[],
+        help="those beside AdamW whose names contain one of these",
+    )  # fmt: skip
     _add_peers(parser)
 
 

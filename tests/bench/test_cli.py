@@ -333,5 +333,9 @@ def test_optimizers(tmp_path, capsys):
         theirs, ours = rows["galore-torch, AdamW"], rows["GaLore, AdamW"]
         assert theirs["state_bytes"] == pytest.approx(ours["state_bytes"], rel=0.1)
     assert "longest / median step" in capsys.readouterr().out
+    assert bench("optimizers", *words, "--only", "GaLore, C", f"--json={out}") == 0
+    assert [row["optimizer"] for row in results(out)[0]["rows"]] == ["AdamW, fused", "GaLore, CAME"]
+    assert bench("optimizers", *words, "--only", "Lion") == 1
+    assert "only='Lion' is part of none of AdamW, fused, Adafactor" in capsys.readouterr().out
     assert bench("optimizers", "--rank=0") == 1
     assert "rank=0 must be at least 1" in capsys.readouterr().out
