@@ -259,7 +259,8 @@ class TTMShape(_Chain):
         """Choose the modes and ranks of a table; arguments as in :meth:`TTShape.fit`.
 
         A row count that does not factor well is rounded up: 30522 rows may become
-        ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read.
+        ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read. The left half
+        of the chain gets more of the rows and less of the width: look-ups are fastest so.
         """
         only_one(rank=rank, compression=compression)
         if isinstance(shape, TTMShape):
@@ -268,10 +269,10 @@ class TTMShape(_Chain):
             rows, cols = _two_sides(shape, "row_modes", "col_modes")
             given = cls(rows, cols, (1,) * (len(rows) - 1))
         else:
+            if order < 2:
+                raise ValueError(f"order={order} must be at least 2: an embedding has two halves")
             order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
-            rows = _large_outside(balanced_modes(num_embeddings, order))
-            cols = _large_outside(balanced_modes(embedding_dim, order))
-            given = cls(rows, cols, (1,) * (order - 1))
+            given = cls(*_table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
         _check_cover("num_embeddings", num_embeddings, given.row_modes)
         _check_cover("embedding_dim", embedding_dim, given.col_modes)
         return _sized(given, rank, compression, keep=isinstance(shape, TTMShape))
@@ -357,6 +358,44 @@ def _large_outside(modes: tuple[int, ...]) -> tuple[int, ...]:
     """Put the large modes at the ends of the chain, where the bonds are narrow."""
     rising = sorted(modes)
     return (*rising[1::2][::-1], *rising[0::2])
+
+
+_RIGHT_ROWS = 3 / 7
+"""Exponent of a table's rows that its right half gets: the rest is the left half's.
+
+Rows that share their right slice are made in groups. With fewer right slices than left ones the
+groups of a batch fill, and what is still gathered row by row is narrow (``ops/slots.py``).
+"""
+_LEFT_COLS = 1 / 3
+"""Exponent of a table's width that the left half gets."""
+
+
+def _table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Row and column modes of a table for fast look-ups, the large ones at the ends."""
+    left, right = order // 2, order - order // 2
+    right_rows = balanced_modes(round(rows**_RIGHT_ROWS), right)
+    left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
+    # The left columns stand in the first core alone, where the bond beside them is narrow.
+    wanted = width**_LEFT_COLS
+    exact = (n for n in range(1, width + 1) if width % n == 0)
+    left_cols = min(exact, key=lambda n: abs(math.log(n / wanted)))
+    if not 0.5 <= left_cols / wanted <= 2:  # no good factor
+        left_cols = round(wanted)
+    right_cols = balanced_modes(-(-width // left_cols), right)
+    return (
+        _tightened((*left_rows[::-1], *right_rows), rows),
+        _tightened((left_cols, *(1,) * (left - 1), *right_cols), width),
+    )
+
+
+def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """The same modes, smaller where a smaller one still holds the width."""
+    product = math.prod(modes)
+    for k, n in enumerate(modes):
+        if product // n * (n - 1) >= width and n > 1:
+            smaller = -(-width * n // product)
+            return _tightened((*modes[:k], smaller, *modes[k + 1 :]), width)
+    return modes
 
 
 def _order_for(width: int, order: int) -> int:

@@ -84,6 +84,13 @@ def test_a_vocabulary_is_rounded_up():
     assert paper.num_params == 16 * 4 * 30 + 20 * 4 * 900 + 10 * 8 * 900 + 10 * 6 * 30
 
 
+def test_the_right_half_of_a_table_has_few_slices_and_wide_ones():
+    shape = TTMShape.fit(10_000_000, 64)
+    assert shape.row_modes == (100, 100, 25, 40)
+    assert shape.col_modes == (4, 1, 4, 4)
+    assert TTMShape.fit(30522, 97).num_cols == 100  # a prime width is rounded up
+
+
 @pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize("more", [1, 5])
 def test_a_wasteful_rounding_is_refused(position, more):
@@ -193,8 +200,8 @@ def test_size_at_other_ranks():
         (lambda: TTShape((2, 2), (3,), (-1, -1)), ((-1, -1),)),
         (lambda: TTMShape((2, 2), (3,), (2,)), ("as many", (2, 2), (3,))),
         (lambda: TTMShape((4,), (3,), ()), ("at least two", (4,), (3,))),
-        (lambda: TTMShape.fit(60, 24, order=1), ("at least two",)),
-        (lambda: TTMShape.fit(60, 24, order=0), ("60", "0 modes")),
+        (lambda: TTMShape.fit(60, 24, order=1), ("order=1", "at least 2")),
+        (lambda: TTMShape.fit(60, 24, order=0), ("order=0", "at least 2")),
         (lambda: TTMShape.fit(60, 24, shape=((5, 5), (4, 6))), ("5 x 5", 25, "num_embeddings=60")),
         (lambda: TTMShape.fit(60, 24, shape=((6, 10), (4, 5))), ("4 x 5", 20, "embedding_dim=24")),
         (lambda: balanced_modes(0, 3), ("width of 0", "3 modes")),
