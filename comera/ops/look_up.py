@@ -121,7 +121,8 @@ def look_up_backward(
     weights = None if weights_N is None else weights_N.index_select(0, order_N)
     per_slot = sum_by_sorted(grad_BD.contiguous(), from_N, slots.of_sorted_N, slots.count, weights)
     hot, cold = per_slot.tensor_split([slots.hot.shape[0]])
-    cold = F.pad(cold, (0, width - cold.shape[1]))
+    if cold.shape[1] < width:
+        cold = F.pad(cold, (0, width - cold.shape[1]))
     tall = slots.group * left_VPR.shape[1]
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
     with without_autocast(left_VPR):

@@ -96,7 +96,8 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])
-    starts = torch.searchsorted(of_rows, torch.arange(count, device=rows.device))
+    counts = torch.bincount(of_rows, minlength=count)
+    starts = counts.cumsum(0) - counts
     return F.embedding_bag(rows, values, starts, mode="sum", per_sample_weights=weights)
 
 
