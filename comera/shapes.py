@@ -360,11 +360,11 @@ def _large_outside(modes: tuple[int, ...]) -> tuple[int, ...]:
     return (*rising[1::2][::-1], *rising[0::2])
 
 
-_RIGHT_ROWS = 3 / 7
-"""Exponent of a table's rows that its right half gets: the rest is the left half's.
+_LEFT_SLICES = 8
+"""Left slices of a table for each right one.
 
-Rows that share their right slice are made in groups. With fewer right slices than left ones the
-groups of a batch fill, and what is still gathered row by row is narrow (``ops/slots.py``).
+Rows that share their right slice are made in groups. With few right slices the groups of a batch
+fill, and what is still gathered row by row, left slices, is narrow (``ops/slots.py``).
 """
 _LEFT_COLS = 1 / 3
 """Exponent of a table's width that the left half gets."""
@@ -373,7 +373,7 @@ _LEFT_COLS = 1 / 3
 def _table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column modes of a table for fast look-ups, the large ones at the ends."""
     left, right = order // 2, order - order // 2
-    right_rows = balanced_modes(round(rows**_RIGHT_ROWS), right)
+    right_rows = balanced_modes(max(1, round(math.sqrt(rows / _LEFT_SLICES))), right)
     left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
     # The left columns stand in the first core alone, where the bond beside them is narrow.
     wanted = width**_LEFT_COLS
