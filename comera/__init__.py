@@ -13,6 +13,7 @@ The public names, in the order one meets them::
 """
 
 from comera.checkpoint.chain import CheckpointChain
+from comera.data.similar import occurrence_features, similar_rows
 from comera.memory import reuse_freed_memory
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.nn.config import TTConfig
@@ -28,6 +29,7 @@ from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.hot_rows import update_hot_rows_
+from comera.rank.row_order import order_rows_
 from comera.rank.schedule import TwoStage
 from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
@@ -61,9 +63,12 @@ __all__ = [
     "densify_",
     "galore_param_groups",
     "memory_report",
+    "occurrence_features",
+    "order_rows_",
     "param_groups",
     "plan",
     "reuse_freed_memory",
+    "similar_rows",
     "tensorize_",
     "truncate_",
     "update_hot_rows_",
