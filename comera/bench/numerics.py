@@ -196,6 +196,7 @@ def _through_weight(layer: TensorTrainModule, grad: Tensor) -> dict[str, Tensor]
 
 def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tensor:
     """Rows of the table, ``(indices, width)``, one core after the other, for autograd."""
+    indices = layer._kept_at(indices)
     digits, rest = [], (indices - layer.hot_rows).clamp(min=0)
     for mode in reversed(layer.shape.row_modes):
         digits.append(rest % mode)

@@ -35,6 +35,9 @@ class TTConfig:
         hot_rank: Instead of dense, hold those rows as so many coordinates each in one basis.
         hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
             replace both there, like ``rank_pattern``; the rank may be null.
+        scatter_rows: Whether embeddings keep indices that follow each other far apart, see
+            :class:`~comera.TTEmbedding`; by default those without hot rows, and with ``init="svd"``
+            none.
         min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
             has now and equal singular values, ``"normal"`` independent normal ones of that
@@ -60,6 +63,7 @@ class TTConfig:
     hot_rows: int = 0
     hot_rank: int | None = None
     hot_pattern: dict[str, list[int | None]] = field(default_factory=dict)
+    scatter_rows: bool | None = None
     min_size: int = 0
     init: Init | Literal["svd"] = "orthogonal"
     tied: Literal["skip", "share", "untie"] = "skip"
@@ -79,6 +83,8 @@ class TTConfig:
                 )
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")
+        if self.scatter_rows and self.init == "svd":
+            raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
         if self.tolerance is not None and self.init != "svd":
             raise ValueError(
                 f"tolerance={self.tolerance} is an error against the present weight: "

@@ -163,6 +163,8 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
     if is_table:
         hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
         settings |= dict(zip(("hot_rows", "hot_rank"), hot, strict=True))
+        if config.init != "svd":
+            settings["scatter_rows"] = config.scatter_rows
     if config.init == "svd":
         settings["tolerance"] = config.tolerance if own_rank is None else None
     return settings

@@ -30,6 +30,10 @@ class TTEmbedding(TTTable):
             Worth it when indices are sorted by frequency: few rows take most of the look-ups.
         hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis they
             share, so that the same memory keeps more of them apart.
+        scatter_rows: Keep indices that follow each other far apart in the train, by arithmetic that
+            costs no memory: rows next to each other share most of their parameters, which the
+            first, most frequent ones of a sorted vocabulary should not. By default where there are
+            no hot rows. False where neighbours are alike, see :func:`~comera.similar_rows`.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters.
         dtype: Type of the cores; gates are float32 or wider.
@@ -64,12 +68,13 @@ class TTEmbedding(TTTable):
         compression: float | None = None,
         hot_rows: int = 0,
         hot_rank: int | None = None,
+        scatter_rows: bool | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
         self._build_table(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, hot_rows, hot_rank, prune_below, device, dtype,
+            sparse, hot_rows, hot_rank, scatter_rows, prune_below, device, dtype,
             rank=rank, shape=shape, order=order, compression=compression,
         )  # fmt: skip
 

@@ -54,6 +54,7 @@ class TTEmbeddingBag(TTTable):
         compression: float | None = None,
         hot_rows: int = 0,
         hot_rank: int | None = None,
+        scatter_rows: bool | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
@@ -61,7 +62,7 @@ class TTEmbeddingBag(TTTable):
         super().__init__()
         self._build_table(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, hot_rows, hot_rank, prune_below, device, dtype,
+            sparse, hot_rows, hot_rank, scatter_rows, prune_below, device, dtype,
             rank=rank, shape=shape, order=order, compression=compression,
         )  # fmt: skip
         self.mode = mode

@@ -1,5 +1,6 @@
 """An embedding table held as a tensor-train matrix: what look-ups and bags have in common."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -23,7 +24,10 @@ class TTTable(TensorTrainModule):
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
             :class:`~comera.nn.hot.HotRows`. None if there are none.
         row_order: ``(num_embeddings,)`` int32, the row at which each index is kept, where
-            :func:`~comera.update_hot_rows_` has moved some; None where each is at its own.
+            :func:`~comera.update_hot_rows_` has moved some or :func:`~comera.order_rows_` all; None
+            where each is at its own, or scattered.
+        scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
+            golden section, which costs no memory.
     """
 
     row_order: Tensor | None
@@ -42,6 +46,7 @@ class TTTable(TensorTrainModule):
         sparse: bool,
         hot_rows: int,
         hot_rank: int | None,
+        scatter_rows: bool | None,
         prune_below: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -55,6 +60,12 @@ class TTTable(TensorTrainModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.hot_rows = hot_rows
         self.hot_rank = hot_rank
+        if scatter_rows and hot_rows:
+            raise ValueError(
+                f"scatter_rows=True moves all rows, and hot_rows={hot_rows} are the first: give one"
+            )
+        self.scatter_rows = not hot_rows if scatter_rows is None else scatter_rows
+        self._step = _golden_step(num_embeddings) if self.scatter_rows else None
         self.register_buffer("row_order", None)
         shape = TTMShape.fit(_cold_rows(num_embeddings, hot_rows), embedding_dim, **fit)
         self._build(shape, prune_below, device, dtype)
@@ -79,6 +90,8 @@ class TTTable(TensorTrainModule):
 
     def _rows(self, indices: Tensor) -> Tensor:
         """``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        if not torch.compiler.is_compiling():
+            check_range(indices, self.num_embeddings)
         return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
 
     def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -87,11 +100,18 @@ class TTTable(TensorTrainModule):
         return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        if self.row_order is None:
-            return indices
-        if not torch.compiler.is_compiling():
-            check_range(indices, self.num_embeddings)
-        return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
+        """The rows of indices, of which one that is out of range must not become one that is in."""
+        if self.row_order is not None:
+            return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
+        if self._step is not None:
+            return indices.long() * self._step % self.num_embeddings
+        return indices
+
+    def _every_row_kept_at(self) -> Tensor | None:
+        """:meth:`_kept_at` of all indices; None where each is at its own."""
+        if self.row_order is None and self._step is None:
+            return None
+        return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
     def _sizes(self) -> tuple[list[Tensor], int, int]:
         return list(self.cores), self.num_embeddings, self.embedding_dim
@@ -113,8 +133,9 @@ class TTTable(TensorTrainModule):
         if self.hot is not None:
             hot = self.hot.weight if isinstance(self.hot, HotRows) else self.hot
             table = torch.cat([hot, table])
-        if self.row_order is not None:
-            table = table.index_select(0, self.row_order)
+        rows = self._every_row_kept_at()
+        if rows is not None:
+            table = table.index_select(0, rows)
         if self.padding_idx is None:
             return table
         keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
@@ -164,6 +185,7 @@ class TTTable(TensorTrainModule):
             shape=replace(shape, ranks=tuple(core.shape[-1] for core in cores[:-1])),
             hot_rows=hot_rows,
             hot_rank=hot_rank,
+            scatter_rows=False,
             **settings,
         ).to_empty(device=dense.weight.device)
         layer.set_cores_(cores)
@@ -197,6 +219,17 @@ class TTTable(TensorTrainModule):
         if self.hot_rank is not None:
             parts.append(f"hot_rank={self.hot_rank}")
         return ", ".join([*parts, self._describe_ranks()])
+
+
+def _golden_step(rows: int) -> int:
+    """The number nearest to the golden section of the rows that has no factor in common with them.
+
+    Its multiples modulo the rows take each value once, and no few that follow each other are close.
+    """
+    step = max(1, round(rows * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, rows) != 1:
+        step += 1
+    return step
 
 
 def _cold_rows(num_embeddings: int, hot_rows: int) -> int:

@@ -55,7 +55,7 @@ def convert(model, filter_fn=None, **settings):
 
 def low_rank(tied=False, **settings):
     """A dense model whose weights are tensor trains of rank 3, ties included."""
-    return densify_(convert(Model(tied), tied="share", **settings))
+    return densify_(convert(Model(tied), tied="share", scatter_rows=False, **settings))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ def test_nothing_matched_lists_the_layers(settings):
         ({"target_modules": "layers.("}, r"'layers\.\(' is not a regular expression"),
         ({"init": "random"}, "init='random' must be one of 'orthogonal', 'normal', 'svd'"),
         ({"tied": "yes"}, "tied='yes' must be one of 'skip', 'share', 'untie'"),
+        ({"scatter_rows": True, "init": "svd"}, r"scatter_rows=True"),
         ({"tolerance": 0.1}, r"tolerance=0\.1 .* needs init=\"svd\", not init='orthogonal'"),
         ({"compression": 4}, r"embedding: rank=3 and compression=4"),
     ],

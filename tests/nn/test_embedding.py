@@ -10,6 +10,7 @@ from comera.nn.linear import TTLinear
 
 TABLES = {
     "plain": {},
+    "in order": {"scatter_rows": False},
     "padding": {"padding_idx": 3},
     "last row pads": {"padding_idx": -1},
     "hot rows": {"hot_rows": 7},
@@ -112,7 +113,8 @@ def test_decomposing_a_tensor_train_gives_it_back(layer):
     )  # fmt: skip
     torch.testing.assert_close(twin.weight, layer.weight)
     assert twin.padding_idx == layer.padding_idx
-    if layer.padding_idx is None and layer.shape.num_dense == layer.num_dense:  # zeros cost rank
+    padded = layer.padding_idx is not None or layer.shape.num_dense != layer.num_dense
+    if not padded and not layer.scatter_rows:  # zeros and moved rows cost rank
         assert all(a <= b for a, b in zip(twin.ranks, layer.live_ranks, strict=True))
 
 
@@ -191,3 +193,20 @@ def test_exports_for_any_batch():
     exported = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
     x = torch.randint(50, (11, 4))
     torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+def test_rows_are_scattered_where_none_are_hot():
+    """Neighbours share no slice of the left half, and every row of the train is some index's."""
+    table = TTEmbedding(1000, 16, rank=4)
+    rows = table._kept_at(torch.arange(1000))
+    assert torch.equal(rows.sort().values, torch.arange(1000))
+    right = math.prod(table.shape.row_modes[table.shape.split :])
+    assert (rows[1:] // right != rows[:-1] // right).all()
+    assert not TTEmbedding(1000, 16, rank=4, hot_rows=10).scatter_rows
+    with pytest.raises(IndexError, match="index 1000 at 1"):
+        table(torch.tensor([3, 1000]))
+
+
+def test_scattered_rows_beside_hot_ones_are_refused():
+    with pytest.raises(ValueError, match=r"scatter_rows=True.*hot_rows=5"):
+        TTEmbedding(100, 16, rank=4, hot_rows=5, scatter_rows=True)

@@ -6,14 +6,24 @@ import torch
 import comera
 
 
-@pytest.mark.parametrize("hot", [{}, {"hot_rows": 3}, {"hot_rows": 3, "hot_rank": 1}])
-def test_every_index_reads_the_row_at_its_place(hot):
-    table = comera.TTEmbedding(37, 6, rank=3, **hot)
+@pytest.mark.parametrize(
+    "kind", [{"scatter_rows": False}, {"hot_rows": 3}, {"hot_rows": 3, "hot_rank": 1}]
+)
+def test_every_index_reads_the_row_at_its_place(kind):
+    table = comera.TTEmbedding(37, 6, rank=3, **kind)
     before = table.weight.detach().clone()
     places = torch.randperm(37)
     comera.order_rows_(table, places)
     torch.testing.assert_close(table.weight, before[places])
     torch.testing.assert_close(table(torch.arange(37)), before[places])
+
+
+def test_an_order_replaces_the_scattering():
+    table = comera.TTEmbedding(37, 6, rank=3)
+    scattered = table.weight.detach().clone()
+    comera.order_rows_(table, torch.arange(37))
+    rows = torch.tensor([i * 23 % 37 for i in range(37)])  # 37 / 1.618 = 22.9
+    torch.testing.assert_close(scattered, table.weight[rows])
 
 
 def test_an_order_is_saved_with_the_table():
