@@ -13,7 +13,6 @@ The public names, in the order one meets them::
 """
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.data.similar import occurrence_features, similar_rows
 from comera.memory import reuse_freed_memory
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.nn.config import TTConfig
@@ -63,12 +62,10 @@ __all__ = [
     "densify_",
     "galore_param_groups",
     "memory_report",
-    "occurrence_features",
     "order_rows_",
     "param_groups",
     "plan",
     "reuse_freed_memory",
-    "similar_rows",
     "tensorize_",
     "truncate_",
     "update_hot_rows_",

@@ -2,11 +2,9 @@
 
 A file is read once and in chunks; what comes of it is kept in the cache folder, where an
 interrupted preparation goes on. Categories are numbered by falling frequency, so that the first
-rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingBag``), or so that
-like ones are neighbours.
+rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingBag``).
 """
 
-import itertools
 import json
 import logging
 import shutil
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor
 
 from comera.data.click_files import Columns, columns_of, find_file, read_chunks
-from comera.data.similar import occurrence_features, similar_rows
 from comera.data.vocabulary import fingerprint
 from comera.files import cache_folder, replacing
 
@@ -28,8 +25,6 @@ log = logging.getLogger("comera")
 
 RARE = 0
 """Row of a table for all categories that are not in the vocabulary."""
-_SAMPLE = 2_000_000
-"""Training rows that are looked at, to see which categories are alike."""
 
 
 @dataclass
@@ -49,9 +44,6 @@ class ClickData:
         min_count: Categories seen less often in training share one row.
         hash_rows: Instead of a vocabulary, so many rows for each field with more categories,
             shared by their hashes.
-        row_order: Which rows of a table the categories get. ``frequency``: those seen most come
-            first, as hot rows must. ``similar``: neighbours occur with the same categories of
-            the other fields, see ``comera.similar_rows``; for tensor-train tables without hot rows.
         heldout: Share of the rows for evaluation.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day.
         skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there.
@@ -66,7 +58,6 @@ class ClickData:
     transform: Literal["log", "standard"] = "log"
     min_count: int = 1
     hash_rows: int | None = None
-    row_order: Literal["frequency", "similar"] = "frequency"
     heldout: float = 0.1
     split: Literal["random", "last"] = "random"
     skip_bad_lines: bool = False
@@ -162,8 +153,6 @@ def _prepare(settings: ClickData, path: Path, folder: Path) -> None:
         values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
         fields[:, k], size = _numbered(values, ~held, settings)
         sizes.append(size)
-    if settings.row_order == "similar":
-        fields = _by_likeness(fields, sizes, train)
     continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
     arrays = {
         "labels": labels,
@@ -239,22 +228,6 @@ def _numbered(
     seen = known[place] == values[~training]
     rows[~training] = np.where(seen, number[place], RARE)
     return rows, 1 + len(order)
-
-
-def _by_likeness(fields: np.ndarray, sizes: list[int], train: np.ndarray) -> np.ndarray:
-    """Other numbers for the same categories: like ones side by side, the rare ones' row first."""
-    log.info("rows of %d tables are put in an order by likeness", len(sizes))
-    seen = torch.from_numpy(fields[train[:: -(-len(train) // _SAMPLE)]]).long()
-    starts = torch.tensor([0, *itertools.accumulate(sizes)])
-    ordered = np.empty_like(fields)
-    for k, size in enumerate(sizes):
-        others = [j for j in range(len(sizes)) if j != k]
-        beside = seen[:, others] + starts[others]
-        rows = seen[:, k : k + 1].expand_as(beside)
-        features = occurrence_features(rows, beside, size, int(starts[-1]))
-        places = torch.cat([torch.tensor([RARE]), 1 + similar_rows(features[1:])])
-        ordered[:, k] = places.numpy()[fields[:, k]]
-    return ordered
 
 
 def _transformed(values: np.ndarray, training: np.ndarray, transform: str) -> np.ndarray:

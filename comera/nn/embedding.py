@@ -33,7 +33,7 @@ class TTEmbedding(TTTable):
         scatter_rows: Keep indices that follow each other far apart in the train, by arithmetic that
             costs no memory: rows next to each other share most of their parameters, which the
             first, most frequent ones of a sorted vocabulary should not. By default where there are
-            no hot rows. False where neighbours are alike, see :func:`~comera.similar_rows`.
+            no hot rows. False where neighbours are alike.
         prune_below: A gate at or below this is a pruned rank.
         device: Device of the parameters.
         dtype: Type of the cores; gates are float32 or wider.

@@ -16,16 +16,15 @@ def order_rows_(table: TTTable, places: Tensor) -> None:
 
     Args:
         table: Its ``row_order``, four bytes for each row, is set and saved with it.
-        places: Integers ``(num_embeddings,)``, a permutation, such as that of
-            :func:`~comera.similar_rows`.
+        places: Integers ``(num_embeddings,)``, a permutation.
 
     Raises:
         ValueError: If ``places`` is no permutation of the table's rows.
 
     Example::
 
-        table = comera.TTEmbedding(len(words), 256, rank=16)
-        comera.order_rows_(table, comera.similar_rows(vectors_of_words))
+        by_topic = topics.argsort().argsort()  # words of one topic side by side
+        comera.order_rows_(table, by_topic)
     """
     rows = table.num_embeddings
     if places.shape != (rows,) or places.is_floating_point() or places.is_complex():

@@ -227,20 +227,6 @@ class RunConfig:
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and not (self.nli or self.clicks):
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
-        if self.clicks is not None and self.tensorize is not None:
-            hot = (self.tensorize.hot_rows, *(n for n, _ in self.tensorize.hot_pattern.values()))
-            similar = self.clicks.row_order == "similar"
-            if similar and self.tensorize.scatter_rows is not False:
-                raise ValueError(
-                    "clicks.row_order=similar makes neighbours of like categories, which tables "
-                    "scatter by default: give tensorize.scatter_rows=false too"
-                )
-            if similar and any(hot):
-                raise ValueError(
-                    "clicks.row_order=similar does not put the categories seen most first, and hot "
-                    "rows are the first: give clicks.row_order=frequency, or no tensorize.hot_rows "
-                    "and an empty tensorize.hot_pattern"
-                )
         for name in ("steps", "batch_size", "accumulate", "log_every", "threads"):
             value = getattr(self.train, name)
             if value is not None and value < 1:

@@ -77,28 +77,6 @@ def test_rows_are_numbered_by_falling_frequency(tmp_path):
     assert torch.bincount(rows)[1:].min() >= 4
 
 
-def test_like_categories_get_neighbouring_rows(tmp_path):
-    """Users of two groups, each with books of its own; what training has not seen keeps row 0."""
-    rng = np.random.default_rng(0)
-    user = rng.permutation(np.arange(2000) % 64)
-    book = 100 * (user % 2) + rng.integers(0, 20, 2000)
-    user[-1] = 1000
-    np.savez(tmp_path / "a.npz", rating=np.zeros(2000), user=user, book=book)
-    fields = {}
-    for order in ("frequency", "similar"):
-        data = ClickData(str(tmp_path / "a.npz"), label="rating", split="last", row_order=order)
-        clicks = Clicks.prepare(data)
-        (held,) = clicks.valid_batches(1000)
-        assert int(held["fields"][-1, 0]) == 0
-        fields[order] = clicks.batch(0, 1800, 0)["fields"]
-        assert clicks.table_sizes == [65, 41]
-    group = (fields["similar"][:, 1] > 20).long()  # the half in which the book stands
-    differs = (fields["similar"][:, 0] > 32).long() ^ group
-    assert len(differs.unique()) == 1
-    pairs = torch.stack([fields["frequency"][:, 0], fields["similar"][:, 0]]).unique(dim=1)
-    assert pairs.shape[1] == 64  # other numbers for the same users
-
-
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
     table().to_csv(tmp_path / "a.csv", index=False)
     one, two = (Clicks.prepare(settings(tmp_path / "a.csv")) for _ in range(2))

@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from comera.data.clicks import ClickData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
@@ -21,7 +20,6 @@ from comera.train.log import read_metrics
 from tests.texts import write_functions
 
 _ONE_SECTION = "exactly one of the sections masked_text, causal_text, nli and clicks"
-_LIKENESS = ClickData("clicks.csv", row_order="similar")
 CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -121,15 +119,6 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
         ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"device": "gpuu"}, "device='gpuu'"),
-        ({"masked_text": None, "clicks": _LIKENESS}, "give tensorize.scatter_rows=false too"),
-        (
-            {
-                "masked_text": None,
-                "clicks": _LIKENESS,
-                "tensorize": TTConfig(hot_rows=9, scatter_rows=False),
-            },
-            "give clicks.row_order=frequency",
-        ),
     ],
 )
 def test_contradicting_settings_are_named(config, changes, message):
