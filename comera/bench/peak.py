@@ -22,8 +22,9 @@ from comera.memory import reuse_freed_memory
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Kind = Literal["dense", "plain", "comera"]
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
 _STEPS = 2
 
@@ -43,7 +44,7 @@ class TableShape:
 
     rows: int
     width: int
-    rank: int | list[int]
+    rank: int
     indices: int
     zipf: float
 

@@ -75,9 +75,9 @@ class TTEmbeddingBag(TTTable):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         flat, starts, weights = self._asked(input, offsets, per_sample_weights)
-        return (
-            self._maxima(flat, starts) if self.mode == "max" else self._bags(flat, starts, weights)
-        )
+        if self.mode == "max":
+            return self._maxima(flat, starts)
+        return self._bags(flat, starts, weights)
 
     def _asked(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
