@@ -23,7 +23,7 @@ class TTEmbedding(TTTable):
         sparse: Accepted and without effect: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
-            of 768, or a :class:`~comera.TTMShape`. Balanced modes if not given.
+            of 768, or a :class:`~comera.TTMShape`. If not given, modes that look-ups are fast with.
         order: Number of cores when ``shape`` does not say.
         compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
         hot_rows: The first rows kept as a plain dense table, the train standing for the others.
