@@ -69,7 +69,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         ranks,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
-        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+        precision=config.train.precision,
         scheduler=scheduler,
         compile=config.train.compile,
         graph=config.train.graph,

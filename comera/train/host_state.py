@@ -71,7 +71,13 @@ class HostState:
                 len(optimizer._optimizer_step_post_hooks),
             ),
             "stage of rank learning": None if step.ranks is None else step.ranks.identity(),
-            "settings of the step": (step._loss_fn, step.accumulate, step.clip_norm, step.autocast),
+            "settings of the step": (
+                step._loss_fn,
+                step.accumulate,
+                step.clip_norm,
+                step.autocast,
+                step.scaled,
+            ),
         }
 
     def hold(self) -> Callable[[], None]:

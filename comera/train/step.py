@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
 from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
+from comera.ops.scaled import scaled_products, why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
 from comera.train.agreement import decisions_of
@@ -47,12 +48,16 @@ class TrainStep:
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
         autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
+        precision: The same by name, ``"fp32"`` or ``"bf16"``; or ``"fp8"``, in which tensor-train
+            linears multiply in eight bits and all else is as in ``"bf16"``. Where torch or the
+            card cannot, it is ``"bf16"``, and a warning says why.
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
 
     Attributes:
+        scaled: Whether tensor-train linears multiply in eight bits.
         merged: The context in which the layers join their cores together; each step enters it.
 
     Raises:
@@ -83,6 +88,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        precision: Literal["fp32", "bf16", "fp8"] | None = None,
         scheduler: LRScheduler | None = None,
         compile: bool = False,
         graph: bool | None = None,
@@ -97,6 +103,9 @@ class TrainStep:
             raise TypeError(
                 f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
             )
+        if precision is not None:
+            _check_precision(precision, autocast)
+            autocast = None if precision == "fp32" else torch.bfloat16
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
@@ -105,6 +114,7 @@ class TrainStep:
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
+        self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
@@ -181,8 +191,10 @@ class TrainStep:
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
         cached = not sizes_are_fixed(next(self.model.parameters()))  # a graph has to cast anew
-        with torch.autocast(
-            self._device.type, self.autocast, enabled=enabled, cache_enabled=cached
+        scaled = scaled_products() if self.scaled else nullcontext()
+        with (
+            scaled,
+            torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
         ):
             if self._loss_fn is self._eager_loss_fn:
                 return self._loss_fn(self.model, part)
@@ -243,6 +255,20 @@ def _check_loss(loss: Tensor) -> None:
             f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
             f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
         )
+
+
+def _check_precision(precision: str, autocast: torch.dtype | None) -> None:
+    if precision not in ("fp32", "bf16", "fp8"):
+        raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
+    if autocast is not None:
+        raise ValueError(f"give precision={precision!r} or autocast={autocast}, not both")
+
+
+def _can_scale(device: torch.device) -> bool:
+    why_not = why_not_scaled(device)
+    if why_not is not None:
+        log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
+    return why_not is None
 
 
 def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:

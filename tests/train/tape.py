@@ -140,7 +140,8 @@ class Tape:
             if is_collective(func):
                 dist.Work.unbox(new[-1]).wait()
             elif not mutates(func):
-                for mine, value in zip(outputs, tree_leaves(new), strict=True):
+                made = [x for x in tree_leaves(new) if isinstance(x, Tensor)]
+                for mine, value in zip(outputs, made, strict=True):
                     mine.copy_(value)
 
     def free(self) -> None:
