@@ -109,6 +109,8 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
 
 
 def _why_not_nccl(group: dist.ProcessGroup) -> str | None:
+    """The notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches over
+    operations; since torch 2.1 it leaves captured ones alone (pytorch #102542)."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get("cuda") != "nccl":
         return (

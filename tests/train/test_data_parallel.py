@@ -13,6 +13,7 @@ from torch import nn
 import comera
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.optim.capturable import make_capturable_
+from comera.train import data_parallel
 from comera.train import step as step_module
 from comera.train.data_parallel import WARM_UP_TOGETHER
 
@@ -307,6 +308,22 @@ def test_what_of_distributed_data_parallel_can_be_captured(results):
         assert equal
         assert captured
         assert "communication hook" in found["hook"]
+
+
+def test_what_nccl_needs_to_be_captured(monkeypatch):
+    def why(backends, version=(2, 27, 5)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+        return data_parallel._why_not_nccl(None)
+
+    assert why("cpu:gloo,cuda:nccl") is None
+    assert "talk over gloo, and only operations of nccl" in why("cpu:gloo,cuda:gloo")
+    assert "talk over None" in why("cpu:gloo")
+    assert why("cuda:nccl", (2, 8, 3)).startswith("NCCL (2, 8, 3) cannot be captured, (2, 9, 6)")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    assert why("cuda:nccl") == (
+        "TORCH_NCCL_BLOCKING_WAIT makes the host wait for each reduction: unset it"
+    )
 
 
 @pytest.mark.gpu
