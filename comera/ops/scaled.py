@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _STEP = 16
@@ -79,9 +78,9 @@ def scaled(x_MN: Tensor, dtype: torch.dtype) -> Scaled:
 
 def scaled_product(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor:
     """``a @ b.T``, padding included: both are read row by row."""
-    whole = F.ScalingType.TensorWise  # type: ignore[attr-defined]
-    return F.scaled_mm(  # type: ignore[attr-defined]
-        a_MK.values, b_NK.values.T, a_MK.scale, whole, b_NK.scale, whole, output_dtype=out_dtype
+    # torch.nn.functional.scaled_mm is the public one; torch 2.11 does not have it on a CPU.
+    return torch._scaled_mm(
+        a_MK.values, b_NK.values.T, scale_a=a_MK.scale, scale_b=b_NK.scale, out_dtype=out_dtype
     )
 
 
@@ -101,12 +100,12 @@ def why_not_scaled(device: torch.device) -> str | None:
                 f"{torch.cuda.get_device_name(device)} has compute capability "
                 f"{'.'.join(map(str, capability))}, and 8.9 or newer multiplies in eight bits"
             )
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has no torch._scaled_mm"
     try:
         for dtype in (VALUES, GRADIENTS):
             one = torch.ones(_STEP, _STEP, device=device)
             scaled_product(scaled(one, dtype), scaled(one, VALUES), torch.bfloat16)
     except (RuntimeError, NotImplementedError, TypeError) as problem:
-        return f"torch.nn.functional.scaled_mm fails on {device}: {str(problem).splitlines()[0]}"
+        return f"torch._scaled_mm fails on {device}: {str(problem).splitlines()[0]}"
     return None

@@ -236,10 +236,10 @@ def test_why_not(fresh, monkeypatch):
         raise RuntimeError("no kernel for this\nand more")
 
     monkeypatch.setattr(scaled_module, "scaled_product", fails)
-    assert "scaled_mm fails on cpu: no kernel for this" in why_not_scaled(torch.device("cpu"))
+    assert "_scaled_mm fails on cpu: no kernel for this" in why_not_scaled(torch.device("cpu"))
     why_not_scaled.cache_clear()
-    monkeypatch.delattr(F, "scaled_mm")
-    assert "has no torch.nn.functional.scaled_mm" in why_not_scaled(torch.device("cpu"))
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert "has no torch._scaled_mm" in why_not_scaled(torch.device("cpu"))
 
 
 def test_transposed_is_the_same_matrix():
