@@ -11,6 +11,7 @@ from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
+from comera.ops.scaled import why_not_scaled
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
@@ -221,3 +222,16 @@ def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
         curves.append(torch.tensor([record["loss"] for record in records if "loss" in record]))
     assert len(curves[0]) == config.train.steps
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16)]
+)
+def test_a_run_chooses_its_precision(config, precision, dtype):
+    config.train.precision = precision
+    device = torch.device("cpu")
+    task = prepare_task(config, device)
+    step = build.build_step(build.make_model(config, task, device), config, task)
+    assert step.autocast == dtype
+    assert step.scaled == (precision == "fp8" and why_not_scaled(device) is None)
+    assert bool(step(task.get_batch(0)).isfinite())
