@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format gpu clean
+.PHONY: demo test lint format gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera train configs/quickstart.yaml --overwrite=true
@@ -25,16 +25,43 @@ format: $(VENV)/installed-dev
 
 # On a machine with a GPU, in an environment that has the package and pytest:
 #     make gpu GPU_PYTHON=python3
-# All tests that need the GPU, then steps of the paper's encoders, eager and as CUDA graphs.
+# What was found there, all tests that need the GPU, memory errors and races of the kernels, then
+# operators beside their floors and steps of the paper's encoders, eager and as CUDA graphs. All of
+# it is in runs/gpu-DATE.txt, the operators also in tables of their own.
 GPU_PYTHON ?= $(BIN)/python
-GPU_TABLE := runs/gpu-$(shell date -u +%Y-%m-%d-%H%M).txt
+GPU_RUN := runs/gpu-$(shell date -u +%Y-%m-%d-%H%M)
+COMERA := $(GPU_PYTHON) -m comera.recipes.cli
 
 gpu:
 	mkdir -p runs
-	{ $(GPU_PYTHON) -m pytest -q -m gpu && \
-	$(GPU_PYTHON) -m comera.recipes.cli bench step --device cuda --batch 32 64 128 && \
-	$(GPU_PYTHON) -m comera.recipes.cli bench memory --device cuda --batch 1 32; } \
-	> $(GPU_TABLE) 2>&1; status=$$?; cat $(GPU_TABLE); exit $$status
+	{ $(COMERA) doctor && \
+	$(GPU_PYTHON) -m pytest -q -m gpu && \
+	make --no-print-directory sanitize && \
+	$(COMERA) bench kernels --device cuda --markdown $(GPU_RUN)-float32.md && \
+	$(COMERA) bench kernels --device cuda --dtype bfloat16 --markdown $(GPU_RUN)-bfloat16.md && \
+	$(COMERA) bench step --device cuda --batch 32 64 128 && \
+	$(COMERA) bench memory --device cuda --batch 1 32; } \
+	> $(GPU_RUN).txt 2>&1; status=$$?; cat $(GPU_RUN).txt; exit $$status
+
+# Tests of the kernels under compute-sanitizer. Each tensor has an allocation of its own, so that what
+# is written beside it is seen.
+SANITIZER ?= compute-sanitizer
+SANITIZER_SECONDS ?= 90
+
+sanitize:
+	@if ! command -v $(SANITIZER) > /dev/null; then \
+	echo "memcheck and racecheck are skipped: compute-sanitizer, part of the CUDA toolkit, is not" \
+	"installed"; \
+	exit 0; fi; \
+	for tool in memcheck racecheck; do \
+	echo "$$tool of the kernels:"; \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout $(SANITIZER_SECONDS) $(SANITIZER) --tool $$tool \
+	--error-exitcode 9 --target-processes all \
+	$(GPU_PYTHON) -m pytest -q -m gpu -k on_a_card tests/kernels; \
+	status=$$?; \
+	if [ $$status = 124 ]; then echo "$$tool did not end within $(SANITIZER_SECONDS) seconds"; fi; \
+	if [ $$status != 0 ]; then exit $$status; fi; \
+	done
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

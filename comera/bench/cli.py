@@ -11,6 +11,7 @@ from rich.console import Console
 from comera.bench.checkpoints import checkpoints
 from comera.bench.curve import DEFAULT_POINTS, Axis, curve
 from comera.bench.embedding import embedding
+from comera.bench.kernels import OPERATORS, kernels
 from comera.bench.linear import linear
 from comera.bench.look_up_curve import POINTS, look_up_curve
 from comera.bench.memory import Subject, memory
@@ -21,6 +22,7 @@ from comera.bench.options import (
     add_checkpoints,
     add_common,
     add_embedding,
+    add_kernels,
     add_linear,
     add_memory,
     add_objective,
@@ -202,6 +204,28 @@ def _run_optimizers(session: Session, options: Namespace) -> None:
     optimizers(session, llama, options.rank, options.gap, with_peers, options.only)
 
 
+def _run_kernels(session: Session, options: Namespace) -> None:
+    unknown = [name for name in options.only if name not in OPERATORS]
+    if unknown:
+        raise ValueError(f"only={unknown[0]!r} must be some of {', '.join(OPERATORS)}")
+    for name in ("rank", "layers"):
+        check_positive(name, options[name])
+    rows, width = options.table
+    check_positive("table", min(rows, width))
+    kernels(
+        session,
+        options.only,
+        numbers_of("tokens", options.tokens),
+        numbers_of("indices", options.indices),
+        widths_of(options.widths),
+        options.rank,
+        options.layers,
+        (rows, width),
+        getattr(torch, options.dtype),
+        None if options.markdown is None else Path(options.markdown),
+    )
+
+
 def _run_ranking(session: Session, options: Namespace) -> None:
     ranks = numbers_of("rank", options.rank)
     ranking(session, widths_of(options.widths), ranks, numbers_of("tokens", options.tokens))
@@ -242,6 +266,11 @@ _BENCHMARKS: Mapping[
         "time the updates of optimizers on a dense language model",
         add_optimizers,
         _run_optimizers,
+    ),
+    "kernels": (
+        "time operators that have CUDA kernels beside plain torch and beside their floors",
+        add_kernels,
+        _run_kernels,
     ),
     "ranking": (
         "measure all ways to compute a layer, and whether the planner's order is right",

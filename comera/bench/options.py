@@ -6,6 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from comera.bench.curve import DEFAULT_POINTS
 from comera.bench.encoders import FIRST_WORD, Encoders
+from comera.bench.kernels import OPERATORS
 from comera.bench.look_up_curve import POINTS
 from comera.checkpoint.contents import Quality
 
@@ -135,6 +136,35 @@ def add_ranking(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["8,32,128,512"])
     parser.add_argument("--tokens", nargs="+", type=str, metavar="N", default=["8,128,2048"])
+
+
+def add_kernels(parser: ArgumentParser) -> None:
+    """Of ``kernels``."""
+    parser.add_argument(
+        "--only", nargs="+", type=str, metavar="NAME", default=list(OPERATORS),
+        help=f"some of {', '.join(OPERATORS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", nargs="+", type=str, metavar="N", default=["4096"], help="of linear layers"
+    )
+    parser.add_argument(
+        "--indices", nargs="+", type=str, metavar="N", default=["4096", "16384"], help="of look-ups"
+    )
+    parser.add_argument(
+        "--widths",
+        nargs="+",
+        type=str,
+        metavar="IN:OUT",
+        default=["768:768", "768:3072", "3072:768"],
+        help="of linear layers",
+    )
+    parser.add_argument("--rank", type=int, default=32, help="of all tensor trains")
+    parser.add_argument("--layers", type=int, default=12, help="of each width, joined together")
+    parser.add_argument(
+        "--table", nargs=2, type=int, metavar="N", default=[30522, 768], help="rows and width"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--markdown", type=str, help="file for a dated table")
 
 
 def add_optimizers(parser: ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
 from comera.ops.product import affine
+from comera.ops.scaled import products_are_scaled
 from comera.ops.tt_linear import thin_linears
 
 
@@ -51,7 +52,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
     trains = _thin(x, [first, second])
-    if trains is None:
+    if trains is None or products_are_scaled():
         return second(getattr(F, activation)(first(x)))
     bias = trains[0].bias is not None
     return thin_feed_forward(x, trains[0].halves(), trains[1].halves(), bias, activation)
@@ -97,7 +98,8 @@ def self_attention(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
     trains = _thin(x_BTD, [query, key, value, out])
-    if trains is not None and max(m.thin_width for m in trains) * num_heads <= width:
+    narrow = trains is not None and max(m.thin_width for m in trains) * num_heads <= width
+    if trains is not None and narrow and not products_are_scaled():
         return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:

@@ -26,4 +26,12 @@ def autocast_together(
 
 def _is_on(like: Tensor) -> bool:
     kind = like.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _is_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _is_available(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# What torch.compiler.assume_constant_result does; the compiler of torch 2.11 cannot look inside.
+_is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -16,6 +16,8 @@ from comera.ops.chain import merge_chain
 from comera.ops.halves import merge_halves
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
+from comera.ops.scaled import products_are_scaled
+from comera.ops.scaled_linear import scaled_thin_linears
 
 
 def tt_linear_reference(
@@ -87,6 +89,8 @@ def thin_linears(
     """
     check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
+    if products_are_scaled() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
+        return scaled_thin_linears(x_BI, lefts, rights, bias)
     return _thin_linears(x_BI, lefts, rights, bias)[:-1]
 
 

@@ -96,6 +96,11 @@ class OptimizerInBackward:
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self.optimizer!r}"
 
+    @property
+    def process_group(self) -> "dist.ProcessGroup | None":
+        """Over which each gradient is averaged."""
+        return self._process_group
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, backward adds up gradients and steps nothing, as for all but the last part.

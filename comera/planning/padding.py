@@ -9,4 +9,5 @@ def padded_rank(rank: int, bias: bool) -> int:
     One column more for a bias, then rounded up: a product of width 32 takes half the time of one
     of width 30.
     """
-    return -(-(rank + bias) // FAST_MULTIPLE) * FAST_MULTIPLE
+    # int: a size that torch's compiler leaves open does not add to a truth value.
+    return -(-(rank + int(bias)) // FAST_MULTIPLE) * FAST_MULTIPLE

@@ -128,8 +128,14 @@ class TwoStage:
             return "done"
         return "early" if self.steps_done < self.early_steps else "late"
 
-    def objective(self, loss: Tensor) -> Tensor:
-        """What to differentiate instead of ``loss``: a scalar on the same device."""
+    def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
+        """What to differentiate instead of ``loss``: a scalar on the same device.
+
+        Args:
+            loss: Of the batch.
+            seen: What the size is weighed against, where that is not ``loss``: of several processes
+                the mean of theirs, so that all make the same choice.
+        """
         stage = self.stage
         if stage == "done":
             return loss
@@ -141,16 +147,16 @@ class TwoStage:
                 size = self.size.relaxed(gates).to(loss.device)
                 total = total + self.gamma / self.start_size * size
         else:
-            total = self._late_objective(loss, gates)
+            total = self._late_objective(loss, gates, loss.detach() if seen is None else seen)
         if self.beta:
             total = total + self.beta * torch.stack(torch._foreach_norm(self._cores)).square().sum()
         return total
 
-    def _late_objective(self, loss: Tensor, gates: Gates) -> Tensor:
+    def _late_objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
         relaxed = self.size.relaxed(gates).to(loss.device)
         exact = self.size.exact(gates).clamp_min(1).to(loss)
-        early = self._early_loss(loss.detach())
-        value = loss.detach().maximum(_SMALLEST_SHARE * early)
+        early = self._early_loss(seen)
+        value = seen.maximum(_SMALLEST_SHARE * early)
         goal = early if self.loss_goal is None else self.loss_goal
         loss_is_worse = goal / value < self.target_size / exact
         press = ~loss_is_worse & (exact > self.target_size) & ~self._reached

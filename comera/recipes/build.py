@@ -28,16 +28,24 @@ def find_device(name: str) -> torch.device:
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """The model at the start of a run; the same for the same random state."""
-    if config.tensorize is None or not task.lean or config.tensorize.init == "svd":
-        with device:
+    """The model at the start of a run; the same for the same random state, on every device.
+
+    Numbers are drawn on the CPU, since a GPU draws others.
+    """
+    settings = config.tensorize
+    if settings is not None and task.lean and settings.init != "svd":
+        with torch.device("meta"):
             model = task.make_model()
-        return model if config.tensorize is None else tensorize_(model, config.tensorize)
-    with torch.device("meta"):
+        tensorize_(model, settings).to_empty(device="cpu")
+        model.reset_parameters(settings.init)  # type: ignore[operator]
+        return model.to(device)
+    with torch.device("cpu"):
         model = task.make_model()
-    tensorize_(model, config.tensorize).to_empty(device=device)
-    model.reset_parameters(config.tensorize.init)  # type: ignore[operator]
-    return model
+    if settings is None:
+        return model.to(device)
+    if settings.init == "svd":  # draws nothing, and is the device's work
+        return tensorize_(model.to(device), settings)
+    return tensorize_(model, settings).to(device)
 
 
 def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
@@ -69,7 +77,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         ranks,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
-        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+        precision=config.train.precision,
         scheduler=scheduler,
         compile=config.train.compile,
         graph=config.train.graph,

@@ -90,7 +90,8 @@ class TrainConfig:
         batch_size: Rows a step.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
-        precision: ``fp32``, or ``bf16`` for mixed precision.
+        precision: ``fp32``, or ``bf16`` for mixed precision; in ``fp8`` tensor-train linears also
+            multiply in eight bits.
         compile: Run the model through ``torch.compile``.
         graph: Replay the step as one CUDA graph; null does so on a GPU.
         log_every: Steps a line of the log.
@@ -105,7 +106,7 @@ class TrainConfig:
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     compile: bool = False
     graph: bool | None = None
     log_every: int = 10

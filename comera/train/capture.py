@@ -7,6 +7,7 @@ something does change, such as the stage of rank learning or the address of a pa
 recording is dropped and the same begins again. So no state is ever set back: every step trains.
 """
 
+import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.fixed_sizes import fixed_sizes
+from comera.train.agreement import Alone
 from comera.train.graphs import Contents, Graphs, Recording
 from comera.train.host_state import HostState
 from comera.train.random_state import host_random_state, set_host_random_state
@@ -35,6 +37,15 @@ WARM_UP = 3
 
 _PATIENCE = 100
 """Steps without a recording after which it is said what keeps changing."""
+
+
+class _Course(enum.IntEnum):
+    """What to do with a batch; of several processes all do the least that one of them can."""
+
+    FALL_BACK = 0
+    EAGER = 1
+    RECORD = 2
+    REPLAY = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,8 @@ class Capture:
         host: What else a recording depends on.
         graphs: Records it.
         device: Of the model.
+        warm_up: Steps alike before one is recorded.
+        together: How the processes that train the model decide. All make the same calls.
     """
 
     def __init__(
@@ -87,9 +100,12 @@ class Capture:
         host: HostState,
         graphs: Graphs,
         device: torch.device,
+        warm_up: int = WARM_UP,
+        together: Alone | None = None,
     ) -> None:
         self._update, self._host = update, host
         self._graphs, self._device = graphs, device
+        self._warm_up, self._together = warm_up, together or Alone()
         self.why_not: str | None = None
         self._recording: Recording | None = None
         self._static: StaticBatch | None = None
@@ -101,35 +117,46 @@ class Capture:
         self._said_batch = self._said_changes = False
         self._captures = self._replays = 0
         why_not = host.why_not_capturable(device)
-        if why_not is not None:
-            self.fall_back(why_not)
+        if not self._together.least(why_not is None):
+            self._fall_back(why_not)
 
     def __call__(self, batch: Any) -> Tensor:
         """One update; the loss is a tensor of the caller's own."""
         if self.why_not is not None:
             return self._update(batch)
         with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
-            state, like = self._host.identity(), signature(batch)
-            if self._fits(state) and self._static is not None and like == self._static.signature:
-                return self._replay(batch)
-            problem = why_not_static(batch, self._device)
-            problem = problem or self._host.why_not_capturable(self._device)
-            if problem is None:
-                self._compare(state, like, batch)
-                if self._alike < WARM_UP:
-                    with self._graphs.stream():
-                        return self._update(batch)
+            state = self._host.identity()
+            course, problem = self._possible(state, batch)
+            course = _Course(self._together.least(course))
+            if course is _Course.EAGER:
+                with self._graphs.stream():
+                    return self._update(batch)
+            if course is _Course.RECORD:
                 problem = self._record(state, batch)
-            if problem is None:
+                course = _Course.FALL_BACK if self._recording is None else _Course.REPLAY
+            if course is _Course.REPLAY:
                 return self._replay(batch)
-        self.fall_back(problem)
+        self._fall_back(problem)
         return self._update(batch)
 
-    def fall_back(self, why: str) -> None:
-        """Run eagerly from now on, and say why."""
+    def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
+        """What this process can do with a batch, and why not more."""
+        like = signature(batch)
+        if self._fits(state) and self._static is not None and like == self._static.signature:
+            return _Course.REPLAY, None
+        problem = why_not_static(batch, self._device)
+        problem = problem or self._host.why_not_capturable(self._device)
+        if problem is not None:
+            return _Course.FALL_BACK, problem
+        self._compare(state, like, batch)
+        return (_Course.EAGER if self._alike < self._warm_up else _Course.RECORD), None
+
+    def _fall_back(self, why: str | None) -> None:
+        """Run eagerly from now on, and say why; None where that is another process' reason."""
         self.free()
-        self.why_not = why
-        log.warning("the training step is not captured as a CUDA graph: %s", why)
+        self.why_not = self._together.gathered(why)
+        if self._together.speaks:
+            log.warning("the training step is not captured as a CUDA graph: %s", self.why_not)
 
     def free(self) -> None:
         """Drop the recording and its memory."""
@@ -143,7 +170,9 @@ class Capture:
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)
         if self._recording is None:
-            why = f"it is captured once {WARM_UP} steps in a row were alike; {self._alike} were"
+            why = (
+                f"it is captured once {self._warm_up} steps in a row were alike; {self._alike} were"
+            )
             return StepDescription(False, why, *counts)
         contents = self._recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
@@ -175,7 +204,7 @@ class Capture:
         self._alike = 0 if changed or self._last is None else self._alike + 1
         self._state, self._last = state, like
         self._waiting += 1
-        self._changes |= changed if self._waiting > WARM_UP else set()
+        self._changes |= changed if self._waiting > self._warm_up else set()
         if self._static is not None and not is_shorter(like, self._static.signature):
             self._say_batch(difference(self._static.signature, like, batch))
         if self._waiting == _PATIENCE and not self._said_changes:
@@ -183,7 +212,7 @@ class Capture:
             log.warning(
                 "the training step still runs eagerly after %d steps, since no %d in a row are "
                 "alike: %s",
-                _PATIENCE, WARM_UP, ", ".join(sorted(self._changes)),
+                _PATIENCE, self._warm_up, ", ".join(sorted(self._changes)),
             )  # fmt: skip
 
     def _say_batch(self, what: str) -> None:
@@ -193,27 +222,31 @@ class Capture:
                 "a batch does not fit the captured training step, which therefore runs eagerly; it "
                 "is captured anew after %d such batches in a row: %s. Pad batches to one shape to "
                 "keep the graph",
-                WARM_UP, what,
+                self._warm_up, what,
             )  # fmt: skip
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
-        """Record the update; returns why that could not be done."""
+        """Record the update, if all processes can; returns why this one could not."""
         self.free()
         static = StaticBatch(batch)
         random, put_back = host_random_state(), self._host.hold()
+        recording, problem = None, None
         try:
             recording = self._graphs.record(lambda: self._update(static.value))
         except Exception as error:  # whatever it is: eager steps go on, or raise it themselves
-            put_back()
-            return f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
         finally:
             set_host_random_state(random)  # recording is no step
-        after = self._host.identity()
-        if after != state:
-            recording.free()
-            put_back()
+        if recording is not None:
+            after = self._host.identity()
             names = ", ".join(name for name in state if state[name] != after[name])
-            return f"a step changes what the next one would have to start from: {names}"
-        self._recording, self._static = recording, static
-        self._captures += 1
-        return None
+            if names:
+                problem = f"a step changes what the next one would have to start from: {names}"
+        if self._together.least(problem is None):
+            self._recording, self._static = recording, static
+            self._captures += 1
+            return None
+        if recording is not None:
+            recording.free()
+        put_back()
+        return problem

@@ -27,9 +27,10 @@ class HostState:
 
     def why_not_capturable(self, device: torch.device) -> str | None:
         """Why the step cannot be a graph, as far as that can be told beforehand."""
-        model = self._step.model
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            return "the model is a DistributedDataParallel, whose hooks a graph would not run"
+        model, parallel = self._step.model, self._step.parallel
+        problem = None if parallel is None else parallel.why_not_capturable(device)
+        if problem is not None:
+            return problem
         for name, param in model.named_parameters():
             if type(param) is not nn.Parameter:
                 return f"the parameter {name} is a {type(param).__name__}"
@@ -53,6 +54,9 @@ class HostState:
             "gradients from before the step": [param.grad is not None for param in params],
             "buffers": [(buffer.data_ptr(), buffer.numel()) for buffer in buffers],
             "modules": _Objects(modules),
+            "buffers of DistributedDataParallel": (
+                None if step.parallel is None else step.parallel.times_renewed
+            ),
             "training mode": [module.training for module in modules],
             "settings of the optimizer": [
                 {key: _constant(value) for key, value in group.items() if key != "params"}
@@ -67,12 +71,18 @@ class HostState:
                 len(optimizer._optimizer_step_post_hooks),
             ),
             "stage of rank learning": None if step.ranks is None else step.ranks.identity(),
-            "settings of the step": (step._loss_fn, step.accumulate, step.clip_norm, step.autocast),
+            "settings of the step": (
+                step._loss_fn,
+                step.accumulate,
+                step.clip_norm,
+                step.autocast,
+                step.scaled,
+            ),
         }
 
     def hold(self) -> Callable[[], None]:
         """What it returns puts back what a step on the host alone may have changed."""
-        optimizer, ranks = self._step.optimizer, self._step.ranks
+        optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
         assert isinstance(optimizer, Optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
         of_ranks = {} if ranks is None else dict(vars(ranks))
@@ -86,6 +96,8 @@ class HostState:
                     del optimizer.state[param]
             if ranks is not None:
                 vars(ranks).update(of_ranks)
+            if parallel is not None:
+                parallel.forget()
 
         return put_back
 

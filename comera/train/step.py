@@ -5,10 +5,11 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map
@@ -17,9 +18,12 @@ from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import tensor_trains
 from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
+from comera.ops.scaled import scaled_products, why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
-from comera.train.capture import Capture, StepDescription
+from comera.train.agreement import decisions_of
+from comera.train.capture import WARM_UP, Capture, StepDescription
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, mean_over
 from comera.train.graphs import graphs_on
 from comera.train.host_state import HostState
 
@@ -34,7 +38,8 @@ class TrainStep:
     """A training step as a callable: ``loss = step(batch)``.
 
     Args:
-        model: Put into training mode by whoever evaluates in between.
+        model: Put into training mode by whoever evaluates in between. It may be in a
+            ``DistributedDataParallel``; then all processes make the same calls.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
         optimizer: Steps once a call; around it a :class:`~comera.OptimizerInBackward`, it steps
             each parameter in the last backward pass of a call.
@@ -43,12 +48,16 @@ class TrainStep:
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
         autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
+        precision: The same by name, ``"fp32"`` or ``"bf16"``; or ``"fp8"``, in which tensor-train
+            linears multiply in eight bits and all else is as in ``"bf16"``. Where torch or the
+            card cannot, it is ``"bf16"``, and a warning says why.
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
 
     Attributes:
+        scaled: Whether tensor-train linears multiply in eight bits.
         merged: The context in which the layers join their cores together; each step enters it.
 
     Raises:
@@ -65,6 +74,8 @@ class TrainStep:
         another shape keep coming; a single one, such as a short last batch, runs eagerly. The
         optimizer is set to ``capturable=True`` and gets its rates in tensors, which schedulers
         fill. What cannot be captured runs eagerly, and a warning says why: see :meth:`describe`.
+        Of several processes each captures when all can: before every step they agree on that over
+        the CPU.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        precision: Literal["fp32", "bf16", "fp8"] | None = None,
         scheduler: LRScheduler | None = None,
         compile: bool = False,
         graph: bool | None = None,
@@ -91,6 +103,9 @@ class TrainStep:
             raise TypeError(
                 f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
             )
+        if precision is not None:
+            _check_precision(precision, autocast)
+            autocast = None if precision == "fp32" else torch.bfloat16
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
@@ -99,7 +114,15 @@ class TrainStep:
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
+        self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
+        self.parallel: DataParallel | None = None
+        self._group: ProcessGroup | None = None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self.parallel = DataParallel(model)
+            self._group = self.parallel.group
+        elif isinstance(optimizer, OptimizerInBackward):
+            self._group = optimizer.process_group
         if ranks is not None:
             ranks.check_schedule(optimizer)
         return_freed_memory()
@@ -113,7 +136,8 @@ class TrainStep:
                 as it is, or in parts of equal structure when accumulating.
 
         Returns:
-            The mean loss before the update, detached; without the rank objective.
+            The mean loss before the update, detached; without the rank objective. Of several
+            processes, the mean of theirs.
         """
         total = self._update(batch) if self._capture is None else self._capture(batch)
         if self.scheduler is not None:
@@ -136,19 +160,25 @@ class TrainStep:
             if graph:
                 log.warning("graph=True captures a CUDA graph, but %s", self._why_eager)
             return None
-        return Capture(self._update, HostState(self), graphs, self._device)
+        warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
+        together = decisions_of(self._group)
+        return Capture(self._update, HostState(self), graphs, self._device, warm_up, together)
 
     def _update(self, batch: Any) -> Tensor:
         """All that happens on the device: nothing is kept on the host from one call to the next."""
+        if self.parallel is not None:
+            self.parallel.prepare_()
         total = torch.zeros((), device=self._device)
         parts = self._parts(batch)
         for number, (part, share) in enumerate(parts, 1):
             with self.merged, self._updates(last=number == len(parts)):
                 loss = self._loss(part)
-                self._check_loss(loss)
-                objective = loss if self.ranks is None else self.ranks.objective(loss)
+                _check_loss(loss)
+                seen = mean_over(self._group, loss.detach())
+                self._check_finite("loss", seen)
+                objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
                 (objective * share).backward()
-            total += loss.detach() * share
+            total += seen * share
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self._check_finite("gradient norm", norm)
@@ -161,8 +191,10 @@ class TrainStep:
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
         cached = not sizes_are_fixed(next(self.model.parameters()))  # a graph has to cast anew
-        with torch.autocast(
-            self._device.type, self.autocast, enabled=enabled, cache_enabled=cached
+        scaled = scaled_products() if self.scaled else nullcontext()
+        with (
+            scaled,
+            torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
         ):
             if self._loss_fn is self._eager_loss_fn:
                 return self._loss_fn(self.model, part)
@@ -172,10 +204,12 @@ class TrainStep:
                 return self._loss_fn(self.model, part)
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Per-layer updates, if there are any, come with the last part."""
-        if last or not isinstance(self.optimizer, OptimizerInBackward):
+        """Per-layer updates and means over processes, if there are any, come with the last part."""
+        if last:
             return nullcontext()
-        return self.optimizer.accumulate()
+        if isinstance(self.optimizer, OptimizerInBackward):
+            return self.optimizer.accumulate()
+        return nullcontext() if self.parallel is None else self.parallel.held_back()
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """The batch in ``accumulate`` parts, each with its share of the rows."""
@@ -206,21 +240,35 @@ class TrainStep:
             for start, end in itertools.pairwise(bounds)
         ]
 
-    def _check_loss(self, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
-                f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
-            )
-        self._check_finite("loss", loss)
-
     def _check_finite(self, what: str, value: Tensor) -> None:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
-        if is_free_on_cpu(value) and not bool(torch.isfinite(value.detach())):
+        if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
             self.optimizer.zero_grad(set_to_none=True)
-            found = float(value.detach())
+            found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
+
+
+def _check_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
+            f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
+        )
+
+
+def _check_precision(precision: str, autocast: torch.dtype | None) -> None:
+    if precision not in ("fp32", "bf16", "fp8"):
+        raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
+    if autocast is not None:
+        raise ValueError(f"give precision={precision!r} or autocast={autocast}, not both")
+
+
+def _can_scale(device: torch.device) -> bool:
+    why_not = why_not_scaled(device)
+    if why_not is not None:
+        log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
+    return why_not is None
 
 
 def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:

@@ -11,11 +11,13 @@ from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
+from comera.ops.scaled import why_not_scaled
+from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import plan, run
-from comera.recipes.tasks import make_model
+from comera.recipes.tasks import make_model, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions
 
@@ -189,3 +191,47 @@ def test_training_leaves_the_number_of_threads_alone_unless_told(config):
     config.train.steps = 2
     quiet_run(config)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("tensorize", [None, TTConfig(rank=8, embedding_rank=8, order=2)])
+def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
+    """A device that draws for itself would leave the state of these numbers as it was."""
+    config = dataclasses.replace(config, tensorize=tensorize, ranks=None)
+    task = prepare_task(config, torch.device("cpu"))
+    states = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(config.seed)
+        model = build.make_model(config, task, torch.device(device))
+        assert {param.device.type for param in model.parameters()} == {device}
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
+    """To float32 noise, by the same settings and seed. The late stage is left out: it asks at every
+    step which of two numbers is larger, and noise may answer."""
+    model = dataclasses.replace(config.model, dropout=0.0)  # each device draws its own
+    ranks = RankConfig(target=0.6, early_share=1.0, late_share=0.0)
+    config = dataclasses.replace(config, model=model, ranks=ranks, twin=False)
+    config.train.log_every = 1
+    curves = []
+    for where, place in (("cpu", "reference"), (device, "own")):
+        settings = dataclasses.replace(config, device=where, out=str(tmp_path / place))
+        quiet_run(settings)
+        records = read_metrics(tmp_path / place)
+        curves.append(torch.tensor([record["loss"] for record in records if "loss" in record]))
+    assert len(curves[0]) == config.train.steps
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16)]
+)
+def test_a_run_chooses_its_precision(config, precision, dtype):
+    config.train.precision = precision
+    device = torch.device("cpu")
+    task = prepare_task(config, device)
+    step = build.build_step(build.make_model(config, task, device), config, task)
+    assert step.autocast == dtype
+    assert step.scaled == (precision == "fp8" and why_not_scaled(device) is None)
+    assert bool(step(task.get_batch(0)).isfinite())

@@ -3,13 +3,16 @@
 As with a CUDA graph, a replay runs no Python: every operation once more, on the tensors that were
 there when it was recorded, random ones drawing anew. Recording changes no tensor and no random
 state, and refuses what a capture refuses: values read back to the host, shapes that depend on
-values, tensors made of Python values.
+values, tensors made of Python values. Nor does a capture talk to other processes: what goes over a
+group of them is only noted.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._library import custom_ops
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +70,28 @@ class Capturable(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def is_collective(func) -> bool:
+    return func._schema.name.startswith("c10d::")
+
+
+def mutates(func) -> bool:
+    """Collective operations do, and their schemas do not say so."""
+    return func._schema.is_mutable or is_collective(func)
+
+
+@functools.cache
+def own_group() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def alone(func, args):
+    """The arguments of a collective operation, for a process that has no others to talk to."""
+    names = [argument.name for argument in func._schema.arguments]
+    args = list(args)
+    args[names.index("process_group")] = own_group().boxed()
+    return args
+
+
 class _Recorder(Capturable):
     def __init__(self):
         super().__init__()
@@ -75,17 +100,17 @@ class _Recorder(Capturable):
 
     def run(self, func, args, kwargs):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func._schema.is_mutable:
+        if mutates(func):
             for tensor in inputs:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.undo:
                     self.undo[storage.data_ptr()] = storage, storage.clone()
-        output = func(*args, **kwargs)
+        output = func(*(alone(func, args) if is_collective(func) else args), **kwargs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         view = any(tensor.untyped_storage().data_ptr() in owned for tensor in outputs)
         nothing = func._overloadpacket.__name__.startswith(("empty", "new_empty"))
-        if func._schema.is_mutable or not (view or nothing or not outputs):
+        if mutates(func) or not (view or nothing or not outputs):
             self.calls.append((func, args, kwargs, outputs))
         return output
 
@@ -112,8 +137,11 @@ class Tape:
         assert not self.freed, "a freed recording was replayed"
         for func, args, kwargs, outputs in self.calls:
             new = func(*args, **kwargs)
-            if not func._schema.is_mutable:
-                for mine, value in zip(outputs, tree_leaves(new), strict=True):
+            if is_collective(func):
+                dist.Work.unbox(new[-1]).wait()
+            elif not mutates(func):
+                made = [x for x in tree_leaves(new) if isinstance(x, Tensor)]
+                for mine, value in zip(outputs, made, strict=True):
                     mine.copy_(value)
 
     def free(self) -> None:

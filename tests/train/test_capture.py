@@ -455,22 +455,6 @@ def test_hooks_of_the_optimizer_are_run(tapes, caplog):
     assert "AdamW has hooks on its step" in caplog.text
 
 
-def test_a_distributed_model_is_refused_by_name(tapes, caplog, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        step = comera.TrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
-        for _ in range(FIRST + 1):
-            step(torch.ones(3, 4))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert "DistributedDataParallel" in caplog.text
-    assert not tapes.tapes
-
-
 def test_a_step_that_never_repeats_itself_says_what_changes(tapes, caplog, monkeypatch):
     monkeypatch.setattr("comera.train.capture._PATIENCE", 12)
     step = make_step(early=100)

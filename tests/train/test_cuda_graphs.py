@@ -6,6 +6,7 @@ import torch
 import comera
 from comera.bench.encoders import Encoders, learned_ranks, train_step
 from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.scaled import why_not_scaled
 from comera.optim.capturable import make_capturable_
 from comera.train.capture import WARM_UP
 
@@ -70,6 +71,21 @@ def test_replayed_steps_equal_eager_ones(settings):
     assert_close(captured, eager_step(early=100, **settings), batches(FIRST + 12))
     assert captured.describe().captured, captured.describe()
     assert captured.describe().replays == 13
+
+
+def test_products_in_eight_bits_are_captured():
+    device = torch.device("cuda", torch.cuda.current_device())
+    if why_not_scaled(device) is not None:
+        pytest.skip(why_not_scaled(device))
+    settings = {"early": 100, "precision": "fp8", "dropout": 0.0}
+    captured, eager = make_step(device="cuda", **settings), eager_step(**settings)
+    data = batches(FIRST + 8)
+    got = torch.stack([captured(batch) for batch in data])
+    with fixed_sizes():
+        want = torch.stack([eager(batch) for batch in data])
+    # What is added up in another order may round to another number of three bits.
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    assert captured.describe().captured, captured.describe()
 
 
 def test_all_stages_and_truncation():

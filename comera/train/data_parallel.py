@@ -1,0 +1,127 @@
+"""A training step whose model several processes train, each on batches of its own."""
+
+import os
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WARM_UP_TOGETHER = 11
+"""Steps alike before one is recorded: DistributedDataParallel measures its first ten, on the host
+(PyTorch's notes on CUDA semantics, "Usage with DistributedDataParallel")."""
+
+_NEVER = 2**31 - 1
+_FIRST_CAPTURABLE_NCCL = (2, 9, 6)
+
+
+class DataParallel:
+    """What a training step needs of its ``DistributedDataParallel``.
+
+    That one sorts its gradients into buffers once and for all, by the sizes its parameters have,
+    and ties each to the stream it was made on. Ranks that are truncated change the sizes, and a
+    CUDA graph is captured on a stream of its own, so the buffers are made anew for either.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+        self._model = model
+        self._made_for: object = self._present()
+        self._renewed = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Its processes."""
+        return self._model.process_group
+
+    def held_back(self) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass whose gradients wait for those of a later one."""
+        return self._model.no_sync()
+
+    def prepare_(self) -> None:
+        """Before each step: make buffers anew if parameters have changed size, or the stream."""
+        present = self._present()
+        if self._made_for != present:
+            self._renew_()
+            self._made_for = present
+            self._renewed += 1
+
+    def forget(self) -> None:
+        """A backward pass was broken off, and the buffers wait for the rest of it."""
+        self._made_for = None
+
+    @property
+    def times_renewed(self) -> int:
+        """Changes with the buffers, to which a recording writes."""
+        return self._renewed
+
+    def why_not_capturable(self, device: torch.device) -> str | None:
+        """Why a graph cannot hold its part of a step, in words."""
+        model, name = self._model, "DistributedDataParallel"
+        if model.find_unused_parameters:
+            return (
+                f"{name}(find_unused_parameters=True) reads back which parameters were used: leave "
+                "it out, and freeze what is not used"
+            )
+        if model._comm_hooks:
+            return f"{name} has a communication hook, whose part on the host a graph would not run"
+        if model.mixed_precision is not None:
+            return f"{name}(mixed_precision=...) casts in hooks on the host: use autocast instead"
+        if model._delay_all_reduce_params:
+            return f"{name}(delay_all_reduce_named_params=...) reduces in hooks on the host"
+        return _why_not_nccl(self.group) if device.type == "cuda" else None
+
+    def _present(self) -> object:
+        sizes = [param.numel() for param in self._model.module.parameters()]
+        device = next(self._model.module.parameters()).device
+        if device.type != "cuda":
+            return sizes, None
+        return sizes, torch.cuda.current_stream(device).cuda_stream
+
+    def _renew_(self) -> None:
+        """As the model's own ``__setstate__`` does; all processes at the same step."""
+        model = self._model
+        # The old one first: accumulators of gradients live as long as it, on their old stream.
+        del model.reducer, model.logger
+        params, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(params)
+        model._ddp_init_helper(params, sparse, names, model.static_graph)
+        model._has_rebuilt_buckets = False
+        if model.static_graph:
+            model._static_graph_delay_allreduce_enqueued = False
+            model.reducer._set_static_graph()
+            model.logger._set_static_graph()  # type: ignore[union-attr]
+        for hook, state in model._comm_hooks:
+            dist._register_comm_hook(model.reducer, state, hook)
+        # Past the first ten steps it measures every hundredth, which must not be a captured one.
+        model._set_ddp_runtime_logging_sample_rate(_NEVER)
+
+
+def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
+    """The mean of a tensor over the processes of a group; without a group the tensor itself."""
+    if group is None:
+        return value
+    mean = value / dist.get_world_size(group)
+    dist.all_reduce(mean, group=group)
+    return mean
+
+
+def _why_not_nccl(group: dist.ProcessGroup) -> str | None:
+    """The notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches over
+    operations; since torch 2.1 it leaves captured ones alone (pytorch #102542)."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if backends.get("cuda") != "nccl":
+        return (
+            f"the processes talk over {backends.get('cuda')}, and only operations of nccl can be "
+            'captured: init_process_group("nccl")'
+        )
+    version = torch.cuda.nccl.version()
+    if version < _FIRST_CAPTURABLE_NCCL:
+        return f"NCCL {version} cannot be captured, {_FIRST_CAPTURABLE_NCCL} and later can"
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        return "TORCH_NCCL_BLOCKING_WAIT makes the host wait for each reduction: unset it"
+    if not dist.is_gloo_available():
+        return "torch was built without gloo, over which processes agree on what to capture"
+    return None
