@@ -43,15 +43,16 @@ def attend(
     check_probability(dropout)
     lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
     bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=q_NME.dtype))
-    bias_N1T = bias_BT.mul_(lowest)[:, None]
+    bias_B1T = bias_BT.mul_(lowest)[:, None]
     heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
-    if heads != 1:
-        bias_N1T = bias_N1T.repeat_interleave(heads, 0)
     if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
+        bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+    # In four dimensions: a GPU has fused kernels for no others.
+    q, k, v = (x.unflatten(0, (-1, max(1, heads))) for x in (q_NME, k_NTE, v_NTE))
     return F.scaled_dot_product_attention(
-        q_NME, k_NTE, v_NTE, attn_mask=bias_N1T, dropout_p=dropout, scale=scale
-    )
+        q, k, v, attn_mask=bias_B1T[:, None], dropout_p=dropout, scale=scale
+    ).flatten(0, 1)
 
 
 @operator("comera::attend", tags=[torch.Tag.nondeterministic_seeded])
