@@ -67,7 +67,7 @@ class Product:
         ts = [self.x.new_full((self.rows, left.shape[1]), torch.nan) for left in self.lefts]
         ys = low_rank.multiply(self.x, self.lefts, self.rights, ts, self.bias)
         grad_x, lefts, rights = low_rank.multiply_backward(
-            self.grads, self.x, self.lefts, self.rights, ts, True, True
+            self.grads, self.x, self.lefts, self.rights, ts[: len(ys)], True, True
         )
         return [*ys, *ts, grad_x, *self.without_padding(lefts), *rights]
 

@@ -118,7 +118,7 @@ def multiply_backward(
         x_MI: As for :func:`multiply`, and so are ``lefts`` and ``rights``.
         lefts: See ``x_MI``.
         rights: See ``x_MI``.
-        ts: What :func:`multiply` wrote.
+        ts: What :func:`multiply` wrote, of the pairs that have a right half.
         with_x: Whether the gradient of x is wanted.
         with_halves: Whether those of the halves are.
     """
@@ -129,8 +129,9 @@ def multiply_backward(
     us += grads[len(rights) :]
     layer = _layer(x_MI, lefts, rights, grads)
     layer.x_grad = None if grad_x is None else grad_x.data_ptr()
-    for pair, t, u in zip(layer.pair, ts, us, strict=False):
+    for pair, t in zip(layer.pair, ts, strict=False):
         pair.t, pair.t_row = t.data_ptr(), t.stride(0)
+    for pair, u in zip(layer.pair, us, strict=False):
         pair.u, pair.u_row = u.data_ptr(), u.stride(0)
     shared, math, rows = _shared(layer, x_MI), _math(x_MI), x_MI.shape[0]
     widths = [x_MI.shape[1], *(right.shape[1] for right in rights)]
