@@ -92,9 +92,13 @@ go()
 other = threading.Thread(target=go)
 other.start(), other.join()
 launch.launch("merge", "merge_bf16", card, 0, 128, 0)  # no blocks: nothing to launch
+for shared in (49999, 60000, 50000):
+    launch.launch("merge", "merge_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5)
 """,
         "ppif",
     )
+    end = next(number for number, line in enumerate(lines) if "49999" in line)
+    lines, more = lines[:end], lines[end:]
     launches = [line.split() for line in lines if line.startswith("LAUNCH")]
     for launched, number in zip(launches, [7, 8, 7, 8], strict=True):
         *start, pointer, nothing, whole, other = launched
@@ -108,6 +112,10 @@ launch.launch("merge", "merge_bf16", card, 0, 128, 0)  # no blocks: nothing to l
         "cuCtxSetCurrent",
     ]
     assert "CALL cuFuncSetAttribute 8=50000" in lines
+    # What has been allowed once stays so.
+    assert [line for line in more if line.startswith("CALL")] == [
+        "CALL cuFuncSetAttribute 8=49999", "CALL cuFuncSetAttribute 8=60000",
+    ]  # fmt: skip
 
 
 @needs_nvrtc
