@@ -10,6 +10,8 @@ from comera.nn.fused import feed_forward, self_attention
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.kernels import choose, low_rank
 from tests.kernels.numbers import assert_near
+from tests.train.test_launches import batch as batch_of_tokens
+from tests.train.test_launches import make_step
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -90,3 +92,21 @@ def test_on_a_card_as_in_float64(kind, autocast):
     got = [t.cpu() for t in part.run(x, autocast)]
     want = copy.deepcopy(part).cpu().double().run(batch().double().requires_grad_())
     assert_near(got, want, autocast or torch.float32, factor=8 if autocast is None else 16)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_steps_of_a_whole_model_are_those_without_kernels(autocast, emulated, monkeypatch):
+    step = make_step(2, late=True, autocast=autocast)
+    step.model.eval()  # no dropout: masks are drawn in another order
+    twin = make_step(2, late=True, autocast=autocast)
+    twin.model.load_state_dict(step.model.state_dict())
+    twin.model.eval()
+    for _ in range(3):
+        data = batch_of_tokens()
+        monkeypatch.setattr(choose, "mode", lambda: "emulate")
+        with fixed_sizes():
+            loss = step(data)
+        monkeypatch.setattr(choose, "mode", lambda: "ref")
+        with fixed_sizes():
+            want = twin(data)
+        torch.testing.assert_close(loss, want, rtol=1e-5 if autocast is None else 1e-2, atol=0)

@@ -56,8 +56,6 @@ class _Layer(ctypes.Structure):
 
 def multiplies_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> bool:
     """Whether kernels multiply by these halves."""
-    if not all(left.shape[1] for left in lefts):
-        return False  # a layer that has vanished
 
     def refusal() -> str | None:
         if any(t.dtype != x_MI.dtype or t.device != x_MI.device for t in (*lefts, *rights)):
@@ -69,7 +67,9 @@ def multiplies_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence
             return f"bonds of {', '.join(map(str, ranks))} do not go together in one launch"
         return None
 
-    return runs_kernel("thin_linears", FILE, x_MI, refusal)
+    if not runs_kernel("thin_linears", FILE, x_MI, refusal):
+        return False
+    return all(left.shape[1] for left in lefts)  # torch's products take what has vanished
 
 
 def multiply(
