@@ -91,7 +91,8 @@ def test_on_a_card_as_in_float64(kind, autocast):
     part, x = Part(kind).cuda(), batch("cuda").requires_grad_()
     got = [t.cpu() for t in part.run(x, autocast)]
     want = copy.deepcopy(part).cpu().double().run(batch().double().requires_grad_())
-    assert_near(got, want, autocast or torch.float32, factor=8 if autocast is None else 16)
+    # torch's fused attention makes float32's products of three in tf32.
+    assert_near(got, want, autocast or torch.float32, factor=50 if autocast is None else 16)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
