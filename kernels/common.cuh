@@ -8,6 +8,7 @@
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef long long int64_t;
+typedef unsigned long long uint64_t;
 #define DYNAMIC_SHARED(T, name)                                    \
   extern __shared__ __align__(16) unsigned char dynamic_shared[];  \
   T* name = reinterpret_cast<T*>(dynamic_shared)
@@ -44,4 +45,42 @@ __device__ __forceinline__ float narrow<float>(float x) {
 template <>
 __device__ __forceinline__ bf16 narrow<bf16>(float x) {
   return bf16{to_bf16(x)};
+}
+
+// To tf32, ten bits after the point, to the nearest.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+#ifdef COMERA_EMULATION
+  return (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
+#else
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+#endif
+}
+
+// d [16, 8] += a [16, 8 of tf32 or 16 of bf16] . b, a warp's together. Which lane holds what is
+// said in the PTX manual, "Matrix Fragments for mma.m16n8k8" and "mma.m16n8k16".
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
+#ifdef COMERA_EMULATION
+  emulation::mma(d, a, b, false);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2]) {
+#ifdef COMERA_EMULATION
+  emulation::mma(d, a, b, true);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
 }

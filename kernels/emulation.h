@@ -1,7 +1,7 @@
 // CUDA C++ on a CPU: one fiber for each thread of a block, one block at a time.
 //
-// Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, atomicAdd, __trap and
-// dynamic shared memory, which is NaN when a block starts. The order in which fibers run between
+// Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, mma.sync, atomicAdd, __trap
+// and dynamic shared memory, which is NaN when a block starts. The order in which fibers run between
 // two barriers is chosen by the caller: where a barrier is missing, results depend on it.
 //
 // Not seen: a plain += where an atomic is needed, races between barriers that no order of whole
@@ -25,6 +25,7 @@
 using std::int64_t;
 using std::uint16_t;
 using std::uint32_t;
+using std::uint64_t;
 
 inline float __uint_as_float(uint32_t bits) {
   float x;
@@ -234,6 +235,31 @@ T shuffle(T value, int from) {
   return found;
 }
 
+struct Fragments {
+  uint32_t a[32][4], b[32][2];
+};
+inline Fragments fragments[MOST_THREADS / 32];
+
+// mma.sync m16n8k8 of tf32, or m16n8k16 of bf16 in pairs: lane 4 g + t gives rows g and g + 8 of a
+// and column g of b, of the sum's numbers t and t + 4 (of pairs), and gets columns 2 t and 2 t + 1.
+inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool pairs) {
+  const int lane = current->number & 31, g = lane / 4, t = lane % 4;
+  Fragments& warp = fragments[current->number >> 5];
+  std::memcpy(warp.a[lane], a, sizeof(a));
+  std::memcpy(warp.b[lane], b, sizeof(b));
+  leave(AT_WARP_BARRIER);
+  for (int e = 0; e < 4; ++e) {
+    const int column = 2 * t + e % 2;
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t x = warp.a[4 * g + k % 4][e / 2 + k / 4 * 2], y = warp.b[4 * column + k % 4][k / 4];
+      if (pairs) d[e] += __uint_as_float(x << 16) * __uint_as_float(y << 16);
+      const uint32_t kept = pairs ? 0xffff0000u : ~0x1fffu;  // tf32 ignores what it has no room for
+      d[e] += __uint_as_float(x & kept) * __uint_as_float(y & kept);
+    }
+  }
+  leave(AT_WARP_BARRIER);
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::current->thread)
@@ -255,6 +281,19 @@ inline float atomicAdd(float* place, float value) {
   const float before = *place;
   *place = before + value;
   return before;
+}
+inline int atomicAdd(int* place, int value) {
+  const int before = *place;
+  *place = before + value;
+  return before;
+}
+inline void __threadfence() {}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned chosen = 0;
+  for (int place = 0; place < 32; place += 8)
+    chosen |= unsigned(bytes >> (which >> place / 2 & 7) * 8 & 0xff) << place;
+  return chosen;
 }
 #define EXPORT(name)                                                                           \
   extern "C" int emulate_##name(const unsigned* grid, const unsigned* threads, size_t shared, \

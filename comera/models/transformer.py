@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.fused import feed_forward, self_attention
+from comera.ops.attention import score_bias
+from comera.ops.autocast import autocast_dtype
 from comera.ops.dropout import dropout_add
 
 PAD = 0
@@ -122,7 +124,7 @@ class Encoder(nn.Module):
         if self.segments is not None and segments_BT is not None:
             x_BTD = x_BTD + self.segments[segments_BT]
         x_BTD = dropout_add(self.norm(x_BTD), None, self.dropout, self.training)
-        keep_BT = tokens_BT != PAD
+        keep_BT = score_bias(tokens_BT != PAD, autocast_dtype(x_BTD))
         for block in self.blocks:
             x_BTD = block(x_BTD, keep_BT)
         return self.final_norm(x_BTD)

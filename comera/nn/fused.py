@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
+from comera.ops.autocast import autocast_together
 from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
 from comera.ops.product import affine
+from comera.ops.rank_space import head_factors, projects_by_kernel, thin_projections
 from comera.ops.scaled import products_are_scaled
 from comera.ops.tt_linear import thin_linears
 
@@ -83,7 +85,8 @@ def self_attention(
         value: See ``query``.
         out: See ``query``.
         num_heads: Divides D.
-        keep_BT: Which positions may be attended to.
+        keep_BT: Which positions may be attended to, or what
+            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers.
         dropout: Probability of dropping an attention weight.
 
     Raises:
@@ -116,30 +119,33 @@ def _attention_in_rank_space(
 ) -> Tensor:
     """Heads share keys and values, which are the thin ``x A_k`` and ``x A_v``."""
     batch, length, width = x_BTD.shape
-    (left_q, right_q), (left_k, right_k), (left_v, right_v), (left_o, right_o) = (
-        train.halves() for train in trains
+    halves = [train.halves() for train in trains]
+    bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
+
+    def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.reshape(batch, length * num_heads, k.shape[1])
+        k, v = k.unflatten(0, (batch, length)), v.unflatten(0, (batch, length))
+        z = attend(q, k, v, keep_BT, scale, dropout)
+        return z.reshape(batch * length, num_heads * v.shape[2])
+
+    x, lefts, rights = autocast_together(
+        x_BTD.flatten(0, 1), [left for left, _ in halves], [right for _, right in halves]
     )
-    bias = trains[0].bias is not None
-    t = _times_left(x_BTD.flatten(0, 1), [left_q, left_k, left_v], bias)
-    t_q, t_k, t_v = t.split([right.shape[0] for right in (right_q, right_k, right_v)], 1)
+    if projects_by_kernel(x, lefts[:3], rights[0]):
+        scores, values = head_factors(*rights[:3], lefts[3], num_heads)
+        q, k, v, _ = thin_projections(x, lefts[:3], scores, bias)
+        (y,) = thin_linears(mixed(q, k, v), [values], rights[3:], bias)
+        return y.view(batch, length, y.shape[1])
 
     def by_head(right_RD: Tensor) -> Tensor:
         return right_RD.unflatten(1, (num_heads, -1)).transpose(0, 1)
 
-    scores_HRR = by_head(right_q) @ by_head(right_k).mT
-    values_HRR = by_head(right_v) @ left_o.unflatten(0, (num_heads, -1))
+    t_q, t_k, t_v = _times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
+    scores_HRR = by_head(rights[0]) @ by_head(rights[1]).mT
+    values_HRR = by_head(rights[2]) @ lefts[3].unflatten(0, (num_heads, -1))
     q = affine(t_q, scores_HRR.transpose(0, 1).flatten(1))
-    z = attend(
-        q.view(batch, length * num_heads, t_k.shape[1]),
-        t_k.unflatten(0, (batch, length)),
-        t_v.unflatten(0, (batch, length)),
-        keep_BT,
-        (width // num_heads) ** -0.5,
-        dropout,
-    )
-    left = values_HRR.flatten(0, 1)
-    t_o = _times_left(z.view(batch * length, left.shape[0]), [left], bias)
-    return affine(t_o, right_o).view(batch, length, right_o.shape[1])
+    t_o = _times_left(mixed(q, t_k, t_v), [values_HRR.flatten(0, 1)], bias)
+    return affine(t_o, rights[3]).view(batch, length, rights[3].shape[1])
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:

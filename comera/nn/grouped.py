@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
@@ -21,6 +22,8 @@ class GroupedMerge:
 
     Args:
         model: Its layers are found once, here; their ranks may change between two uses.
+        autocast: Dtype in which the layers will be used: what is joined is brought to it at once,
+            for layers that are called while autocast is on.
 
     Note:
         Change no parameter inside, its dtype or device included, and call ``backward`` once for
@@ -37,7 +40,8 @@ class GroupedMerge:
             optimizer.step()
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+        self._autocast = autocast
         self._trains = list(tensor_trains(model).values())
         self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
         self._key: object = None
@@ -51,15 +55,16 @@ class GroupedMerge:
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
             halves = merge_groups(cores, gates, *rest)
-            for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
-                pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
-                for layer, pair in zip(layers, pairs, strict=True):
-                    layer.shared_halves = pair
+            _lend(groups, halves, "shared_halves")
+            if self._autocast is not None and halves[0].dtype != torch.float64:
+                _lend(groups, [half.to(self._autocast) for half in halves], "narrow_halves")
         return self
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_halves = None
+            if self._autocast is not None:  # else nothing may change for torch.compile
+                layer.narrow_halves = None
         take_back_gates(self._trains)
 
     def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
@@ -73,6 +78,13 @@ class GroupedMerge:
             trained = any(p.requires_grad for layer in layers for p in layer.parameters())
             together.setdefault((core.dtype, core.device, trained), []).append(layers)
         return [(groups, _arguments(groups)) for groups in together.values()]
+
+
+def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None:
+    for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
+        pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
+        for layer, pair in zip(layers, pairs, strict=True):
+            setattr(layer, name, pair)
 
 
 def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:

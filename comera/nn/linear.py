@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
+from comera.ops.autocast import autocast_dtype
 from comera.ops.halves import merge_halves
 from comera.ops.machine import machine_of
 from comera.ops.tt_linear import thin_linears, tt_to_dense, wide_linear
@@ -54,6 +55,7 @@ class TTLinear(TensorTrainModule):
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
     shared_halves: tuple[Tensor, Tensor] | None = None
+    narrow_halves: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
 
@@ -106,10 +108,14 @@ class TTLinear(TensorTrainModule):
         """The joined input cores ``(in_features, R)`` and output cores ``(R, out_features)``.
 
         R is padded as :func:`~comera.ops.halves.merge_halves` says; a bias is the last row of the
-        second. Inside a :class:`~comera.GroupedMerge` they are those it has made.
+        second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
+        dtype if it was told of it.
         """
-        if self.shared_halves is not None and may_share(self.shared_halves[0], self.cores[0]):
-            left, right = self.shared_halves
+        shared, narrow = self.shared_halves, self.narrow_halves
+        if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
+            shared = narrow
+        if shared is not None and may_share(shared[0], self.cores[0]):
+            left, right = shared
         else:
             biases = [] if self.bias is None else [self.bias]
             left, right = merge_halves(

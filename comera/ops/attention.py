@@ -20,6 +20,16 @@ _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
 
 
+def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores of a dtype: zero for keys that may be attended to, else very little.
+
+    Made once, it serves all layers of a model.
+    """
+    lowest = torch.finfo(dtype).min / 2  # finite: a softmax over -inf alone is NaN
+    bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=dtype))
+    return bias_BT.mul_(lowest)
+
+
 def attend(
     q_NME: Tensor, k_NTE: Tensor, v_NTE: Tensor, keep_BT: Tensor, scale: float, dropout: float
 ) -> Tensor:
@@ -29,8 +39,8 @@ def attend(
         q_NME: Queries; several heads that share their keys stand one after the other in M.
         k_NTE: Keys.
         v_NTE: Values; their width may be another.
-        keep_BT: Which keys may be attended to; N is a multiple of B, sequence by sequence. A
-            sequence without any is attended to evenly.
+        keep_BT: Which keys may be attended to, or what :func:`score_bias` has made of it; N is a
+            multiple of B, sequence by sequence. A sequence without any is attended to evenly.
         scale: Of the scores.
         dropout: Probability of dropping an attention weight.
 
@@ -41,17 +51,19 @@ def attend(
         ValueError: If ``dropout`` is no probability.
     """
     check_probability(dropout)
-    lowest = torch.finfo(q_NME.dtype).min / 2  # finite: a softmax over -inf alone is NaN
-    bias_BT = torch.logical_not(keep_BT, out=torch.empty_like(keep_BT, dtype=q_NME.dtype))
-    bias_N1T = bias_BT.mul_(lowest)[:, None]
+    if keep_BT.dtype != q_NME.dtype:
+        keep_BT = keep_BT if keep_BT.dtype == torch.bool else keep_BT == 0
+        keep_BT = score_bias(keep_BT, q_NME.dtype)
+    bias_B1T = keep_BT[:, None]
     heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
-    if heads != 1:
-        bias_N1T = bias_N1T.repeat_interleave(heads, 0)
     if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
+        bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+    # In four dimensions: a GPU has fused kernels for no others.
+    q, k, v = (x.unflatten(0, (-1, max(1, heads))) for x in (q_NME, k_NTE, v_NTE))
     return F.scaled_dot_product_attention(
-        q_NME, k_NTE, v_NTE, attn_mask=bias_N1T, dropout_p=dropout, scale=scale
-    )
+        q, k, v, attn_mask=bias_B1T[:, None], dropout_p=dropout, scale=scale
+    ).flatten(0, 1)
 
 
 @operator("comera::attend", tags=[torch.Tag.nondeterministic_seeded])

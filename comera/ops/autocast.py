@@ -24,6 +24,13 @@ def autocast_together(
     return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
 
 
+def autocast_dtype(like: Tensor) -> torch.dtype:
+    """That of products with the tensor: autocast's where it is on, but float64 is left as it is."""
+    if like.dtype == torch.float64 or not _is_on(like):
+        return like.dtype
+    return torch.get_autocast_dtype(like.device.type)
+
+
 def _is_on(like: Tensor) -> bool:
     kind = like.device.type
     return _is_available(kind) and torch.is_autocast_enabled(kind)

@@ -9,6 +9,7 @@ the probability asked for, at random, such that on average it is met exactly; wh
 scaled by what was really drawn.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -59,13 +60,13 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
     """
     if not math.prod(shape):
         return torch.zeros(shape, dtype=torch.int8), torch.ones(())
-    lower = math.floor(p * _STEPS)
-    dropped = lower + int(torch.rand(()) < p * _STEPS - lower)
-    count = math.prod(shape)
+    seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast
+    numbers = np.random.SFC64(seed)
+    lower, count = math.floor(p * _STEPS), math.prod(shape)
+    dropped = lower + int(numbers.random_raw() / 2**64 < p * _STEPS - lower)
     if dropped == _STEPS:
         return torch.zeros(shape, dtype=torch.int8), torch.zeros(())
-    seed = int(torch.randint(1 << 62, ()))  # torch's seed decides; numpy draws twice as fast
-    words = np.random.SFC64(seed).random_raw(-(-count // 8))
+    words = numbers.random_raw(-(-count // 8))
     keep = torch.from_numpy(words.view(np.int8)).ge_(dropped - _STEPS // 2)
     return keep[:count].view(shape), torch.tensor(_STEPS / (_STEPS - dropped))
 
@@ -73,7 +74,7 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
 @operator("comera::dropout_add", tags=[torch.Tag.nondeterministic_seeded])
 def _dropout_add(x: Tensor, residual: Tensor | None, p: float) -> tuple[Tensor, Tensor, Tensor]:
     keep, scale = keep_mask(x.shape, p)
-    base = x.new_zeros(()) if residual is None else residual
+    base = _zero(x.dtype) if residual is None else residual
     return torch.addcmul(base, x, keep.to(x.dtype), value=float(scale)), keep, scale
 
 
@@ -85,12 +86,17 @@ def _(x, residual, p):
 
 @torch.library.custom_op("comera::dropout_backward", mutates_args=())
 def _dropout_backward(grad: Tensor, keep: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(grad.new_zeros(()), grad, keep.to(grad.dtype), value=float(scale))
+    return torch.addcmul(_zero(grad.dtype), grad, keep.to(grad.dtype), value=float(scale))
 
 
 @_dropout_backward.register_fake
 def _(grad, keep, scale):
     return grad.new_empty(grad.shape)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype)
 
 
 def _setup_context(ctx, inputs, output) -> None:

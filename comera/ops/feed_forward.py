@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comera.ops.autocast import autocast_together, without_autocast
 from comera.ops.fixed_sizes import is_free_on_cpu
+from comera.ops.kernels.low_rank import multiplies_by_kernel, multiply, multiply_backward
 from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
@@ -79,8 +80,13 @@ def _feed_forward(
     """``y``, and the thin products with both left halves, a bias' columns of ones in them."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
     value, _ = ACTIVATIONS[activation]
-    t1 = product(x, left1)
     t2 = x.new_empty(x.shape[0], left2.shape[1])
+    if _by_kernels(x, left1, right1, left2, right2):
+        t1 = x.new_empty(x.shape[0], left1.shape[1])
+        (h,) = multiply(x, [left1], [right1], [t1], bias)
+        (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
+        return y.view(*x_BI.shape[:-1], y.shape[1]), t1, t2
+    t1 = product(x, left1)
     if bias:
         t1[:, -1].fill_(1)
     (hidden,) = _buffers(x, right1.shape[1], 1)
@@ -113,6 +119,13 @@ def _feed_forward_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
+    if _by_kernels(x, left1, right1, left2, right2):
+        h = t1 @ right1
+        a = value(h, out=torch.empty_like(h))
+        ga, (gl2,), (gr2,) = multiply_backward([grad_y], a, [left2], [right2], [t2], True, True)
+        gh = grad_of(ga, h, grad_input=ga)
+        gx, (gl1,), (gr1,) = multiply_backward([gh], x, [left1], [right1], [t1], True, True)
+        return gx, gl1, gr1, gl2, gr2  # type: ignore[return-value]
     wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
@@ -161,6 +174,11 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _by_kernels(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor) -> bool:
+    """Then the hidden activation exists for all rows at once, but is not kept either."""
+    return multiplies_by_kernel(x, [left1], [right1]) and multiplies_by_kernel(x, [left2], [right2])
 
 
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:

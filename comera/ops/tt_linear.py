@@ -14,6 +14,7 @@ from torch import Tensor
 from comera.ops.autocast import autocast_together, without_autocast
 from comera.ops.chain import merge_chain
 from comera.ops.halves import merge_halves
+from comera.ops.kernels.low_rank import multiplies_by_kernel, multiply, multiply_backward
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
 from comera.ops.scaled import products_are_scaled
@@ -120,6 +121,10 @@ def _thin_linears(
 ) -> list[Tensor]:
     """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
+    if multiplies_by_kernel(x, lefts, rights):
+        t = x.new_empty(x.shape[0], sum(left.shape[1] for left in lefts))
+        ys = multiply(x, lefts, rights, t.split([left.shape[1] for left in lefts], 1), bias)
+        return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
     t = product(x, _beside(lefts))
     ys, end = [], 0
     for right in rights:
@@ -148,6 +153,8 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
     x_BI, t, *halves = ctx.saved_tensors
     lefts, rights = halves[: ctx.count], halves[ctx.count :]
     *grad_ys, grad_t = grads
+    need_x, need_lefts, need_rights, _ = ctx.needs_input_grad
+    needs = need_x, any(need_lefts), any(need_rights)
     with without_autocast(x_BI):
         x = x_BI.reshape(-1, x_BI.shape[-1])
         gys = [
@@ -156,22 +163,77 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             else gy.reshape(-1, gy.shape[-1]).to(x.dtype)
             for gy, right in zip(grad_ys, rights, strict=True)
         ]
-        u = _beside([product(gy, right.T) for gy, right in zip(gys, rights, strict=True)])
-        if grad_t is not None:  # only when this backward pass is itself differentiated
-            u = u + grad_t
-        need_x, need_lefts, need_rights, _ = ctx.needs_input_grad
-        widths = [right.shape[0] for right in rights]
-        grad_x = product(u, _beside(lefts).T).reshape(x_BI.shape) if need_x else None
-        grad_lefts: list[Tensor | None] = [None] * ctx.count
-        grad_rights: list[Tensor | None] = [None] * ctx.count
-        if any(need_lefts):
-            # Transposed: faster that way.
-            grad_lefts = [g.T for g in product(u.T, x).split(widths)]
-        if any(need_rights):
-            grad_rights = [
-                product(tj.T, gy) for tj, gy in zip(t.split(widths, 1), gys, strict=True)
-            ]
-    return grad_x, grad_lefts, grad_rights, None
+        if not torch.is_grad_enabled() and multiplies_by_kernel(x, lefts, rights):
+            found = _thin_linears_backward(gys, x, t, lefts, rights, *needs)
+        else:  # grad_t: only when this backward pass is itself differentiated
+            found = _gradients(gys, grad_t, x, t, lefts, rights, *needs)
+        grad_x, *grads_of_halves = found
+        grad_lefts = grads_of_halves[: ctx.count] if needs[1] else [None] * ctx.count
+        grad_rights = grads_of_halves[ctx.count :] if needs[2] else [None] * ctx.count
+        return grad_x.reshape(x_BI.shape) if need_x else None, grad_lefts, grad_rights, None
+
+
+def _gradients(
+    gys: Sequence[Tensor],
+    grad_t: Tensor | None,
+    x: Tensor,
+    t: Tensor,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    need_x: bool,
+    need_lefts: bool,
+    need_rights: bool,
+) -> list[Tensor]:
+    """Of x, then of all left and all right halves; empty ones where they are not wanted."""
+    u = _beside([product(gy, right.T) for gy, right in zip(gys, rights, strict=True)])
+    if grad_t is not None:
+        u = u + grad_t
+    widths = [right.shape[0] for right in rights]
+    nothing = [x.new_empty(0)] * len(lefts)
+    return [
+        product(u, _beside(lefts).T) if need_x else x.new_empty(0),
+        # Transposed: faster that way.
+        *([g.T for g in product(u.T, x).split(widths)] if need_lefts else nothing),
+        *(
+            [product(tj.T, gy) for tj, gy in zip(t.split(widths, 1), gys, strict=True)]
+            if need_rights
+            else nothing
+        ),
+    ]
+
+
+@operator("comera::thin_linears_backward")
+def _thin_linears_backward(
+    gys: Sequence[Tensor],
+    x: Tensor,
+    t: Tensor,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    need_x: bool,
+    need_lefts: bool,
+    need_rights: bool,
+) -> list[Tensor]:
+    needs = need_x, need_lefts, need_rights
+    if not multiplies_by_kernel(x, lefts, rights):
+        # A graph that was compiled where kernels run may be called where they do not.
+        found = _gradients(gys, None, x, t, lefts, rights, *needs)
+        return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
+    ts = t.split([left.shape[1] for left in lefts], 1)
+    grad_x, grad_lefts, grad_rights = multiply_backward(
+        gys, x, lefts, rights, ts, need_x, need_lefts or need_rights
+    )
+    of_x = x.new_empty(0) if grad_x is None else grad_x
+    if not grad_lefts:
+        return [of_x, *(x.new_empty(0) for _ in (*lefts, *rights))]
+    return [of_x, *grad_lefts, *grad_rights]
+
+
+@_thin_linears_backward.register_fake
+def _(gys, x, t, lefts, rights, need_x, need_lefts, need_rights):
+    of_halves = [
+        x.new_empty(half.shape if need_lefts or need_rights else 0) for half in (*lefts, *rights)
+    ]
+    return [x.new_empty(x.shape if need_x else 0), *of_halves]
 
 
 _thin_linears.register_autograd(_backward, setup_context=_setup_context)

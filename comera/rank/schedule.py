@@ -158,10 +158,10 @@ class TwoStage:
         early = self._early_loss(seen)
         value = seen.maximum(_SMALLEST_SHARE * early)
         goal = early if self.loss_goal is None else self.loss_goal
-        loss_is_worse = goal / value < self.target_size / exact
-        press = ~loss_is_worse & (exact > self.target_size) & ~self._reached
-        for_loss = torch.where(press, 0.0, 1.0) + self.rho_loss
-        for_size = torch.where(press, 1.0, 0.0) + self.rho_size
+        size_is_worse = goal / value >= self.target_size / exact
+        press = (size_is_worse & (exact > self.target_size) & ~self._reached).to(loss)
+        for_loss = 1 + self.rho_loss - press
+        for_size = self.rho_size + press
         return for_loss * loss + for_size * value * (relaxed / exact)
 
     def _early_loss(self, value: Tensor) -> Tensor:

@@ -61,10 +61,10 @@ class SizeOfRanks:
     def relaxed(self, gates: Gates | None = None) -> Tensor:
         """The differentiable size, a scalar in entries; of the gates as they are now if None."""
         values, live, counts = gates or self.read()
-        bonds = self._sum_by_bond(torch.where(live, values, 0))
+        bonds = self._sum_by_bond(values * live)
         bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
-        slices = self._slices.to(bonds.dtype)
-        return (bonds[self._before] * bonds[self._after] * slices).sum()
+        before, after = self._ends_of_cores(bonds)
+        return torch.dot(before * after, self._slices[bonds.dtype])
 
     @torch.no_grad()
     def exact(self, gates: Gates | None = None) -> Tensor:
@@ -88,28 +88,31 @@ class SizeOfRanks:
         """
         values, live, counts = self.read()
         reached = self._size_at(counts) < floor
-        lifted = before & ~live & reached
+        lifted = (before > live) & reached
         if self.min_rank:
             dead = self._sum_by_bond((live | lifted).to(values.dtype)) == 0
-            lowest = values.new_full(dead.shape, -torch.inf)
-            best = lowest.scatter_reduce_(0, self._bond_of_gate, values, "amax")
+            best = self._lowest.scatter_reduce(0, self._bond_of_gate, values, "amax")
             largest = values == best[self._bond_of_gate]
             lifted = lifted | (dead[self._bond_of_gate] & largest)
-        rise = torch.where(lifted, 1.5 * self._threshold - values, 0)
+        rise = (self._lifted_to - values) * lifted
         parts = zip(rise.split(list(self._widths)), self.gates, strict=True)
         torch._foreach_add_(self.gates, [part.view_as(gate) for part, gate in parts])
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
-        size = counts[self._before] * counts[self._after] * self._slices
-        empty = (counts == 0).double()
-        holes = torch.zeros_like(counts).index_add_(0, self._layer_of_bond, empty)
-        return torch.where(holes[self._layer_of_core] > 0, 0, size).sum()
+        before, after = self._ends_of_cores(counts)
+        least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
+        whole = least[self._layer_of_core] > 0
+        return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
         """Slot 0 is the outer bond of every layer, which is one and has no gate."""
-        slots = values.new_zeros(self._num_bonds + 1).index_add(0, self._bond_of_gate, values)
-        return slots + self._outer.to(values.dtype)
+        return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
+
+    def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
+        """The bonds before and after each core."""
+        # Unlike that of indexing by brackets, its gradient needs no sorting.
+        return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...]) -> None:
         """Which bond each gate belongs to, and which two bonds each core lies between."""
@@ -129,16 +132,19 @@ class SizeOfRanks:
             layer_of_bond += [number] * len(inner)
             thresholds += [layer.prune_below] * sum(layer.ranks)
             bond += len(inner)
-        self._num_bonds = bond
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)
 
         numbered = enumerate(widths, start=1)
         self._bond_of_gate = on_device([k for k, width in numbered for _ in range(width)])
-        self._before, self._after = on_device(before), on_device(after)
+        self._ends = on_device(before + after)
         self._layer_of_core = on_device(layer_of_core)
         self._layer_of_bond = on_device(layer_of_bond)
-        self._slices = on_device(slices, torch.double)
-        self._threshold = on_device(thresholds, self.gates[0].dtype)
-        self._outer = on_device([1] + [0] * bond, torch.double)
+        dtype = self.gates[0].dtype
+        self._slices = {kind: on_device(slices, kind) for kind in (dtype, torch.double)}
+        self._outer = {kind: on_device([1] + [0] * bond, kind) for kind in (dtype, torch.double)}
+        self._threshold = on_device(thresholds, dtype)
+        self._lifted_to = 1.5 * self._threshold
+        self._lowest = self._outer[dtype].new_full((bond + 1,), -torch.inf)
+        self._most = self._outer[torch.double].new_full((bond + 1,), torch.inf)

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
-from comera.ops.kernels import build, choose, driver, emulate, look_up, merge, source
+from comera.ops.kernels import build, choose, driver, emulate, look_up, low_rank, merge, source
 from comera.ops.kernels.build import KernelError
 
 _OPERATORS = {
     "merge_halves": merge.FILE,
     "ttm_look_up": look_up.FILE,
-    "thin_linears": None,
+    "thin_linears": low_rank.FILE,
 }
 """What has CUDA kernels, and in which file."""
 
@@ -59,9 +59,6 @@ def _ways() -> Table:
     for column in ("operator", "dtype", "way", "why"):
         table.add_column(column)
     for operator, file in _OPERATORS.items():
-        if file is None:
-            table.add_row(operator, "all", "torch operations", "there is no kernel for it")
-            continue
         for dtype in _DTYPES:
             why = choose.why_not(file, device, dtype)
             way = "torch operations" if why else "kernel" if device.type == "cuda" else "emulation"

@@ -109,7 +109,7 @@ class TrainStep:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
-        self.merged = GroupedMerge(model)
+        self.merged = GroupedMerge(model, autocast)
         self.steps_done = 0
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn

@@ -21,15 +21,15 @@ def thread_order(request, emulated, monkeypatch):
 
 @pytest.fixture
 def plant(emulated, monkeypatch, tmp_path):
-    """Runs another source instead, of which only what is for float32 is compiled, and quickly."""
+    """Runs another source instead, of which only what is for one dtype is compiled, and quickly."""
     everything = emulate.entries
 
-    def planted(text):
+    def planted(text, only="_f32"):
         monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
         monkeypatch.setattr(emulate, "text", lambda file: text)
         monkeypatch.setattr(emulate, "_FLAGS", (*emulate._FLAGS, "-O0"))
         monkeypatch.setattr(
-            emulate, "entries", lambda file: [n for n in everything(file) if "bf16" not in n]
+            emulate, "entries", lambda file: [n for n in everything(file) if n.endswith(only)]
         )
 
     return planted

@@ -92,9 +92,13 @@ go()
 other = threading.Thread(target=go)
 other.start(), other.join()
 launch.launch("merge", "merge_bf16", card, 0, 128, 0)  # no blocks: nothing to launch
+for shared in (49999, 60000, 50000):
+    launch.launch("merge", "merge_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5)
 """,
         "ppif",
     )
+    end = next(number for number, line in enumerate(lines) if "49999" in line)
+    lines, more = lines[:end], lines[end:]
     launches = [line.split() for line in lines if line.startswith("LAUNCH")]
     for launched, number in zip(launches, [7, 8, 7, 8], strict=True):
         *start, pointer, nothing, whole, other = launched
@@ -108,3 +112,36 @@ launch.launch("merge", "merge_bf16", card, 0, 128, 0)  # no blocks: nothing to l
         "cuCtxSetCurrent",
     ]
     assert "CALL cuFuncSetAttribute 8=50000" in lines
+    # What has been allowed once stays so.
+    assert [line for line in more if line.startswith("CALL")] == [
+        "CALL cuFuncSetAttribute 8=49999", "CALL cuFuncSetAttribute 8=60000",
+    ]  # fmt: skip
+
+
+@needs_nvrtc
+def test_a_linear_layer_is_one_launch_and_two_backward(stand_in):
+    build.cubin("low_rank_linear", "sm_90")
+    lines = stand_in(
+        """
+from comera.ops.kernels import low_rank
+launch_it = low_rank.launch
+low_rank.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
+x, t, y = (torch.zeros(600, width) for width in (40, 48, 70))
+left, right = torch.zeros(40, 48), torch.zeros(48, 70)
+low_rank.multiply(x, [left], [right], [t], True)
+low_rank.multiply_backward([y], x, [left], [right], [t], True, True)
+""",
+        "s",
+    )
+    launches = [line.split() for line in lines if line.startswith("LAUNCH")]
+    # A block for each 32 rows; then for 32 of 40 and of 70 columns, in three parts of the rows.
+    shared = 4 * (8 * 32 * 36 + 32 * (2 * 32 + 8))
+    assert [line[1:6] for line in launches] == [
+        [f"low_rank_{name}_f32", grid, "256,1,1", str(shared), "0xabc0"]
+        for name, grid in [
+            ("forward", "19,1,1"),
+            ("back_rows", "19,1,1"),
+            ("back_columns", "5,3,1"),
+        ]
+    ]
+    assert [line[6] for line in launches] == ["1"] * 3  # pairs

@@ -56,6 +56,27 @@ def test_frozen_layers_ask_for_no_gradient_beside_others():
             assert model[1].shared_halves[0].requires_grad
 
 
+def test_under_autocast_all_halves_of_a_shape_are_narrowed_at_once():
+    model, tokens = make(torch.float32), torch.randint(0, 50, (3, 4))
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = twin(tokens)
+        want.float().square().mean().backward()
+    with comera.GroupedMerge(model, torch.bfloat16):
+        assert model[1].shared_halves[0].dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(half.dtype == torch.bfloat16 for half in model[1].halves())
+            got = model(tokens)
+            with torch.autocast("cpu", enabled=False):
+                assert all(half.dtype == torch.float32 for half in model[1].halves())
+        assert model(tokens).dtype == torch.float32
+        got.float().square().mean().backward()
+    torch.testing.assert_close(got, want)
+    grads = [[p.grad for p in each.parameters()] for each in (model, twin)]
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-4)
+    assert model[1].narrow_halves is None
+
+
 def test_nothing_is_left_behind():
     model = make()
     merged = comera.GroupedMerge(model)

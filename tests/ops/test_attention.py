@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from comera.ops import attention as module
-from comera.ops.attention import _attend, attend
+from comera.ops.attention import _attend, attend, score_bias
 
 
 def make(heads=2, queries=6, keys=5):
@@ -87,3 +87,11 @@ def test_registered_soundly(dropout):
     # A random result cannot be compared between two runs.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(_attend.custom_op, (q, k, v, bias, 0.5, dropout), test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_added_to_scores_can_be_made_once_for_all_layers(dtype):
+    q, k, v, keep = make()
+    keep[1] = False
+    want = attend(q, k, v, keep, 0.4, 0.0)
+    torch.testing.assert_close(attend(q, k, v, score_bias(keep, dtype), 0.4, 0.0), want)

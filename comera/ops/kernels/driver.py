@@ -39,12 +39,18 @@ def _library(file: str, device: int) -> Any:
     return checked(answer, f"{file}.cu, compiled for sm_{major}{minor}, does not load")
 
 
-@functools.cache
+_allowed: dict[tuple[str, str, int], int] = {}
+"""Bytes of shared memory that a kernel on a card has been allowed, beyond what it has anyway."""
+
+
 def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
+    if shared <= _allowed.get((file, name, device), PLENTY_OF_SHARED):
+        return
     driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     answer = driver.cuFuncSetAttribute(function(file, name, device), attribute, shared)
     checked((*answer, None), f"{shared} bytes of shared memory for {name}")
+    _allowed[file, name, device] = shared
 
 
 def launch(
@@ -61,8 +67,7 @@ def launch(
     kernel = function(file, name, device)
     with torch.cuda.device(device):
         _enter_context(device)
-        if shared > PLENTY_OF_SHARED:
-            _allow_shared(file, name, device, shared)
+        _allow_shared(file, name, device, shared)
         stream = torch.cuda.current_stream(device).cuda_stream
         answer = driver.cuLaunchKernel(
             kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
