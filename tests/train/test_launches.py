@@ -49,11 +49,11 @@ def test_launches_of_a_step_stay_within_their_budget():
     The table has 150 of them, both ways and its halves included: it sorts its entries and groups
     rows by their slices, small operations on whole numbers that save larger ones on rows.
     """
-    assert launches(make_step()) <= 945
-    assert launches(make_step(late=True)) <= 970
+    assert launches(make_step()) <= 948
+    assert launches(make_step(late=True)) <= 975
 
 
-@pytest.mark.parametrize(("late", "budget"), [(False, 744), (True, 771)])
+@pytest.mark.parametrize(("late", "budget"), [(False, 746), (True, 773)])
 def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
     """The course that a CUDA graph holds, counted by what PyTorch dispatches on a CPU.
 
