@@ -95,7 +95,7 @@ def test_a_vanished_layer_leaves_its_bias(model, batch):
     comera.truncate_(model, min_rank=0)  # once more changes nothing
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.12])
 def test_a_budget_is_met(model, batch, share):
     budget = share * sum(layer.shape.num_params for layer in tensor_trains(model).values())
     closed = prune_to_(model, budget)

@@ -46,8 +46,9 @@ def test_gradients_are_clipped_together():
 
 
 def test_learns_and_shrinks(step):
-    losses = [float(step(get_batch(0))) for _ in range(16)]
-    assert losses[-1] < losses[0]
+    # Two batches: one would be learned by heart, and its gradients drown that of the size.
+    losses = [float(step(get_batch(k % 2))) for k in range(16)]
+    assert sum(losses[-2:]) < sum(losses[:2])
     assert step.ranks.size.exact() < step.ranks.start_size
 
 
