@@ -6,18 +6,16 @@ last cores carry the output modes, and ``TTMShape`` for an embedding table, each
 carries one factor of the row count and one of the width.
 """
 
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
+from comera.modes import balanced_modes, order_for, table_modes
+
 DEFAULT_RANK = 32
 """The largest bond of a layer whose user names no rank."""
-
-_GOOD_BALANCE = 1.25
-"""An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
 
 
 class _Chain:
@@ -186,8 +184,8 @@ class TTShape(_Chain):
             in_modes, out_modes = _two_sides(shape, "in_modes", "out_modes")
             given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
         else:
-            in_modes = tuple(reversed(balanced_modes(in_features, _order_for(in_features, order))))
-            out_modes = balanced_modes(out_features, _order_for(out_features, order))
+            in_modes = tuple(reversed(balanced_modes(in_features, order_for(in_features, order))))
+            out_modes = balanced_modes(out_features, order_for(out_features, order))
             given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
         _check_cover("in_features", in_features, given.in_modes)
         _check_cover("out_features", out_features, given.out_modes)
@@ -272,7 +270,7 @@ class TTMShape(_Chain):
             if order < 2:
                 raise ValueError(f"order={order} must be at least 2: an embedding has two halves")
             order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
-            given = cls(*_table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
+            given = cls(*table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
         _check_cover("num_embeddings", num_embeddings, given.row_modes)
         _check_cover("embedding_dim", embedding_dim, given.col_modes)
         return _sized(given, rank, compression, keep=isinstance(shape, TTMShape))
@@ -305,104 +303,6 @@ class TTMShape(_Chain):
 
     def describe_modes(self) -> str:
         return "  ".join(f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True))
-
-
-def balanced_modes(width: int, order: int) -> tuple[int, ...]:
-    """Split ``width`` into ``order`` factors as equal as possible, smallest first.
-
-    A width without a good factorisation is rounded up to the next one that has it: the result
-    then multiplies to a little more than ``width``.
-
-    >>> balanced_modes(768, 3)
-    (8, 8, 12)
-    >>> balanced_modes(30522, 4)
-    (12, 13, 14, 14)
-
-    Raises:
-        ValueError: If ``width`` or ``order`` is below one.
-    """
-    if width < 1 or order < 1:
-        raise ValueError(f"cannot split a width of {width} into {order} modes")
-    ideal_sum = order * width ** (1 / order)
-    exact = min(_factorisations(width, order), key=sum)
-    if sum(exact) <= _GOOD_BALANCE * ideal_sum:
-        return exact
-
-    def cost(modes: tuple[int, ...]) -> float:
-        return sum(modes) / ideal_sum * (math.prod(modes) / width) ** 2
-
-    return min((exact, *_roundings(width, order)), key=cost)
-
-
-def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``width`` as ``order`` non-decreasing factors."""
-    if order == 1:
-        yield (width,)
-        return
-    most = round(width ** (1 / order)) + 1
-    for factor in range(smallest, most + 1):
-        if width % factor == 0 and factor**order <= width:
-            for rest in _factorisations(width // factor, order - 1, factor):
-                yield (factor, *rest)
-
-
-def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
-    """Modes near the ``order``-th root whose product is at least ``width``."""
-    root = width ** (1 / order)
-    near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
-    for head in itertools.combinations_with_replacement(near, order - 1):
-        yield tuple(sorted((*head, -(-width // math.prod(head)))))
-
-
-def _large_outside(modes: tuple[int, ...]) -> tuple[int, ...]:
-    """Put the large modes at the ends of the chain, where the bonds are narrow."""
-    rising = sorted(modes)
-    return (*rising[1::2][::-1], *rising[0::2])
-
-
-_LEFT_SLICES = 8
-"""Left slices of a table for each right one.
-
-Rows that share their right slice are made in groups. With few right slices the groups of a batch
-fill, and what is still gathered row by row, left slices, is narrow (``ops/slots.py``).
-"""
-_LEFT_COLS = 1 / 3
-"""Exponent of a table's width that the left half gets."""
-
-
-def _table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Row and column modes of a table for fast look-ups, the large ones at the ends."""
-    left, right = order // 2, order - order // 2
-    right_rows = balanced_modes(max(1, round(math.sqrt(rows / _LEFT_SLICES))), right)
-    left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
-    # The left columns stand in the first core alone, where the bond beside them is narrow.
-    wanted = width**_LEFT_COLS
-    exact = (n for n in range(1, width + 1) if width % n == 0)
-    left_cols = min(exact, key=lambda n: abs(math.log(n / wanted)))
-    if not 0.5 <= left_cols / wanted <= 2:  # no good factor
-        left_cols = round(wanted)
-    right_cols = balanced_modes(-(-width // left_cols), right)
-    return (
-        _tightened((*left_rows[::-1], *right_rows), rows),
-        _tightened((left_cols, *(1,) * (left - 1), *right_cols), width),
-    )
-
-
-def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The same modes, smaller where a smaller one still holds the width."""
-    product = math.prod(modes)
-    for k, n in enumerate(modes):
-        if product // n * (n - 1) >= width and n > 1:
-            smaller = -(-width * n // product)
-            return _tightened((*modes[:k], smaller, *modes[k + 1 :]), width)
-    return modes
-
-
-def _order_for(width: int, order: int) -> int:
-    """Fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
-    if order < 1:
-        raise ValueError(f"order={order} must be at least 1")
-    return min(order, max(1, int(math.log2(max(2, width)) / 2)))
 
 
 def _two_sides(
