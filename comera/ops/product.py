@@ -117,8 +117,8 @@ def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def stacked_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:
     """``a @ b`` of equally many matrices, contiguous; for use inside of operators."""
-    if a_GMK.shape[0] == 1 and _onednn_takes(a_GMK[0], b_GKN[0]):
-        return _by_onednn_turned(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
+    if a_GMK.shape[0] == 1 and (not is_plain(a_GMK) or _onednn_takes(a_GMK[0], b_GKN[0])):
+        return product(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
     return torch.bmm(a_GMK, b_GKN)
 
 

@@ -174,9 +174,14 @@ def test_compiles_whole_and_for_any_batch():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_model_compiles_to_machine_code(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"),
+    [(50, 24, 4), pytest.param(30522, 768, 32, id="products large enough for oneDNN")],
+)
+def test_a_model_compiles_to_machine_code(rows, width, rank, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model = nn.Sequential(TTEmbedding(50, 24, rank=4), nn.GELU(), TTLinear(24, 18, rank=4))
+    table = TTEmbedding(rows, width, rank=rank)
+    model = nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4))
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for batch in (3, 5):
         x = torch.randint(50, (batch, 7))
