@@ -90,14 +90,19 @@ class TTTable(TensorTrainModule):
 
     def _rows(self, indices: Tensor) -> Tensor:
         """``(*indices.shape, embedding_dim)``, the padding row like any other."""
-        if not torch.compiler.is_compiling():
-            check_range(indices, self.num_embeddings)
+        if self._moves_rows and not torch.compiler.is_compiling():
+            check_range(indices, self.num_embeddings)  # else the look-up does it
         return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
 
     def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Weighted sums of rows, ``(bags, embedding_dim)``."""
         indices = self._kept_at(indices)
         return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
+
+    @property
+    def _moves_rows(self) -> bool:
+        """Whether an index may be kept at another row than its own."""
+        return self.row_order is not None or self._step is not None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
         """The rows of indices, of which one that is out of range must not become one that is in."""
@@ -109,7 +114,7 @@ class TTTable(TensorTrainModule):
 
     def _every_row_kept_at(self) -> Tensor | None:
         """:meth:`_kept_at` of all indices; None where each is at its own."""
-        if self.row_order is None and self._step is None:
+        if not self._moves_rows:
             return None
         return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
