@@ -1,15 +1,13 @@
 """Per-layer updates in two processes: averaged over a group, and on sharded parameters."""
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import comera
 from comera import OptimizerInBackward
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -131,21 +129,14 @@ def sharded(rank):
     return found
 
 
-def _process(rank, path):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.save({"averaged": averaged(rank), "sharded": sharded(rank)}, f"{path}/{rank}.pt")
-    gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
-    dist.destroy_process_group()
+def _found(rank):
+    return {"averaged": averaged(rank), "sharded": sharded(rank)}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each of two processes found; starting them takes longer than all they do."""
-    path = tmp_path_factory.mktemp("processes")
-    mp.start_processes(_process, (str(path),), nprocs=2, start_method="spawn")
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+    return in_two_processes(_found, tmp_path_factory.mktemp("processes"))
 
 
 def test_averaged_gradients_step_as_with_distributed_data_parallel(results):

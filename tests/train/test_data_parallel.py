@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import comera
@@ -16,6 +15,7 @@ from comera.optim.capturable import make_capturable_
 from comera.train import data_parallel
 from comera.train import step as step_module
 from comera.train.data_parallel import WARM_UP_TOGETHER
+from tests.processes import in_two_processes
 
 from .conftest import get_batch, loss_fn, make_step
 from .tape import Tapes
@@ -207,11 +207,8 @@ def refusals(rank):
     return found
 
 
-def _process(rank, path):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = {
+def _found(rank):
+    return {
         "stages": stages(rank),
         "before": a_failure(rank, "before"),
         "while recording": a_failure(rank, "while recording"),
@@ -220,17 +217,12 @@ def _process(rank, path):
         "not finite": a_loss_that_is_not_finite(rank),
         "refusals": refusals(rank),
     }
-    torch.save(found, f"{path}/{rank}.pt")
-    gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each of two processes found; starting them takes longer than all they do."""
-    path = tmp_path_factory.mktemp("processes")
-    mp.start_processes(_process, (str(path),), nprocs=2, start_method="spawn")
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+    return in_two_processes(_found, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.slow
