@@ -26,7 +26,7 @@ from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
-from comera.ops.chain import merge_chain_reference
+from comera.ops.chain import merge_chain
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.look_up import look_up
 from comera.ops.machine import machine_of
@@ -232,8 +232,8 @@ def _merges(
         for layer, left_IR in zip(trains, lefts, strict=True):
             split, cores = layer.shape.split, list(layer.cores)
             gates, below = list(layer.gates), layer.prune_below
-            left = merge_chain_reference(cores[:split], gates[:split], below)[0]
-            right = merge_chain_reference(cores[split:], gates[split:], below)[..., 0]
+            left = merge_chain(cores[:split], gates[:split], below)[0]
+            right = merge_chain(cores[split:], gates[split:], below)[..., 0]
             padding = left_IR.shape[1] - left.shape[1] - 1
             assert layer.bias is not None
             bias = layer.bias[None]

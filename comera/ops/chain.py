@@ -18,69 +18,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
-from comera.ops.operator import operator
 from comera.ops.product import stacked_product
 from comera.ops.rank_gate import rank_gate_reference
 
 
-def merge_chain_reference(
-    cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
+def merge_chain(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
-    """The same as :func:`merge_chain`, core by core, for autograd to differentiate."""
-    gated = [rank_gate_reference(c, g, threshold) for c, g in zip(cores, gates, strict=False)]
-    gated = [*gated, *cores[len(gates) :]]
-    out = gated[0]
-    for core in gated[1:]:
-        out = torch.tensordot(out, core, 1)
-    return out.flatten(1, -2)
-
-
-@operator("comera::merge_chain")
-def merge_chain(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
+
+    Core by core, for autograd to differentiate: what everything faster is compared with.
 
     Args:
         cores: Each ``(left bond, mode(s), right bond)``; neighbours agree on their bond.
-        gates: ``gates[k]`` scales the right bond of ``cores[k]``. As many as there are cores, or
-            one fewer when the last bond carries no gate. float32 or wider.
+        gates: ``gates[k]`` scales the right bond of ``cores[k]``; there may be fewer than cores.
         threshold: A gate at or below it is a pruned rank.
 
     Returns:
         A tensor of the cores' dtype. Narrow dtypes are joined in float32 and rounded once.
     """
+    wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
-        stacked = stack_chains(cores, 1)
-        open_gates, _ = stack_gates(gates, 1, threshold)
-        merged = join(gate_chains(stacked, open_gates))[0]
-        # A single core without a gate passes through untouched, but an op may not return its input.
-        return merged.to(cores[0].dtype, copy=len(cores) == 1 and not gates)
-
-
-@merge_chain.register_fake
-def _(cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float) -> Tensor:
-    modes = math.prod(size for core in cores for size in core.shape[1:-1])
-    return cores[0].new_empty(cores[0].shape[0], modes, cores[-1].shape[-1])
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    cores, gates, ctx.threshold = inputs
-    ctx.num_cores = len(cores)
-    ctx.save_for_backward(*cores, *gates)
-
-
-def _backward(ctx, grad: Tensor):
-    saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
-    cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
-    with without_autocast(grad):
-        stacked = stack_chains(cores, 1)
-        open_gates, live = stack_gates(gates, 1, ctx.threshold)
-        grads = join_grads(grad.to(stacked[0].dtype)[None], gate_chains(stacked, open_gates))
-        grads, per_gate = gate_grads(grads, stacked, open_gates)
-        grad_gates = unstack_gates(per_gate, live, gates, 1)
-        return unstack_chains(grads, cores, 1), grad_gates, None
-
-
-merge_chain.register_autograd(_backward, setup_context=_setup_context)
+        gated = [core.to(wide) for core in cores]
+        for k, gate in enumerate(gates):
+            gated[k] = rank_gate_reference(gated[k], gate, threshold)
+        merged = gated[0]
+        for core in gated[1:]:
+            merged = torch.tensordot(merged, core, 1)
+        return merged.flatten(1, -2).to(cores[0].dtype)
 
 
 def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:

@@ -245,6 +245,6 @@ def _beside(parts: Sequence[Tensor]) -> Tensor:
 
 def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
     """The ``(out, in)`` matrix of a tensor train, by joining all its cores; differentiable."""
-    left = merge_chain(list(cores[:split]), [], 0.0)
-    right = merge_chain(list(cores[split:]), [], 0.0)
+    left = merge_chain(cores[:split])
+    right = merge_chain(cores[split:])
     return (left[0] @ right[..., 0]).T

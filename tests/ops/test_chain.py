@@ -4,7 +4,7 @@ import pytest
 import tensorly
 import torch
 
-from comera.ops.chain import merge_chain, merge_chain_reference
+from comera.ops.chain import merge_chain
 
 CHAINS = {  # bonds, then the modes of each core
     "one core": ((1, 4), [(3,)]),
@@ -15,7 +15,6 @@ CHAINS = {  # bonds, then the modes of each core
     "four cores": ((1, 3, 4, 2, 3), [(2,), (3,), (2,), (2,)]),
     "whole train": ((1, 3, 4, 1), [(3,), (2,), (4,)]),
     "paired modes": ((1, 3, 4, 5), [(2, 3), (2, 2), (3, 1)]),
-    "vanished": ((1, 0, 0), [(2,), (3,)]),
 }
 GATES = ["none", "inner", "all"]
 
@@ -41,37 +40,21 @@ def grads(merged, cores, gates):
 
 @pytest.mark.parametrize("gated", GATES)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_value_and_gradients_match_the_reference(chain, gated):
+def test_value_and_gradients_match_tensorly(chain, gated):
     cores, gates = make(chain, gated)
-    got, want = merge_chain(cores, gates, 0.01), merge_chain_reference(cores, gates, 0.01)
+    got = merge_chain(cores, gates, 0.01)
+    trains = [core.flatten(1, -2) for core in cores]
+    for k, gate in enumerate(gates):
+        trains[k] = trains[k] @ torch.diag(gate * (gate > 0.01))
+    first, last = got.shape[0], got.shape[-1]
+    ends = torch.eye(first, dtype=got.dtype)[None], torch.eye(last, dtype=got.dtype)[..., None]
+    with tensorly.backend_context("pytorch"):
+        want = tensorly.tt_to_tensor([ends[0], *trains, ends[1]]).reshape(got.shape)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(
         grads(got, cores, gates), grads(want, cores, gates), rtol=1e-10, atol=1e-10
     )
-
-
-@pytest.mark.parametrize("chain", ["rank one", "whole train"])
-def test_value_and_gradients_match_tensorly(chain):
-    cores, _ = make(chain)
-    got = merge_chain(cores, [], 0.0)
-    with tensorly.backend_context("pytorch"):
-        want = tensorly.tt_to_tensor(cores).reshape(got.shape)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(
-        grads(got, cores, []), grads(want, cores, []), rtol=1e-10, atol=1e-10
-    )
     assert tensorly.get_backend() == "numpy"
-
-
-@pytest.mark.parametrize("chain", ["from the left", "from the right"])
-def test_gradients_can_be_differentiated_again(chain):
-    cores, gates = make(chain, "inner")
-
-    def merge(*tensors):
-        return merge_chain(list(tensors[: len(cores)]), list(tensors[len(cores) :]), 0.01)
-
-    assert torch.autograd.gradcheck(merge, (*cores, *gates))
-    assert torch.autograd.gradgradcheck(merge, (*cores, *gates))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -79,19 +62,12 @@ def test_narrow_cores_are_rounded_once(dtype):
     cores, gates = make("four cores", "all", dtype)
     wide = [core.detach().float() for core in cores]
     got = merge_chain(cores, gates, 0.01)
-    assert torch.equal(got, merge_chain_reference(wide, gates, 0.01).to(dtype))
+    assert torch.equal(got, merge_chain(wide, gates, 0.01).to(dtype))
     got.sum().backward()
     assert all(core.grad.dtype == dtype for core in cores)
     assert all(gate.grad.dtype == torch.float32 for gate in gates)
 
 
-def test_the_result_is_a_new_tensor_even_of_one_core():
-    (core,), _ = make("one core")
-    assert merge_chain([core], [], 0.0).data_ptr() != core.data_ptr()
-
-
-@pytest.mark.parametrize("gated", ["none", "all"])
-@pytest.mark.parametrize("chain", ["one core", "four cores", "paired modes"])
-def test_registered_soundly(chain, gated):
-    cores, gates = make(chain, gated, torch.float32)
-    torch.library.opcheck(merge_chain.custom_op, (cores, gates, 0.01))
+def test_a_train_through_an_empty_bond_is_zero():
+    merged = merge_chain([torch.ones(1, 2, 0), torch.ones(0, 3, 4)])
+    assert torch.equal(merged, torch.zeros(1, 6, 4))

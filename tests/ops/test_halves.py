@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from comera.ops.chain import merge_chain_reference
+from comera.ops.chain import merge_chain
 from comera.ops.halves import layout_of, merge_groups, merge_halves
 from comera.ops.kernels import choose
 from comera.planning.padding import padded_rank
@@ -53,8 +53,8 @@ class Group:
         for number in range(self.num_layers):
             cores, gates = self.layer(number)
             split = self.split
-            left = merge_chain_reference(cores[:split], gates[:split], 0.01)[0]
-            right = merge_chain_reference(cores[split:], gates[split:], 0.01)[..., 0]
+            left = merge_chain(cores[:split], gates[:split], 0.01)[0]
+            right = merge_chain(cores[split:], gates[split:], 0.01)[..., 0]
             width = padded_rank(right.shape[0], bool(self.biases))
             more = width - right.shape[0]
             lefts.append(torch.nn.functional.pad(left, (0, more)))
