@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if chosen.command == "sweep":
             options = chosen.sweep
-            return run_sweep(Path(options.file), options.jobs, options.overwrite, console)
+            out = Path(options.out) if options.out else None
+            return run_sweep(Path(options.file), options.jobs, options.overwrite, console, out)
         if chosen.command == "bench":
             return run_bench(chosen.bench, console)
         if chosen.command == "checkpoint":
@@ -119,6 +120,7 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     sweep.add_argument("file", type=str, help="YAML file of the sweep")
+    sweep.add_argument("--out", type=str, default=None, help="folder, instead of the file's")
     sweep.add_argument("--jobs", type=int, default=1, help="runs at a time")
     sweep.add_argument(
         "--overwrite",

@@ -64,7 +64,11 @@ class Sweep:
 
 
 def run_sweep(
-    path: Path, at_once: int = 1, overwrite: bool = False, console: Console | None = None
+    path: Path,
+    at_once: int = 1,
+    overwrite: bool = False,
+    console: Console | None = None,
+    out: Path | None = None,
 ) -> int:
     """Train what is unfinished of a sweep, and compare what is finished.
 
@@ -73,6 +77,7 @@ def run_sweep(
         at_once: Runs at a time.
         overwrite: Begin the runs anew whose folders hold other settings; the others stay.
         console: Where progress and the table go.
+        out: Folder of everything, instead of the one that the file names.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -86,6 +91,8 @@ def run_sweep(
         raise ValueError(f"jobs={at_once} must be at least 1")
     console = console or Console()
     sweep = read_sweep(path)
+    if out is not None:
+        sweep = dataclasses.replace(sweep, out=out.expanduser())
     for variant in sweep.variants.values():
         _check_model(variant)
     jobs = make_jobs(sweep)

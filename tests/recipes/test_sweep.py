@@ -257,6 +257,16 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
 
 
+def test_another_folder_than_the_file_names(content, tmp_path, capsys):
+    other = tmp_path / "other"
+    for job in make_jobs(dataclasses.replace(sweep_of(content, tmp_path), out=other)):
+        finish(job)
+    assert main(["sweep", str(written(content, tmp_path)), f"--out={other}"]) == 0
+    assert "2 of them finished" in capsys.readouterr().out
+    assert (other / "results.md").is_file()
+    assert not Path(content["out"]).exists()
+
+
 @pytest.mark.slow
 def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(content, tmp_path):
     content["variants"] |= {
