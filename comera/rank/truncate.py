@@ -99,8 +99,9 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> list[flo
     """Close the gates that matter least until the cores fit a budget.
 
     A rank matters by the share it has in the squared norm that its bond still carries, per entry
-    it costs; the cheapest loss goes first, over all layers together. Gates are set to zero,
-    nothing is cut.
+    it costs; the cheapest loss goes first, over all layers together. The last one may have been
+    large: of those before it, what then still fits stays open. Gates are set to zero, nothing is
+    cut.
 
     Args:
         model: Its tensor-train layers are pruned.
@@ -145,11 +146,32 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> list[flo
         for k in of_layer[bond.layer]:
             price[k] = _price(bonds[k], layers, ranks, sizes, min_rank)
     values = []
-    for bond, index in closed:
+    for bond, index in _too_many(closed, layers, ranks, sizes, budget):
         gate = layers[bond.layer].gates[bond.position]
         values.append(float(gate[index]))
         gate[index] = 0
     return values
+
+
+def _too_many(
+    closed: Sequence[tuple[_Bond, int]],
+    layers: Sequence[TensorTrainModule],
+    ranks: Sequence[list[int]],
+    sizes: list[int],
+    budget: float,
+) -> list[tuple[_Bond, int]]:
+    """The ranks that have to be closed, of those that were: without the ones that fit again."""
+    needed = []
+    for bond, index in reversed(closed):
+        live = ranks[bond.layer]
+        more = [r + (k == bond.position) for k, r in enumerate(live)]
+        size = layers[bond.layer].shape.size_at(more)
+        if all(live) and sum(sizes) - sizes[bond.layer] + size <= budget:
+            live[bond.position] += 1
+            sizes[bond.layer] = size
+        else:
+            needed.append((bond, index))
+    return needed[::-1]
 
 
 def _price(

@@ -128,3 +128,20 @@ def test_an_impossible_budget_is_named(model):
 def test_min_rank_is_checked(model):
     with pytest.raises(ValueError, match="min_rank=2"):
         comera.truncate_(model, min_rank=2)
+
+
+def test_small_ranks_that_fit_again_beside_a_large_one_stay():
+    small = comera.TTLinear(16, 16, rank=16, order=1)
+    large = comera.TTLinear(256, 256, rank=8, order=1)
+    with torch.no_grad():
+        small.cores[0][..., 4:] *= 1e-3  # twelve that hardly matter, 32 entries each
+    model = torch.nn.Sequential(small, large)
+    size = sum(core.numel() for layer in model for core in layer.cores)
+    closed = prune_to_(model, size - 500)
+    assert len(closed) == 1
+    assert small.live_ranks == (16,)
+    assert large.live_ranks == (7,)  # 512 entries
+    closed = prune_to_(model, size - 600)
+    assert len(closed) == 3
+    assert small.live_ranks == (13,)
+    assert (small.gates[0][4:] == 0).sum() == 3
