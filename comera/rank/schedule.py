@@ -11,19 +11,26 @@ relaxed one, and the choice is made on the device. Two things differ from the pa
 multiplied by the present loss, so that the loss has the same scale as in the early stage and the
 optimizer's moments stay valid; and a size that has met its target is not pressed any further, nor
 let fall below it: under Adam many gates reach their threshold in the same few steps.
+
+Or there is no late stage, and what the gradients of the gates have told until then chooses the
+ranks (``comera/rank/sensitivity.py``).
 """
 
 import logging
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.optim.in_backward import OptimizerInBackward
+from comera.rank.sensitivity import Sensitivities
 from comera.rank.size import Gates, SizeOfRanks
 from comera.rank.truncate import check_min_rank, prune_to_, truncate_
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("comera")
 
@@ -38,6 +45,7 @@ _WORTH_SAYING = 0.02
 """Share of the live ranks that have to be closed while open before it is worth a warning."""
 
 Stage = Literal["early", "late", "done"]
+Choice = Literal["objective", "sensitivity"]
 
 
 class TwoStage:
@@ -51,7 +59,12 @@ class TwoStage:
         target: Size of all cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage; afterwards the objective is the loss alone.
-        gamma: Weight of the size in the early stage.
+        choose: Which ranks go. ``"objective"``: those whose gates the late stage's objective
+            closes. ``"sensitivity"``: there is no late stage; when the early one ends, those go at
+            once that matter least to the loss for each entry they cost, by the mean square of gate
+            times gradient in its last fifty steps or so. Under Adam, gates of all prices fall
+            alike; this tells a layer of few dear ranks from one of many cheap ones.
+        gamma: Weight of the size in the early stage: 0.01, with ``choose="sensitivity"`` 0.
         beta: Weight of the cores' squared norm in both. It stops the gates from shrinking while
             the cores grow to make up for it.
         rho_loss: Weight of the loss when the size has the step; 0.1 in the
@@ -65,7 +78,7 @@ class TwoStage:
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
-        forced: Gates above 0.1 that :meth:`finish_` had to close, None before it ran.
+        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
 
     Raises:
         ValueError: If the model has no tensor-train layer or a setting is out of range.
@@ -76,9 +89,10 @@ class TwoStage:
         model: nn.Module,
         target: float,
         early_steps: int,
-        late_steps: int,
+        late_steps: int = 0,
         *,
-        gamma: float = 0.01,
+        choose: Choice = "objective",
+        gamma: float | None = None,
         beta: float = 0.0,
         rho_loss: float = 1.0,
         rho_size: float = 0.0,
@@ -93,12 +107,22 @@ class TwoStage:
         for name, steps in (("early_steps", early_steps), ("late_steps", late_steps)):
             if steps < 0:
                 raise ValueError(f"{name}={steps} must not be negative")
+        if choose not in get_args(Choice):
+            raise ValueError(f"choose={choose!r} must be one of {get_args(Choice)}")
+        if choose == "sensitivity" and late_steps:
+            raise ValueError(
+                f'late_steps={late_steps} must be 0: with choose="sensitivity" ranks are cut at '
+                "once when the early stage ends"
+            )
+        if gamma is None:
+            gamma = 0.01 if choose == "objective" else 0.0
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta
         self.rho_loss, self.rho_size = rho_loss, rho_size
         self.loss_goal, self.min_rank = loss_goal, min_rank
         self.size = SizeOfRanks(model, min_rank)
+        self.sensitivities = Sensitivities(self.size.gates) if choose == "sensitivity" else None
         self.start_size = sum(
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
         )
@@ -139,6 +163,8 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
+        if self.sensitivities is not None:
+            self.sensitivities.watch_()
         gates = self.size.read()
         self._live = gates.live
         if stage == "early":
@@ -179,6 +205,8 @@ class TwoStage:
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
         """What :meth:`step` does on the device, in place, so that a CUDA graph can hold it."""
+        if self.sensitivities is not None and self.forced is None:
+            self.sensitivities.follow_()
         if self._live is not None:
             self._reached |= self.size.hold_(self._live, self.target_size)
             self._live = None
@@ -187,15 +215,21 @@ class TwoStage:
         else:
             self._running_loss.lerp_(loss.detach(), 0.05)
 
-    def finish_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> dict[str, Any]:
+    def finish_(
+        self,
+        optimizer: Optimizer | OptimizerInBackward | None = None,
+        process_group: "ProcessGroup | None" = None,
+    ) -> dict[str, Any]:
         """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
 
         Ranks the objective left above their threshold are closed greedily until the target is
         met, those that carry the least of their layer first. Most of them are held just above it
-        by then; a warning says how many were not, if those were more than a few.
+        by then; a warning says how many were not, if those were more than a few. With
+        ``choose="sensitivity"`` all that go are closed here.
 
         Args:
             optimizer: Its state is cut along with the parameters.
+            process_group: Processes that train together and have each seen other gradients.
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
@@ -203,11 +237,14 @@ class TwoStage:
         """
         reached = int(self.size.exact())
         live = int(self.size.read().live.sum())
-        closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank)
+        worth = None
+        if self.sensitivities is not None:
+            worth = self.sensitivities.finish_(process_group)
+        closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank, worth=worth)
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
-        if self.forced > _WORTH_SAYING * live:
+        if worth is None and self.forced > _WORTH_SAYING * live:
             log.warning(
                 "the rank objective did not bring the cores to the target of %d entries by "
                 "itself: %d ranks that were still open were closed, and the loss may have jumped. "
@@ -228,6 +265,8 @@ class TwoStage:
         Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
         ``1 / lr`` steps.
         """
+        if self.sensitivities is not None:
+            return  # they need not
         gates = {id(gate) for gate in self.size.gates}
         rates = [
             float(group["lr"])
@@ -247,7 +286,8 @@ class TwoStage:
 
     def identity(self) -> tuple[object, ...]:
         """What :meth:`objective` and :meth:`follow_` depend on beside the numbers in tensors."""
-        held = (self._running_loss, self._late_goal, self._reached)
+        seen = None if self.sensitivities is None else self.sensitivities.mean
+        held = (self._running_loss, self._late_goal, self._reached, seen)
         return (
             self.stage, self.target_size, self.start_size, self.loss_goal, self.min_rank,
             self.gamma, self.beta, self.rho_loss, self.rho_size,
@@ -264,6 +304,7 @@ class TwoStage:
             "running_loss": self._running_loss,
             "late_goal": self._late_goal,
             "reached": self._reached,
+            "sensitivities": None if self.sensitivities is None else self.sensitivities.mean,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -272,6 +313,8 @@ class TwoStage:
         self.forced = state["forced"]
         device = self.size.gates[0].device
         self._reached = state["reached"].to(device, copy=True)  # it is changed in place
+        if self.sensitivities is not None:
+            self.sensitivities.mean = state["sensitivities"].to(device, copy=True)
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))

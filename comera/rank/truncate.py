@@ -1,6 +1,6 @@
 """Remove pruned ranks from a model for good, and choose ranks to prune to meet a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,27 +86,39 @@ def _truncate_layer(
 
 @dataclass
 class _Bond:
-    """One bond while ranks are being chosen: what its ranks are worth, worst first."""
+    """One bond while ranks are being chosen: what its ranks are worth, worst first.
+
+    ``relative`` says that this is a share of what the bond as a whole carries.
+    """
 
     layer: int
     position: int
     worth: list[float]
     order: list[int]
+    relative: bool
 
 
 @torch.no_grad()
-def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> list[float]:
+def prune_to_(
+    model: nn.Module,
+    budget: float,
+    *,
+    min_rank: int = 1,
+    worth: Mapping[int, Tensor] | None = None,
+) -> list[float]:
     """Close the gates that matter least until the cores fit a budget.
 
-    A rank matters by the share it has in the squared norm that its bond still carries, per entry
-    it costs; the cheapest loss goes first, over all layers together. The last one may have been
-    large: of those before it, what then still fits stays open. Gates are set to zero, nothing is
-    cut.
+    What matters least per entry it costs goes first, over all layers together. The last one may
+    have been large: of those before it, what then still fits stays open. Gates are set to zero,
+    nothing is cut.
 
     Args:
         model: Its tensor-train layers are pruned.
         budget: Entries the cores may have afterwards.
         min_rank: Ranks a bond must keep; at 0 a whole layer may go.
+        worth: From the ``id`` of a gate to what each of its ranks is worth, ``(R,)``, in one unit
+            for the whole model. By default the share a rank has in the squared norm that its bond
+            still carries.
 
     Returns:
         The values of the gates that were closed.
@@ -121,7 +133,7 @@ def prune_to_(model: nn.Module, budget: float, *, min_rank: int = 1) -> list[flo
         bond
         for number, layer in enumerate(layers)
         if all(ranks[number])
-        for bond in _rank_bonds(number, layer)
+        for bond in _rank_bonds(number, layer, worth)
     ]
     sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
     of_layer: dict[int, list[int]] = {}
@@ -181,36 +193,46 @@ def _price(
     sizes: Sequence[int],
     min_rank: int,
 ) -> float:
-    """Share of what the bond still carries that closing its least rank loses, per entry saved.
+    """What closing its least rank loses, per entry saved.
 
-    Measured against what is left, not against the start: many equal ranks are cheap to thin out
-    and ever dearer to do without.
+    A share is measured against what is left, not against the start: many equal ranks are cheap to
+    thin out and ever dearer to do without.
     """
     live = ranks[bond.layer]
     if live[bond.position] <= min_rank or not bond.worth:
         return np.inf
+    whole = max(sum(bond.worth), 1e-300) if bond.relative else 1.0
     if live[bond.position] == 1:
-        return 1.0 / sizes[bond.layer]
+        return bond.worth[0] / whole / sizes[bond.layer]
     fewer = [r - (k == bond.position) for k, r in enumerate(live)]
     saved = sizes[bond.layer] - layers[bond.layer].shape.size_at(fewer)
-    return bond.worth[0] / max(sum(bond.worth), 1e-300) / saved
+    return bond.worth[0] / whole / saved
 
 
-def _rank_bonds(number: int, layer: TensorTrainModule) -> list[_Bond]:
-    """For each bond, its live ranks by the share of the squared norm of the weight they carry."""
+def _rank_bonds(
+    number: int, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
+) -> list[_Bond]:
+    """For each bond its live ranks by what they are worth."""
+    values = _norms(layer) if worth is None else [worth[id(gate)] for gate in layer.gates]
+    out = []
+    for k, gate in enumerate(layer.gates):
+        alive = torch.nonzero(gate > layer.prune_below).flatten()
+        ours = values[k][alive].tolist()
+        order = sorted(range(len(ours)), key=ours.__getitem__)
+        ranked = [int(alive[i]) for i in order]
+        out.append(_Bond(number, k, [ours[i] for i in order], ranked, worth is None))
+    return out
+
+
+def _norms(layer: TensorTrainModule) -> list[Tensor]:
+    """For each bond, the share of the squared norm of the weight that each of its ranks carries."""
     cores = [core.double() for core in layer.gated_cores()]
     cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
     left = _grams(cores)
     right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
     total = float((left[0] * right[0]).sum()) if left else 0.0
-    out = []
-    for k, gate in enumerate(layer.gates):
-        norm = left[k].diagonal() * right[k].diagonal()
-        alive = torch.nonzero(gate > layer.prune_below).flatten()
-        worth = (norm[alive] / max(total, 1e-300)).tolist()
-        order = sorted(range(len(worth)), key=worth.__getitem__)
-        out.append(_Bond(number, k, [worth[i] for i in order], [int(alive[i]) for i in order]))
-    return out
+    pairs = zip(left, right, strict=True)
+    return [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
 
 
 def _grams(cores: Sequence[Tensor]) -> list[Tensor]:

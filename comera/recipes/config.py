@@ -61,9 +61,11 @@ class RankConfig:
 
     Args:
         target: Size of the cores at the end, as a share of their size at the start.
+        choose: ``objective``; or ``sensitivity``: no late stage, ranks go when the early one ends.
         early_share: Share of all steps before the late stage begins.
-        late_share: Share of all steps in the late stage; the rest trains the truncated model.
-        gamma: Weight of the size in the early stage.
+        late_share: Share of all steps in the late stage, 0.4 if there is one; the rest trains the
+            truncated model.
+        gamma: Weight of the size in the early stage; 0.01 if a late one follows, else 0.
         beta: Weight of the cores' squared norm.
         rho_loss: Weight of the loss when the size has the step.
         rho_size: Weight of the size when the loss has the step.
@@ -71,13 +73,21 @@ class RankConfig:
     """
 
     target: float = 0.5
+    choose: Literal["objective", "sensitivity"] = "objective"
     early_share: float = 0.4
-    late_share: float = 0.4
-    gamma: float = 0.01
+    late_share: float | None = None
+    gamma: float | None = None
     beta: float = 0.0
     rho_loss: float = 1.0
     rho_size: float = 0.0
     min_rank: int = 1
+
+    def __post_init__(self) -> None:
+        late = self.choose == "objective"
+        if self.late_share is None:
+            self.late_share = 0.4 if late else 0.0
+        if self.gamma is None:
+            self.gamma = 0.01 if late else 0.0
 
 
 @dataclass
@@ -251,8 +261,13 @@ class RunConfig:
                 )
             if self.tensorize is None:
                 raise ValueError("the section ranks needs a section tensorize")
-            shares = self.ranks.early_share + self.ranks.late_share
-            if not 0 < shares <= 1 or min(self.ranks.early_share, self.ranks.late_share) < 0:
+            early, late = self.ranks.early_share, self.ranks.late_share or 0.0
+            if late and self.ranks.choose == "sensitivity":
+                raise ValueError(
+                    f"ranks.late_share={late}: with ranks.choose=sensitivity there is no late "
+                    "stage, ranks are cut after early_share of the steps"
+                )
+            if not 0 < early + late <= 1 or min(early, late) < 0:
                 raise ValueError(
                     f"ranks.early_share={self.ranks.early_share} and "
                     f"ranks.late_share={self.ranks.late_share} must be shares of all steps that "

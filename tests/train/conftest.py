@@ -10,8 +10,9 @@ def adamw(groups):
 
 
 def make_step(
-    early=6, late=10, gate_lr=0.2, dropout=0.1, make_optimizer=adamw, device="cpu", **settings
-) -> comera.TrainStep:
+    early=6, late=10, choose="objective", gate_lr=0.2, dropout=0.1, make_optimizer=adamw,
+    device="cpu", **settings,
+) -> comera.TrainStep:  # fmt: skip
     """A small model with dropout, its optimizer, rank schedule and learning-rate schedule."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -21,7 +22,7 @@ def make_step(
     model.to(device)
     optimizer = make_optimizer(comera.param_groups(model, 1e-2, gate_lr=gate_lr))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + 0.1 * k))
-    ranks = comera.TwoStage(model, 0.5, early, late, rho_loss=0.5)
+    ranks = comera.TwoStage(model, 0.5, early, late, choose=choose, rho_loss=0.5)
     settings = {"scheduler": scheduler, "clip_norm": 1.0, **settings}
     return comera.TrainStep(model, loss_fn, optimizer, ranks, **settings)
 

@@ -382,8 +382,11 @@ def test_a_change_of_mode_or_settings_is_captured_anew(tapes):
         assert len(tapes.tapes) == before + captures, change.__name__
 
 
-def test_truncation_between_steps(tapes):
-    captured, eager = make_step(early=0, late=8), eager_step(early=0, late=8)
+@pytest.mark.parametrize(
+    "stages", [{"early": 0, "late": 8}, {"early": 8, "late": 0, "choose": "sensitivity"}], ids=str
+)
+def test_truncation_between_steps(tapes, stages):
+    captured, eager = make_step(**stages), eager_step(**stages)
     batches = [get_batch(k) for k in range(20)]
     assert_same(captured, eager, batches[:10])
     assert captured.ranks.finish_(captured.optimizer) == eager.ranks.finish_(eager.optimizer)

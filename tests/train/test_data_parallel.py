@@ -107,6 +107,17 @@ def stages(rank):
     return found
 
 
+def chosen(rank):
+    """Ranks chosen by gradients, which each process has of its own rows."""
+    step = make_parallel_step(early=6, late=0, choose="sensitivity")
+    for number in range(6):
+        step(rows_of(rank, number))
+    before = step.ranks.sensitivities.mean.clone()
+    outcome = step.ranks.finish_(step.optimizer, step.process_group)
+    layers = comera.compression_report(step.model).to_pandas()
+    return before, outcome, layers["ranks"].tolist(), float(step(rows_of(rank, 7)))
+
+
 def a_failure(rank, when):
     """The second process cannot capture, and says why."""
 
@@ -216,6 +227,7 @@ def _found(rank):
         "other shape": batches_of_another_shape(rank),
         "not finite": a_loss_that_is_not_finite(rank),
         "refusals": refusals(rank),
+        "chosen": chosen(rank),
     }
 
 
@@ -235,6 +247,13 @@ def test_captured_steps_equal_eager_ones_through_stages_and_truncation(results, 
         assert all(torch.equal(captured[name], eager[name]) for name in captured)
         assert found["counts", parts] == (3, 30)  # early, late, truncated
     assert results[0]["stages"]["captured", parts] == results[1]["stages"]["captured", parts]
+
+
+@pytest.mark.slow
+def test_processes_choose_the_same_ranks(results):
+    (mine, *first), (theirs, *second) = (result["chosen"] for result in results)
+    assert not torch.equal(mine, theirs)
+    assert first == second
 
 
 @pytest.mark.slow
