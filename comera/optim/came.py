@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from comera.optim import came_state
 from comera.optim.came_state import every, stack, write
 from comera.optim.factors import Corrections, Settings, factored_step_, matrix_view, plain_step_
+from comera.optim.layout import loading_exactly
 
 _MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 
@@ -209,26 +210,8 @@ class CAME(Optimizer):
             ValueError: If the groups differ in number or size, or a moment does not have the
                 shape of its parameter. Nothing has been loaded then.
         """
-        exact: dict[Tensor, dict[str, Any]] = {}
-
-        def keep(_: Optimizer, given: dict[str, Any]) -> None:
-            numbers = [n for group in given["param_groups"] for n in group["params"]]
-            params = [param for group in self.param_groups for param in group["params"]]
-            for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
-                if number in given["state"]:
-                    exact[param] = came_state.loaded(given["state"][number], param)
-
-        def restore(_: Optimizer) -> None:
-            self.state.update(exact)  # torch has cast every moment to the type of its parameter
-
-        # Registered last and first: after whatever changes the dict, before whatever reads it.
-        before = self.register_load_state_dict_pre_hook(keep)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
+        with loading_exactly(self, came_state.loaded):
             super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
 
     @torch.no_grad()
     def unpack_state_(self, param: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.autocast import without_autocast
+from comera.optim.layout import loading_exactly
 from comera.optim.partial import plain_step
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -92,6 +93,12 @@ class MuonAdamW(torch.optim.AdamW):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("row_power", 0.0)  # written before there was one
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, bit for bit."""
+        with loading_exactly(self, _wide_state):
+            super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
@@ -174,6 +181,12 @@ class MuonAdamW(torch.optim.AdamW):
         whole = tuple(range(1, steps.dim()))
         before, after = (x.square().sum(whole, keepdim=True).sqrt() for x in (wide, even))
         return (even * (before / after.clamp(min=_TINY))).to(steps.dtype)
+
+
+def _wide_state(given: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state that is wider than its parameter may be."""
+    wide = {key: value for key, value in given.items() if key == "row_mean_square"}
+    return {key: value.to(param.device, copy=True) for key, value in wide.items()}
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:

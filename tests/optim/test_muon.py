@@ -169,13 +169,14 @@ def test_a_row_that_is_never_read_stays():
     assert (moved[torch.arange(20) != 5] > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"row_power": 0.25}], ids=str)
-def test_resume_is_exact(settings):
-    model, twin = tensorized(), tensorized()
+def test_resume_is_exact(settings, dtype):
+    model, twin = tensorized(dtype), tensorized(dtype)
     first, second = muon(model, **settings), muon(twin, **settings)
     train(model, first, 0, 4)
     train(twin, second, 0, 2)
-    again, third = tensorized(), None
+    again = tensorized(dtype)
     again.load_state_dict(twin.state_dict())
     third = muon(again, **settings)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
