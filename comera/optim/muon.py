@@ -78,8 +78,7 @@ class MuonAdamW(torch.optim.AdamW):
             raise ValueError(f"momentum={momentum} must be in [0, 1)")
         if ns_steps < 1:
             raise ValueError(f"ns_steps={ns_steps} must be at least 1")
-        if not 0 <= row_power <= 1:
-            raise ValueError(f"row_power={row_power} must be in [0, 1]")
+        _check_power(row_power)
         super().__init__(params, lr, **settings)
         own = {"momentum": momentum, "ns_steps": ns_steps, "row_power": row_power}
         self.defaults |= own
@@ -105,6 +104,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("muon", group.get("name") == "cores")
+        _check_power(group.get("row_power", 0.0))
         for param in group["params"]:
             if group["muon"] and param.dim() < 2:
                 self.param_groups.pop()
@@ -181,6 +181,11 @@ class MuonAdamW(torch.optim.AdamW):
         whole = tuple(range(1, steps.dim()))
         before, after = (x.square().sum(whole, keepdim=True).sqrt() for x in (wide, even))
         return (even * (before / after.clamp(min=_TINY))).to(steps.dtype)
+
+
+def _check_power(row_power: float) -> None:
+    if not 0 <= row_power <= 1:
+        raise ValueError(f"row_power={row_power} must be in [0, 1]")
 
 
 def _wide_state(given: dict[str, Any], param: Tensor) -> dict[str, Any]:

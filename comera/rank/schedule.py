@@ -47,6 +47,9 @@ _WORTH_SAYING = 0.02
 Stage = Literal["early", "late", "done"]
 Choice = Literal["objective", "sensitivity"]
 
+EARLY_WEIGHT = {"objective": 0.01, "sensitivity": 0.0}
+"""Of the size in the early stage, by what chooses the ranks."""
+
 
 class TwoStage:
     """Rank learning for one training run.
@@ -58,13 +61,15 @@ class TwoStage:
         model: Holds tensor-train layers; those it holds now are the ones that are learned.
         target: Size of all cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
-        late_steps: Steps of the late stage; afterwards the objective is the loss alone.
+        late_steps: Steps of the late stage; afterwards the objective is the loss alone. 0 with
+            ``choose="sensitivity"``.
         choose: Which ranks go. ``"objective"``: those whose gates the late stage's objective
             closes. ``"sensitivity"``: there is no late stage; when the early one ends, those go at
             once that matter least to the loss for each entry they cost, by the mean square of gate
             times gradient in its last fifty steps or so. Under Adam, gates of all prices fall
             alike; this tells a layer of few dear ranks from one of many cheap ones.
-        gamma: Weight of the size in the early stage: 0.01, with ``choose="sensitivity"`` 0.
+        gamma: Weight of the size in the early stage: 0.01, and 0 with ``choose="sensitivity"``,
+            which would hear of it in the gradients.
         beta: Weight of the cores' squared norm in both. It stops the gates from shrinking while
             the cores grow to make up for it.
         rho_loss: Weight of the loss when the size has the step; 0.1 in the
@@ -79,6 +84,9 @@ class TwoStage:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
         forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+        process_group: Processes that train together, each on its own rows: with
+            ``choose="sensitivity"`` they agree on the ranks. ``TrainStep`` sets it; loops of one's
+            own set it themselves.
 
     Raises:
         ValueError: If the model has no tensor-train layer or a setting is out of range.
@@ -109,20 +117,30 @@ class TwoStage:
                 raise ValueError(f"{name}={steps} must not be negative")
         if choose not in get_args(Choice):
             raise ValueError(f"choose={choose!r} must be one of {get_args(Choice)}")
-        if choose == "sensitivity" and late_steps:
-            raise ValueError(
-                f'late_steps={late_steps} must be 0: with choose="sensitivity" ranks are cut at '
-                "once when the early stage ends"
-            )
         if gamma is None:
-            gamma = 0.01 if choose == "objective" else 0.0
+            gamma = EARLY_WEIGHT[choose]
+        if choose == "sensitivity":
+            if late_steps or gamma:
+                raise ValueError(
+                    f'late_steps={late_steps} and gamma={gamma} must be 0 with choose="sensitivity"'
+                    ": nothing presses on the gates, ranks are cut when the early stage ends"
+                )
+            if early_steps < 1:
+                raise ValueError(
+                    f'early_steps={early_steps} must be at least 1 with choose="sensitivity": they '
+                    "tell what a rank is worth"
+                )
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta
         self.rho_loss, self.rho_size = rho_loss, rho_size
         self.loss_goal, self.min_rank = loss_goal, min_rank
         self.size = SizeOfRanks(model, min_rank)
-        self.sensitivities = Sensitivities(self.size.gates) if choose == "sensitivity" else None
+        self.process_group: ProcessGroup | None = None
+        self._sensitivities: Sensitivities | None = None
+        if choose == "sensitivity":
+            self._sensitivities = Sensitivities(list(self.size.layers.values()))
+            self._sensitivities.watch_()
         self.start_size = sum(
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
         )
@@ -139,11 +157,17 @@ class TwoStage:
             )
         self.steps_done = 0
         self.forced: int | None = None
-        self._cores = [core for layer in self.size.layers.values() for core in layer.cores]
         self._running_loss: Tensor | None = None
         self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "process_group": None}  # belongs to this process
+
+    @property
+    def _cores(self) -> list[Tensor]:
+        return [core for layer in self.size.layers.values() for core in layer.cores]
 
     @property
     def stage(self) -> Stage:
@@ -163,8 +187,8 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
-        if self.sensitivities is not None:
-            self.sensitivities.watch_()
+        if self._sensitivities is not None:
+            self._sensitivities.watch_()
         gates = self.size.read()
         self._live = gates.live
         if stage == "early":
@@ -205,8 +229,8 @@ class TwoStage:
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
         """What :meth:`step` does on the device, in place, so that a CUDA graph can hold it."""
-        if self.sensitivities is not None and self.forced is None:
-            self.sensitivities.follow_()
+        if self._sensitivities is not None and self.forced is None:
+            self._sensitivities.follow_()
         if self._live is not None:
             self._reached |= self.size.hold_(self._live, self.target_size)
             self._live = None
@@ -215,11 +239,7 @@ class TwoStage:
         else:
             self._running_loss.lerp_(loss.detach(), 0.05)
 
-    def finish_(
-        self,
-        optimizer: Optimizer | OptimizerInBackward | None = None,
-        process_group: "ProcessGroup | None" = None,
-    ) -> dict[str, Any]:
+    def finish_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> dict[str, Any]:
         """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
 
         Ranks the objective left above their threshold are closed greedily until the target is
@@ -229,7 +249,6 @@ class TwoStage:
 
         Args:
             optimizer: Its state is cut along with the parameters.
-            process_group: Processes that train together and have each seen other gradients.
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
@@ -238,8 +257,14 @@ class TwoStage:
         reached = int(self.size.exact())
         live = int(self.size.read().live.sum())
         worth = None
-        if self.sensitivities is not None:
-            worth = self.sensitivities.finish_(process_group)
+        if self._sensitivities is not None:
+            worth = self._sensitivities.finish_(self.process_group)
+            self._sensitivities = None
+            if worth is None:
+                log.warning(
+                    "no step has told what a rank is worth: those that carry the least of their "
+                    "layer are cut"
+                )
         closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank, worth=worth)
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
@@ -265,7 +290,7 @@ class TwoStage:
         Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
         ``1 / lr`` steps.
         """
-        if self.sensitivities is not None:
+        if self._sensitivities is not None:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}
         rates = [
@@ -286,7 +311,7 @@ class TwoStage:
 
     def identity(self) -> tuple[object, ...]:
         """What :meth:`objective` and :meth:`follow_` depend on beside the numbers in tensors."""
-        seen = None if self.sensitivities is None else self.sensitivities.mean
+        seen = None if self._sensitivities is None else self._sensitivities.mean
         held = (self._running_loss, self._late_goal, self._reached, seen)
         return (
             self.stage, self.target_size, self.start_size, self.loss_goal, self.min_rank,
@@ -304,7 +329,7 @@ class TwoStage:
             "running_loss": self._running_loss,
             "late_goal": self._late_goal,
             "reached": self._reached,
-            "sensitivities": None if self.sensitivities is None else self.sensitivities.mean,
+            "sensitivities": None if self._sensitivities is None else self._sensitivities.mean,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -313,8 +338,9 @@ class TwoStage:
         self.forced = state["forced"]
         device = self.size.gates[0].device
         self._reached = state["reached"].to(device, copy=True)  # it is changed in place
-        if self.sensitivities is not None:
-            self.sensitivities.mean = state["sensitivities"].to(device, copy=True)
+        if self._sensitivities is not None:
+            seen = state.get("sensitivities")
+            self._sensitivities.mean = None if seen is None else seen.to(device, copy=True)
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))

@@ -1,12 +1,14 @@
 """What closing a rank would cost the loss, as its gate's gradients tell while a model trains."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from comera.nn.module import TensorTrainModule
 
 _NEW_SHARE = 0.02
 """Of the present step in the running mean: it looks back some fifty steps."""
@@ -20,61 +22,92 @@ class Sensitivities:
     arXiv 1906.10771, equation 8).
 
     Args:
-        gates: Vectors, each once or more often.
+        layers: Whose gates are watched.
 
     Attributes:
-        mean: Of all gates, one after the other.
-
-    Raises:
-        ValueError: If a gate is frozen.
+        mean: Of all gates, one after the other; None before the first step.
     """
 
-    def __init__(self, gates: Iterable[nn.Parameter]) -> None:
-        self._gates = list({id(gate): gate for gate in gates}.values())
-        frozen = sum(not gate.requires_grad for gate in self._gates)
-        if frozen:
-            raise ValueError(
-                f"{frozen} of {len(self._gates)} rank gates are frozen (requires_grad=False): "
-                "without a gradient there is no telling what their ranks are worth"
-            )
-        self._grads: dict[int, Tensor] = {}
-        self._hooks: dict[int, Any] = {}
-        self.mean = torch.cat([torch.zeros_like(gate) for gate in self._gates]).detach()
+    def __init__(self, layers: Sequence[TensorTrainModule]) -> None:
+        self._layers = list(layers)
+        self._lost: dict[int, Tensor] = {}
+        self._watched: dict[int, tuple[nn.Parameter, Any]] = {}
+        self.mean: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_grads": {}, "_hooks": {}}  # gates of a copy have no hooks
+        return {**vars(self), "_lost": {}, "_watched": {}}  # gates of a copy have no hooks
+
+    @property
+    def _gates(self) -> list[nn.Parameter]:
+        """Each once, shared ones too."""
+        return list({id(gate): gate for layer in self._layers for gate in layer.gates}.values())
 
     def watch_(self) -> None:
-        """Hear of every gate's gradient from the next backward pass on."""
+        """Hear of every gate's gradient from the next backward pass on.
+
+        Raises:
+            ValueError: If a gate is frozen.
+        """
         for number, gate in enumerate(self._gates):
-            if number not in self._hooks:
-                keep = partial(self._grads.__setitem__, number)
-                keep.__torch_unserializable__ = True  # type: ignore[attr-defined]
-                self._hooks[number] = gate.register_hook(keep)
+            watched, hook = self._watched.get(number, (None, None))
+            if watched is gate:
+                continue
+            if hook is not None:  # the parameter has been replaced
+                hook.remove()
+            if not gate.requires_grad:
+                raise ValueError(
+                    "a rank gate is frozen (requires_grad=False): without its gradient there is no "
+                    "telling what its ranks are worth"
+                )
+            hear = partial(self._hear, number)
+            hear.__torch_unserializable__ = True  # type: ignore[attr-defined]
+            self._watched[number] = gate, gate.register_hook(hear)
+
+    def _hear(self, number: int, grad: Tensor) -> None:
+        """Of one part of a batch; the gate is still what the gradient was taken at."""
+        lost = grad.detach() * self._watched[number][0].detach()
+        before = self._lost.get(number)
+        self._lost[number] = lost if before is None else before + lost
 
     @torch.no_grad()
     def follow_(self) -> None:
-        """Take in the gradients of one step, after its backward pass; on the device, in place."""
-        if not self._grads:
+        """Take in one step, after its backward pass: on the device, in place.
+
+        A step whose gradients are not finite is left out; after truncation the mean starts anew.
+        """
+        if not self._lost:
             return
-        grads = [self._grads.get(k, torch.zeros_like(g)) for k, g in enumerate(self._gates)]
-        self._grads.clear()
-        if self.mean.device != grads[0].device:  # the model has been moved
-            self.mean = self.mean.to(grads[0].device)
-        lost = torch.cat(grads) * torch.cat([gate.detach() for gate in self._gates])
-        self.mean.lerp_(lost.square(), _NEW_SHARE)
+        parts = [
+            self._lost[k] if k in self._lost else torch.zeros_like(gate)
+            for k, gate in enumerate(self._gates)
+        ]
+        self._lost.clear()
+        square = torch.cat(parts).square()
+        if self.mean is None or self.mean.shape != square.shape:
+            self.mean = torch.zeros_like(square)
+        elif (self.mean.device, self.mean.dtype) != (square.device, square.dtype):
+            self.mean = self.mean.to(square)
+        sound = torch.isfinite(square).all()
+        self.mean.lerp_(torch.where(sound, square, self.mean), _NEW_SHARE)
 
     @torch.no_grad()
-    def finish_(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor]:
+    def finish_(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
         """By the ``id`` of each gate what its ranks are worth, alike in all processes of a group.
 
-        Gates are no longer watched.
+        None if no gradient has been heard of. Gates are no longer watched.
         """
-        for hook in self._hooks.values():
+        for _, hook in self._watched.values():
             hook.remove()
-        self._hooks.clear()
-        self._grads.clear()
+        self._watched.clear()
+        self._lost.clear()
+        gates = self._gates
+        widths = [gate.numel() for gate in gates]
+        mean = self.mean
+        if mean is None or mean.numel() != sum(widths):
+            mean = torch.cat([torch.zeros_like(gate) for gate in gates])
         if group is not None:
-            dist.all_reduce(self.mean, group=group)
-        parts = self.mean.split([gate.numel() for gate in self._gates])
-        return {id(gate): part for gate, part in zip(self._gates, parts, strict=True)}
+            mean = mean.clone()
+            dist.all_reduce(mean, group=group)
+        if not mean.any():
+            return None
+        return {id(g): part for g, part in zip(gates, mean.split(widths), strict=True)}

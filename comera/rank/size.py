@@ -45,9 +45,13 @@ class SizeOfRanks:
                 f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
             )
         self.min_rank = min_rank
-        self.gates = [gate for layer in self.layers.values() for gate in layer.gates]
         self._device: torch.device | None = None
         self._widths: tuple[int, ...] = ()
+
+    @property
+    def gates(self) -> list[Tensor]:
+        """Layer by layer, as they are now: loading a state may put others in their place."""
+        return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> Gates:
         """The gates as they are now."""

@@ -109,8 +109,8 @@ def prune_to_(
     """Close the gates that matter least until the cores fit a budget.
 
     What matters least per entry it costs goes first, over all layers together. The last one may
-    have been large: of those before it, what then still fits stays open. Gates are set to zero,
-    nothing is cut.
+    have been large: of those before it, what then still fits stays open, but for layers that have
+    gone as a whole. Gates are set to zero, nothing is cut.
 
     Args:
         model: Its tensor-train layers are pruned.
@@ -124,7 +124,8 @@ def prune_to_(
         The values of the gates that were closed.
 
     Raises:
-        ValueError: If the smallest ranks allowed are still above the budget.
+        ValueError: If the smallest ranks allowed are still above the budget, or a gate has no
+            worth, or one that is not finite.
     """
     check_min_rank(min_rank)
     layers = list(tensor_trains(model).values())
@@ -158,14 +159,14 @@ def prune_to_(
         for k in of_layer[bond.layer]:
             price[k] = _price(bonds[k], layers, ranks, sizes, min_rank)
     values = []
-    for bond, index in _too_many(closed, layers, ranks, sizes, budget):
+    for bond, index in _still_needed(closed, layers, ranks, sizes, budget):
         gate = layers[bond.layer].gates[bond.position]
         values.append(float(gate[index]))
         gate[index] = 0
     return values
 
 
-def _too_many(
+def _still_needed(
     closed: Sequence[tuple[_Bond, int]],
     layers: Sequence[TensorTrainModule],
     ranks: Sequence[list[int]],
@@ -213,7 +214,7 @@ def _rank_bonds(
     number: int, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
 ) -> list[_Bond]:
     """For each bond its live ranks by what they are worth."""
-    values = _norms(layer) if worth is None else [worth[id(gate)] for gate in layer.gates]
+    values = _norms(layer) if worth is None else [_worth_of(gate, worth) for gate in layer.gates]
     out = []
     for k, gate in enumerate(layer.gates):
         alive = torch.nonzero(gate > layer.prune_below).flatten()
@@ -222,6 +223,14 @@ def _rank_bonds(
         ranked = [int(alive[i]) for i in order]
         out.append(_Bond(number, k, [ours[i] for i in order], ranked, worth is None))
     return out
+
+
+def _worth_of(gate: Tensor, worth: Mapping[int, Tensor]) -> Tensor:
+    found = worth.get(id(gate))
+    if found is None or found.shape != gate.shape or not found.isfinite().all():
+        shown = "nothing" if found is None else str(found.tolist())
+        raise ValueError(f"the worth of a gate of {gate.numel()} ranks is {shown}")
+    return found
 
 
 def _norms(layer: TensorTrainModule) -> list[Tensor]:

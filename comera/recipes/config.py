@@ -12,6 +12,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
+from comera.rank.schedule import EARLY_WEIGHT
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
@@ -83,11 +84,10 @@ class RankConfig:
     min_rank: int = 1
 
     def __post_init__(self) -> None:
-        late = self.choose == "objective"
         if self.late_share is None:
-            self.late_share = 0.4 if late else 0.0
+            self.late_share = 0.4 if self.choose == "objective" else 0.0
         if self.gamma is None:
-            self.gamma = 0.01 if late else 0.0
+            self.gamma = EARLY_WEIGHT[self.choose]
 
 
 @dataclass
@@ -264,8 +264,8 @@ class RunConfig:
             early, late = self.ranks.early_share, self.ranks.late_share or 0.0
             if late and self.ranks.choose == "sensitivity":
                 raise ValueError(
-                    f"ranks.late_share={late}: with ranks.choose=sensitivity there is no late "
-                    "stage, ranks are cut after early_share of the steps"
+                    f"ranks.late_share={late} must be 0 or null: with ranks.choose=sensitivity "
+                    "there is no late stage, ranks are cut after early_share of the steps"
                 )
             if not 0 < early + late <= 1 or min(early, late) < 0:
                 raise ValueError(

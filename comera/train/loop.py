@@ -142,8 +142,7 @@ def train(
                     bar.update(task, figures=f"loss {mean:.4f}")
                 bar.update(task, completed=done)
                 if _schedule_ended(step, last=done == steps):
-                    assert step.ranks is not None
-                    result.ranks = step.ranks.finish_(step.optimizer, step.process_group)
+                    result.ranks = step.ranks.finish_(step.optimizer)  # type: ignore[union-attr]
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
                     result.metrics = evaluated(step, evaluate)

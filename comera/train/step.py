@@ -117,14 +117,15 @@ class TrainStep:
         self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
         self.parallel: DataParallel | None = None
-        self.process_group: ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.parallel = DataParallel(model)
-            self.process_group = self.parallel.group
+            self._group = self.parallel.group
         elif isinstance(optimizer, OptimizerInBackward):
-            self.process_group = optimizer.process_group
+            self._group = optimizer.process_group
         if ranks is not None:
             ranks.check_schedule(optimizer)
+            ranks.process_group = self._group or ranks.process_group
         return_freed_memory()
         self._capture = self._make_capture(graph)
 
@@ -161,7 +162,7 @@ class TrainStep:
                 log.warning("graph=True captures a CUDA graph, but %s", self._why_eager)
             return None
         warm_up = WARM_UP if self.parallel is None else WARM_UP_TOGETHER
-        together = decisions_of(self.process_group)
+        together = decisions_of(self._group)
         return Capture(self._update, HostState(self), graphs, self._device, warm_up, together)
 
     def _update(self, batch: Any) -> Tensor:
@@ -174,7 +175,7 @@ class TrainStep:
             with self.merged, self._updates(last=number == len(parts)):
                 loss = self._loss(part)
                 _check_loss(loss)
-                seen = mean_over(self.process_group, loss.detach())
+                seen = mean_over(self._group, loss.detach())
                 self._check_finite("loss", seen)
                 objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
                 (objective * share).backward()
