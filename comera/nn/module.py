@@ -1,8 +1,8 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ PRUNE_BELOW = 1e-2
 
 class Gates(nn.ParameterList):
     """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """As torch's, which asks for each by its name: rank learning reads all in every step."""
+        return iter(self._parameters.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gates":
         def keep_wide(tensor: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ class SizeOfRanks:
 
     def read(self) -> Gates:
         """The gates as they are now."""
-        widths = tuple(gate.shape[0] for gate in self.gates)
-        if widths != self._widths or self.gates[0].device != self._device:
+        gates = self.gates
+        widths = tuple(gate.shape[0] for gate in gates)
+        if widths != self._widths or gates[0].device != self._device:
             self._index(widths)
         values = gates_together(list(self.layers.values()))
         live = values.detach() > self._threshold
@@ -99,8 +100,9 @@ class SizeOfRanks:
             largest = values == best[self._bond_of_gate]
             lifted = lifted | (dead[self._bond_of_gate] & largest)
         rise = (self._lifted_to - values) * lifted
-        parts = zip(rise.split(list(self._widths)), self.gates, strict=True)
-        torch._foreach_add_(self.gates, [part.view_as(gate) for part, gate in parts])
+        gates = self.gates
+        parts = zip(rise.split(list(self._widths)), gates, strict=True)
+        torch._foreach_add_(gates, [part.view_as(gate) for part, gate in parts])
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
