@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from comera.nn.module import TensorTrainModule
 
@@ -59,8 +60,7 @@ class Sensitivities:
                     "a rank gate is frozen (requires_grad=False): without its gradient there is no "
                     "telling what its ranks are worth"
                 )
-            hear = partial(self._hear, number)
-            hear.__torch_unserializable__ = True  # type: ignore[attr-defined]
+            hear = unserializable_hook(partial(self._hear, number))
             self._watched[number] = gate, gate.register_hook(hear)
 
     def _hear(self, number: int, grad: Tensor) -> None:
