@@ -101,10 +101,10 @@ class MuonAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
+        _check_power(param_group.get("row_power", 0.0))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("muon", group.get("name") == "cores")
-        _check_power(group.get("row_power", 0.0))
         for param in group["params"]:
             if group["muon"] and param.dim() < 2:
                 self.param_groups.pop()
@@ -199,22 +199,21 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 
     A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
     """
-    entries = shape.numel()
-    left, right = shape[0], shape[-1]
-    if _begins_with_rows(shape):
-        return left, entries // left
-    return entries // right, right
+    rows, cols = (math.prod(shape[dim] for dim in side) for side in _sides(shape))
+    return rows, cols
 
 
-def _begins_with_rows(shape: torch.Size) -> bool:
-    return len(shape) == 2 or shape[0] > shape[-1]
+def _sides(shape: torch.Size) -> tuple[range, range]:
+    """Dimensions of a core that are the rows of its matrix, and those that are the columns."""
+    left_is_wider = shape[0] > shape[-1]
+    split = 1 if len(shape) == 2 or left_is_wider else len(shape) - 1
+    return range(split), range(split, len(shape))
 
 
-def _shorter_side(shape: torch.Size) -> tuple[int, ...]:
-    """Dimensions that make up the shorter side of a core's matrix."""
+def _shorter_side(shape: torch.Size) -> range:
+    """Dimensions that are the shorter side of a core's matrix."""
     rows, cols = core_matrix(shape)
-    split = 1 if _begins_with_rows(shape) else len(shape) - 1
-    return tuple(range(split, len(shape)) if rows >= cols else range(split))
+    return _sides(shape)[rows >= cols]
 
 
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
