@@ -229,7 +229,7 @@ class TwoStage:
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
         """What :meth:`step` does on the device, in place, so that a CUDA graph can hold it."""
-        if self._sensitivities is not None and self.forced is None:
+        if self._sensitivities is not None:
             self._sensitivities.follow_()
         if self._live is not None:
             self._reached |= self.size.hold_(self._live, self.target_size)
@@ -341,6 +341,9 @@ class TwoStage:
         if self._sensitivities is not None:
             seen = state.get("sensitivities")
             self._sensitivities.mean = None if seen is None else seen.to(device, copy=True)
+            if self.forced is not None:  # nothing is left to choose
+                self._sensitivities.finish_()
+                self._sensitivities = None
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))

@@ -141,6 +141,17 @@ def test_a_run_goes_on_from_its_state():
     ]
 
 
+def test_after_the_state_of_a_finished_run_no_gate_is_watched():
+    model, twin = make_model(), make_model()
+    ranks = comera.TwoStage(model, 0.5, 2, choose="sensitivity")
+    ranks.finish_(learn(model, ranks, 2))
+    twin.load_state_dict(model.state_dict())
+    others = comera.TwoStage(twin, 1.0, 2, choose="sensitivity")
+    others.load_state_dict(ranks.state_dict())
+    assert not any(gate._backward_hooks for gate in gates_of(twin))
+    learn(twin, others, 1)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_watch_their_own_gates(copied):
     model = make_model()
