@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.hot import HotRows
 from comera.ops.operator import is_plain
-from comera.ops.table_halves import merge_tables
+from comera.ops.read_slices import Asked, read_halves_of
 from comera.ops.tt_embedding_bags import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
@@ -95,13 +95,21 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         self, names: list[str], asked: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
         tables = [table for name in names if isinstance(table := self[name], TTEmbeddingBag)]
-        halves = merge_tables([(list(t.cores), t.bond_gates(), t.prune_below) for t in tables])
-        parts = {}
-        for name, table, pair in zip(names, tables, halves, strict=True):
+        reads, bags = [], []
+        for name, table in zip(names, tables, strict=True):
             with _named(name):
                 flat, starts, weights = table._asked(*asked[name])
             assert not isinstance(table.hot, HotRows)
-            parts[name] = TableBags(table._kept_at(flat), starts, weights, *pair, table.hot)
+            train = list(table.cores), table.bond_gates(), table.prune_below
+            sizes = table.num_embeddings, table.hot_rows
+            reads.append(Asked(table._kept_at(flat), *train, *sizes))
+            bags.append((starts, weights, table.hot))
+        parts = {
+            name: TableBags(read.indices_N, starts, weights, read.left_VPR, read.right_WRQ, hot)
+            for name, read, (starts, weights, hot) in zip(
+                names, read_halves_of(reads), bags, strict=True
+            )
+        }
         sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))
         return dict(zip(names, sums, strict=True))
 

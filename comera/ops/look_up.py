@@ -10,6 +10,8 @@ D = width, H = hot rows, K = their coordinates: D where they are dense, fewer wh
 coordinates in a basis.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -64,8 +66,8 @@ def look_up(
         hot_HD = _dense_hot(hot_HK, basis_KD)
         indices_N = indices_N.long().contiguous()
         return read(
-            indices_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings,
-            embedding_dim,
+            indices_N, left_VPR, right_WRQ.contiguous(), hot_HD, weights_N, offsets_B,
+            num_embeddings, embedding_dim,
         )  # fmt: skip
     keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
@@ -101,10 +103,11 @@ def look_up_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
         if sums_by_kernel(left_VPR, right_WRQ):
-            return _backward_by_kernel(
-                grad_BD, indices_N, keys_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
-                offsets_B, num_embeddings, with_weights,
+            grad_left, grad_right, *others = _backward_by_kernel(
+                grad_BD, indices_N, keys_N, left_VPR, right_WRQ.contiguous(), hot_HK, basis_KD,
+                weights_N, offsets_B, num_embeddings, with_weights,
             )  # fmt: skip
+            return grad_left, _lying_as(right_WRQ, grad_right), others[0], others[1], others[2]
         keys_N, order_N = keys_N.sort(stable=True)
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     width = left_VPR.shape[1] * right_WRQ.shape[2]
@@ -125,19 +128,10 @@ def look_up_backward(
         cold = F.pad(cold, (0, width - cold.shape[1]))
     tall = slots.group * left_VPR.shape[1]
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
-    with without_autocast(left_VPR):
-        left, right = _slices(slots, left_VPR, right_WRQ)
-        to_right = torch.bmm(cold.mT, left)
-        del left
-        to_left = torch.bmm(cold, right)
-    grad_left = sum_by(
-        to_left.view(slots.left_S.shape[0], left_VPR[0].numel()), slots.left_S, left_VPR.shape[0]
-    )
-    each = torch.arange(slots.right_T.shape[0], device=keys_N.device)
-    grad_right = sum_by_sorted(to_right.flatten(1), each, slots.right_T, right_WRQ.shape[0])
+    grad_left, grad_right = _half_grads(slots, cold, left_VPR, right_WRQ)
     return (
-        grad_left.view_as(left_VPR),
-        grad_right.view_as(right_WRQ.mT).mT.contiguous(),
+        grad_left,
+        _lying_as(right_WRQ, grad_right),
         *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
         grad_weights,
     )
@@ -228,15 +222,27 @@ def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[
     return 0 if hot_HK is None else hot_HK.shape[0], left_VPR.shape[0], right_WRQ.shape[0]
 
 
-def _slices(slots: Slots, left_VPR: Tensor, right_WRQ: Tensor) -> tuple[Tensor, Tensor]:
-    """The slices of all groups, ``(T, group * P, R)`` and ``(T, Q, R)``.
+_PIECE = 1 << 19
+"""Entries of slices that are gathered at once: they are still in the cache when they are used."""
 
-    Those of the right half lie turned: products of many small matrices take up to four times as
-    long where the rows of what they make are as short as Q.
+
+def _pieces(
+    slots: Slots, left_VPR: Tensor, right_WRQ: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
+
+    Those of the right half lie turned, as :func:`~comera.ops.table_halves.merge_table_halves` makes
+    them: products of many small matrices take up to four times as long where the rows of what they
+    make are as short as Q.
     """
-    left = left_VPR.index_select(0, slots.left_S)
-    left = left.view(slots.right_T.shape[0], slots.group * left_VPR.shape[1], left_VPR.shape[2])
-    return left, right_WRQ.mT.contiguous().index_select(0, slots.right_T)
+    (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
+    count, tall = slots.right_T.shape[0], slots.group * P
+    step = max(1, _PIECE // max(1, (tall + turned_WQR.shape[1]) * R))
+    for start in range(0, count, step):
+        piece = slice(start, min(start + step, count))
+        left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
+        left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
+        yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
 
 
 def _rows(
@@ -248,14 +254,37 @@ def _rows(
     embedding_dim: int,
 ) -> Tensor:
     """The rows of all slots, ``(S, D)``."""
-    width = left_VPR.shape[1] * right_WRQ.shape[2]
+    P, Q = left_VPR.shape[1], right_WRQ.shape[2]
+    cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
     with without_autocast(left_VPR):
-        left, right = _slices(slots, left_VPR, right_WRQ)
-        cold = torch.bmm(left, right.mT).view(slots.left_S.shape[0], width)
-        cold = cold[:, :embedding_dim]
+        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+            torch.bmm(left, right.mT, out=cold[piece])
+        cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
         if hot_HK is None:
             return cold.contiguous()
         return torch.cat([hot_rows(slots.hot, hot_HK, basis_KD), cold])
+
+
+def _half_grads(
+    slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both halves from those of the rows of all groups, ``(T, group * P, Q)``."""
+    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
+    grad_right = left_VPR.new_zeros(W, Q * R)
+    with without_autocast(left_VPR):
+        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+            grad = grad_TGQ[piece]
+            torch.bmm(grad, right, out=to_left[piece])
+            right_T = slots.right_T[piece]
+            first, last = int(right_T[0]), int(right_T[-1])
+            each = torch.arange(right_T.shape[0], device=right_T.device)
+            to_right = torch.bmm(grad.mT, left).flatten(1)
+            grad_right[first : last + 1] += sum_by_sorted(
+                to_right, each, right_T - first, last + 1 - first
+            )
+    grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
+    return grad_left.view_as(left_VPR), grad_right.view(W, Q, R).mT
 
 
 def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
@@ -289,6 +318,11 @@ def _hot_grads(
             grad_ND = grad_ND @ basis_KD.T
     grad_hot.zero_()[rows] = grad_ND
     return grad_hot, grad_basis
+
+
+def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """The same numbers in the memory layout of another tensor."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
 
 
 def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:

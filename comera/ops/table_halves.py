@@ -31,6 +31,9 @@ def merge_table_halves(
 ) -> tuple[Tensor, Tensor]:
     """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``.
 
+    Where torch makes it, the right half lies in memory as ``(W, Q, R)``: rows are made, and their
+    gradients taken, of slices whose bond is innermost.
+
     Args:
         cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
         gates: One vector for each inner bond, or none at all.
@@ -82,8 +85,8 @@ def _merge_table_halves(
     split = len(cores) // 2
     with without_autocast(cores[0]):
         gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
-        left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
-        return _left_apart(left, cores[:split]), _right_apart(right, cores[split:])
+        left, right = join(gated[:split])[0, 0], join(_turned(gated[split:]))[0, 0]
+        return _left_apart(left, cores[:split]), _turned_apart(right, cores[split:]).mT
 
 
 @_merge_table_halves.register_fake
@@ -91,7 +94,7 @@ def _(cores, gates, threshold):
     split = len(cores) // 2
     (V, P), (W, Q) = _sizes(cores[:split]), _sizes(cores[split:])
     R = cores[split].shape[0]
-    return cores[0].new_empty(V, P, R), cores[0].new_empty(W, R, Q)
+    return cores[0].new_empty(V, P, R), cores[0].new_empty(W, Q, R).mT
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -110,9 +113,9 @@ def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
         gated = gate_chains(stacked, open_gates)
         wide = stacked[0].dtype
         left = _left_together(grad_left_VPR.to(wide), cores[:split])
-        right = _right_together(grad_right_WRQ.to(wide), cores[split:])
+        right = _turned_together(grad_right_WRQ.mT.to(wide), cores[split:])
         grads = join_grads(left[None, None], gated[:split])
-        grads += join_grads(right[None, ..., None], gated[split:])
+        grads += _turned(join_grads(right[None, None], _turned(gated[split:])))
         grads, per_gate = gate_grads(grads, stacked, open_gates)
         grad_gates = unstack_gates(per_gate, live, gates, 1)
         return unstack_chains(grads, cores, 1), grad_gates, None
@@ -150,12 +153,25 @@ def _right_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return _new(merged.view(rank, *modes).permute(order), cores).view(rows, rank, columns)
 
 
-def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo :func:`_right_apart`."""
+def _turned(stacked: Sequence[Tensor]) -> list[Tensor]:
+    """The chain from its other end; twice is what it was."""
+    return [core.transpose(1, 3) for core in reversed(stacked)]
+
+
+def _turned_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """``(w2 q2 w1 q1, R)`` of the turned chain to ``(W, Q, R)``."""
+    count, modes = len(cores), _modes(cores[::-1])
+    order = [*range(2 * count - 2, -1, -2), *range(2 * count - 1, 0, -2), 2 * count]
+    rank = merged.shape[-1]
+    return _new(merged.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
+
+
+def _turned_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_turned_apart`."""
     rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
-    order = [k for i in range(count) for k in (i, count + 1 + i)]
-    split = apart.view(*rows, apart.shape[1], *columns)
-    return split.permute(count, *order).reshape(apart.shape[1], math.prod(_sizes(cores)))
+    order = [k for i in reversed(range(count)) for k in (i, count + i)]
+    split = apart.reshape(*rows, *columns, apart.shape[2])
+    return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:

@@ -17,6 +17,7 @@ from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import sizes_are_fixed
 from comera.ops.kernels.look_up import reads_by_kernel, sums_by_kernel
 from comera.ops.look_up import check_range, hot_rows, look_up
+from comera.ops.read_slices import Asked, read_halves
 from comera.ops.table_halves import merge_table_halves
 
 
@@ -64,16 +65,15 @@ def tt_embedding(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    halves = merge_table_halves(cores, gates, threshold)
     if not torch.compiler.is_compiling():
         check_range(indices, num_embeddings)  # it knows the shape, the operator does not
-    flat = indices.reshape(-1)
+    asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, _num_hot(hot_HK))
+    flat, left_VPR, right_WRQ, num_read = read_halves(asked)
+    halves = left_VPR, right_WRQ
     if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
         rows = _every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
     else:
-        rows, _, _ = look_up(
-            flat, *halves, hot_HK, basis_KD, None, None, num_embeddings, embedding_dim
-        )
+        rows, _, _ = look_up(flat, *halves, hot_HK, basis_KD, None, None, num_read, embedding_dim)
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -110,10 +110,12 @@ def tt_embedding_bag(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    halves = merge_table_halves(cores, gates, threshold)
+    asked = Asked(indices_N, cores, gates, threshold, num_embeddings, _num_hot(hot_HK))
+    indices_N, left_VPR, right_WRQ, num_read = read_halves(asked)
     return sums_of_rows(
-        indices_N, offsets_B, weights_N, *halves, hot_HK, basis_KD, num_embeddings, embedding_dim
-    )
+        indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HK, basis_KD, num_read,
+        embedding_dim,
+    )  # fmt: skip
 
 
 def sums_of_rows(
@@ -150,6 +152,10 @@ def ttm_to_dense(
     return table_VWPQ.flatten(0, 1).flatten(1)
 
 
+def _num_hot(hot_HK: Tensor | None) -> int:
+    return 0 if hot_HK is None else hot_HK.shape[0]
+
+
 def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
     """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
     return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
@@ -164,7 +170,7 @@ def _every_row(
     embedding_dim: int,
 ) -> Tensor:
     """Every entry's row for itself, all sizes fixed by the arguments."""
-    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
+    num_hot = _num_hot(hot_HK)
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     right = right_WRQ.index_select(0, cold % right_WRQ.shape[0])

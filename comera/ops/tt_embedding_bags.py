@@ -55,7 +55,7 @@ def tt_embedding_bags(
     """
     rank = max(table.left_VPR.shape[2] for table in tables)
     left_VPR = torch.cat([_padded(table.left_VPR, 2, rank) for table in tables])
-    right_WRQ = torch.cat([_padded(table.right_WRQ, 1, rank) for table in tables])
+    right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
     hot = [table.hot_HD for table in tables if table.hot_HD is not None]
     num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
     sums_BD = sums_of_rows(
@@ -103,6 +103,13 @@ def _padded(half: Tensor, dim: int, rank: int) -> Tensor:
     """Its bond with zeros up to a rank."""
     more = rank - half.shape[dim]
     return F.pad(half, (0, 0) * (2 - dim) + (0, more)) if more else half
+
+
+def _cat(halves: Sequence[Tensor]) -> Tensor:
+    """One below the other, bonds innermost in memory where they were."""
+    if halves[0].is_contiguous():
+        return torch.cat(list(halves))
+    return torch.cat([half.mT for half in halves]).mT
 
 
 def _before(sizes: Sequence[int]) -> list[int]:

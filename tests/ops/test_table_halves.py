@@ -80,10 +80,12 @@ def test_narrow_cores_are_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_halves_are_new_and_contiguous(name):
+def test_halves_are_new_and_have_their_bonds_innermost(name):
     cores, _ = make(name, False)
-    for half in merge_table_halves(cores):
-        assert half.is_contiguous()
+    left, right = merge_table_halves(cores)
+    assert left.is_contiguous()
+    assert right.mT.is_contiguous()
+    for half in (left, right):
         assert not half.numel() or all(half.data_ptr() != core.data_ptr() for core in cores)
 
 

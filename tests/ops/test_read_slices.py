@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+import comera
+from comera.ops import look_up, read_slices
+from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.read_slices import Asked, read_halves
+from comera.ops.tt_embedding import tt_embedding_bag
+from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
+
+ORDERS = {
+    "6 cores": comera.TTMShape((2, 2, 2, 3, 2, 2), (1, 2, 2, 1, 2, 2), (3, 4, 5, 4, 3)),
+    **SHAPES,
+}
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """However small a table is, only slices that are read are joined."""
+    monkeypatch.setattr(read_slices, "_DEARER", 0)
+    monkeypatch.setattr(read_slices, "_WORTH_IT", 0)
+
+
+def asked(problem, indices):
+    hot = 0 if problem.hot is None else problem.hot.shape[0]
+    return Asked(indices, problem.cores, problem.gates, 0.01, problem.rows, hot)
+
+
+@pytest.mark.usefixtures("slices")
+@pytest.mark.parametrize("hot", HOT)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_and_gradients(name, gated, hot, monkeypatch):
+    monkeypatch.setitem(SHAPES, name, ORDERS[name])
+    problem = Problem(name, gated, **HOT[hot])
+    for indices in (torch.arange(problem.rows), torch.tensor([[7], [1], [7]])):
+        assert_all_agree(problem, indices)
+
+
+@pytest.mark.usefixtures("slices")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (40,)], ids=str)
+def test_shapes_and_types_of_the_indices(shape, dtype):
+    problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
+    assert_all_agree(problem, torch.randint(problem.rows, shape, dtype=dtype))
+
+
+@pytest.mark.usefixtures("slices")
+def test_weighted_bags():
+    problem = Problem("4 cores", gated=True, hot=3, hot_rank=2)
+    indices, offsets = torch.tensor([1, 20, 20, 26, 3, 3, 11]), torch.tensor([0, 2, 2, 5])
+    weights = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    problem.params.append(weights)
+    got = tt_embedding_bag(
+        indices, offsets, weights, problem.cores, problem.rows, problem.width,
+        gates=problem.gates, threshold=0.01, hot_HK=problem.hot, basis_KD=problem.basis,
+    )  # fmt: skip
+    rows = problem.reference(indices) * weights[:, None]
+    bags = [rows[a:b].sum(0) for a, b in [(0, 2), (2, 2), (2, 5), (5, 7)]]
+    want = torch.stack(bags)
+    torch.testing.assert_close(got, want, **CLOSE)
+    torch.testing.assert_close(problem.grads(got), problem.grads(want), **CLOSE)
+
+
+@pytest.mark.usefixtures("slices")
+def test_no_more_slices_than_are_read():
+    problem = Problem("4 cores")
+    assert problem.shape.row_modes == (2, 3, 2, 2)
+    read = read_halves(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
+    assert read.left_VPR.shape[0] == 2
+    assert read.right_WRQ.shape[0] == 2
+
+
+@pytest.mark.usefixtures("slices")
+@pytest.mark.parametrize("wrong", [24, -1, 10**12])
+def test_an_index_out_of_range_is_named(wrong):
+    with pytest.raises(IndexError, match=rf"index {wrong} at 1 is out of range .* 24 rows"):
+        read_halves(asked(Problem("4 cores"), torch.tensor([0, wrong])))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
+    problem = Problem("4 cores", gated=True, hot=2)
+    cores = problem.cores[2 * side : 2 * side + 2]
+    shapes = {tuple(core.shape) for core in cores}
+    monkeypatch.setattr(
+        read_slices, "_is_in_part", lambda _, half: {tuple(c.shape) for c in half} == shapes
+    )
+    assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
+
+
+@pytest.mark.parametrize("rows", [10**7, 10**9])
+def test_large_tables_and_small_batches(rows):
+    """What is read costs memory and time, not what is there."""
+    table = comera.TTEmbedding(rows, 64, rank=32)
+    indices = torch.tensor([0, rows - 1, 12345, rows // 2])
+    read = read_halves(
+        Asked(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
+    )
+    assert read.left_VPR.shape[0] <= 4
+    with fixed_sizes():
+        want = table(indices)
+    torch.testing.assert_close(table(indices), want)
+
+
+@pytest.mark.parametrize("why", ["many entries", "narrow cores", "fixed sizes"])
+def test_both_halves_as_a_whole(why):
+    table = comera.TTEmbedding(10**7, 64, rank=8)
+    indices = torch.zeros(2 if why != "many entries" else 4000, dtype=torch.int64)
+    if why == "narrow cores":
+        table.bfloat16()
+    one = Asked(indices, list(table.cores), [], 0.01, 10**7, 0)
+    if why == "fixed sizes":
+        with fixed_sizes():
+            read = read_halves(one)
+    else:
+        read = read_halves(one)
+    assert read.indices_N is indices
+    assert read.left_VPR.shape[0] * read.right_WRQ.shape[0] >= 10**7
+
+
+@pytest.mark.parametrize("piece", [1, 300])
+def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
+    monkeypatch.setattr(look_up, "_PIECE", piece)
+    problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
+    assert_all_agree(problem, torch.randint(problem.rows, (60,)))
