@@ -23,7 +23,7 @@ from comera.ops.operator import is_plain
 from comera.ops.rank_gate import rank_gate
 from comera.ops.table_halves import merge_table_halves, merge_tables
 
-_DEARER = 4
+_DEARER = 2
 """A slice joined by itself takes up to so many times as long as one that is joined with all."""
 
 _WORTH_IT = 1 << 20

@@ -44,7 +44,11 @@ class LookUp:
 
 
 def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
-    """Every row, or with ``unique`` every distinct row, as a product of a slice of each half."""
+    """Every row, or with ``unique`` every distinct row, as a product of a slice of each half.
+
+    Halves are counted as joined whole. On a CPU that is too much for large tables and small
+    batches, which have only the slices joined that they read (:mod:`comera.ops.read_slices`).
+    """
     shape, rank = look_up.shape, look_up.shape.ranks[look_up.shape.split - 1]
     rows = look_up.distinct if unique else look_up.tokens
     left, right = half_chains(shape)
