@@ -5,7 +5,7 @@ however many layers there are, and no transfer from the device.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class SizeOfRanks:
                 f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
             )
         self.min_rank = min_rank
-        self._device: torch.device | None = None
+        self._indexed: tuple[Any, ...] = ()
         self._widths: tuple[int, ...] = ()
 
     @property
@@ -57,8 +57,8 @@ class SizeOfRanks:
         """The gates as they are now."""
         gates = self.gates
         widths = tuple(gate.shape[0] for gate in gates)
-        if widths != self._widths or gates[0].device != self._device:
-            self._index(widths)
+        if (widths, gates[0].device, gates[0].dtype) != self._indexed:
+            self._index(widths, gates[0].device, gates[0].dtype)
         values = gates_together(list(self.layers.values()))
         live = values.detach() > self._threshold
         return Gates(values, live, self._sum_by_bond(live.double()))
@@ -120,9 +120,9 @@ class SizeOfRanks:
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
-    def _index(self, widths: tuple[int, ...]) -> None:
+    def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         """Which bond each gate belongs to, and which two bonds each core lies between."""
-        self._widths, self._device = widths, self.gates[0].device
+        self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []
         slices: list[int] = []
@@ -140,14 +140,13 @@ class SizeOfRanks:
             bond += len(inner)
 
         def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self._device)
+            return torch.tensor(values, dtype=dtype, device=device)
 
         numbered = enumerate(widths, start=1)
         self._bond_of_gate = on_device([k for k, width in numbered for _ in range(width)])
         self._ends = on_device(before + after)
         self._layer_of_core = on_device(layer_of_core)
         self._layer_of_bond = on_device(layer_of_bond)
-        dtype = self.gates[0].dtype
         self._slices = {kind: on_device(slices, kind) for kind in (dtype, torch.double)}
         self._outer = {kind: on_device([1] + [0] * bond, kind) for kind in (dtype, torch.double)}
         self._threshold = on_device(thresholds, dtype)

@@ -103,6 +103,8 @@ class TrainStep:
             raise TypeError(
                 f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
             )
+        if graph not in (None, True, False):
+            raise TypeError(f"graph={graph!r} must be True, False, or None for a graph on a GPU")
         if precision is not None:
             _check_precision(precision, autocast)
             autocast = None if precision == "fp32" else torch.bfloat16

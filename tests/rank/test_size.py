@@ -57,6 +57,15 @@ def test_gradients_follow_the_definition(pruned):
     torch.testing.assert_close(got, want)
 
 
+def test_sizes_follow_a_model_that_becomes_another_dtype(pruned):
+    size = SizeOfRanks(pruned)
+    want = size.exact()
+    for dtype in (torch.float64, torch.float32):
+        pruned.to(dtype)
+        assert size.exact() == want
+        torch.testing.assert_close(size.relaxed(), by_hand(pruned, True), check_dtype=False)
+
+
 def test_a_layer_with_an_empty_bond_has_no_size(model):
     layers = list(tensor_trains(model).values())
     with torch.no_grad():

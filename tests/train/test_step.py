@@ -135,6 +135,11 @@ def test_autocast_takes_a_dtype():
         comera.TrainStep(model, loss_fn, optimizer, autocast="bf16")
 
 
+def test_a_graph_that_is_neither_wanted_nor_not():
+    with pytest.raises(TypeError, match="graph='auto' must be True, False, or None"):
+        make_step(graph="auto")
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_cannot_be_clipped_to_is_refused(clip_norm):
     model = torch.nn.Linear(3, 3)
