@@ -12,6 +12,8 @@ _LEFT_SLICES = 8
 Rows that share their right slice are made in groups. With few right slices the groups of a batch
 fill, and what is still gathered row by row, left slices, is narrow (``ops/slots.py``).
 """
+_MOST_RIGHT_SLICES = 2000
+"""However large the table: of the left half only those slices are joined that a batch reads."""
 _LEFT_COLS = 1 / 3
 """Exponent of a table's width that the left half gets."""
 
@@ -53,7 +55,8 @@ def order_for(width: int, order: int) -> int:
 def table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column modes of a table for fast look-ups, the large ones at the ends."""
     left, right = order // 2, order - order // 2
-    right_rows = balanced_modes(max(1, round(math.sqrt(rows / _LEFT_SLICES))), right)
+    right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
+    right_rows = balanced_modes(right_slices, right)
     left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
     # The left columns stand in the first core alone, where the bond beside them is narrow.
     wanted = width**_LEFT_COLS

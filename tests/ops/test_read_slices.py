@@ -1,5 +1,8 @@
+import math
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.ops import look_up, read_slices
@@ -103,20 +106,36 @@ def test_large_tables_and_small_batches(rows):
     torch.testing.assert_close(table(indices), want)
 
 
-@pytest.mark.parametrize("why", ["many entries", "narrow cores", "fixed sizes"])
-def test_both_halves_as_a_whole(why):
-    table = comera.TTEmbedding(10**7, 64, rank=8)
-    indices = torch.zeros(2 if why != "many entries" else 4000, dtype=torch.int64)
-    if why == "narrow cores":
-        table.bfloat16()
-    one = Asked(indices, list(table.cores), [], 0.01, 10**7, 0)
-    if why == "fixed sizes":
+REASONS = ["many entries", "narrow cores", "fixed sizes", "no numbers", "kernels"]
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_both_halves_as_a_whole(why, monkeypatch):
+    """Each for one reason alone: without it the left half is joined in part."""
+    rows = 10**7
+    table = comera.TTEmbedding(rows, 64, rank=32)
+    indices = torch.zeros(2, dtype=torch.int64)
+    V = math.prod(table.shape.row_modes[:2])
+
+    def left_slices(cores, indices):
+        return read_halves(Asked(indices, cores, [], 0.01, rows, 0)).left_VPR.shape[0]
+
+    cores = list(table.cores)
+    assert left_slices(cores, indices) == 1
+    if why == "many entries":
+        assert left_slices(cores, indices.repeat(V // 4)) == V
+    elif why == "narrow cores":
+        assert left_slices([core.bfloat16() for core in cores], indices) == V
+    elif why == "fixed sizes":
         with fixed_sizes():
-            read = read_halves(one)
+            assert left_slices(cores, indices) == V
+    elif why == "no numbers":
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(tensor) for tensor in (*cores, indices)]
+            assert left_slices(fake[:-1], fake[-1]) == V
     else:
-        read = read_halves(one)
-    assert read.indices_N is indices
-    assert read.left_VPR.shape[0] * read.right_WRQ.shape[0] >= 10**7
+        monkeypatch.setattr(read_slices, "reads_by_kernel", lambda *_: True)
+        assert left_slices(cores, indices) == V
 
 
 @pytest.mark.parametrize("piece", [1, 300])
