@@ -114,15 +114,19 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, TableBags]) -> Tensor:
-        """Where the tables stand; kept, for a CUDA graph can hold no copy from the host."""
+        """Where the tables stand; kept, for a CUDA graph can hold no copy from the host.
+
+        Tables of which slices are joined stand elsewhere with every batch; that is on a CPU alone.
+        """
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
-        if names not in self._at or self._at[names][0] != (at, device):
-            made = torch.tensor(at, device=device)
-            if not is_plain(made):
-                return made
+        kept_at, kept = self._at.get(names, (None, None))
+        if kept is not None and kept_at == (at, device):
+            return kept
+        made = torch.tensor(at, device=device)
+        if is_plain(made):
             self._at[names] = (at, device), made
-        return self._at[names][1]
+        return made
 
 
 @contextlib.contextmanager

@@ -230,8 +230,9 @@ def _golden_step(rows: int) -> int:
     """The number nearest to the golden section of the rows that has no factor in common with them.
 
     Its multiples modulo the rows take each value once, and no few that follow each other are close.
+    Of more than 3,037 million rows the step is smaller, so that no multiple passes 64 bits.
     """
-    step = max(1, round(rows * (math.sqrt(5) - 1) / 2))
+    step = max(1, round(min(rows, (2**63 - 1) // rows) * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, rows) != 1:
         step += 1
     return step

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.product import stacked_product
-from comera.ops.rank_gate import rank_gate_reference
+from comera.ops.rank_gate import open_gate, rank_gate_reference
 
 
 def merge_chain(
@@ -82,7 +81,7 @@ def stack_gates(
         return [], None
     bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
     flat = gates[0] if len(gates) == 1 else torch.cat(list(gates))
-    opened = F.threshold(flat, threshold, 0.0).reshape(num_chains, sum(bonds))
+    opened = open_gate(flat, threshold).reshape(num_chains, sum(bonds))
     return list(opened.split(bonds, 1)), flat > threshold
 
 

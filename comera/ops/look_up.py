@@ -223,7 +223,7 @@ def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[
 
 
 _PIECE = 1 << 19
-"""Entries of slices that are gathered at once: they are still in the cache when they are used."""
+"""Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
 
 
 def _pieces(
@@ -237,9 +237,12 @@ def _pieces(
     """
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
     count, tall = slots.right_T.shape[0], slots.group * P
-    step = max(1, _PIECE // max(1, (tall + turned_WQR.shape[1]) * R))
-    for start in range(0, count, step):
-        piece = slice(start, min(start + step, count))
+    at_once = count
+    if is_free_on_cpu(left_VPR):
+        at_once = _PIECE // max(1, (tall + turned_WQR.shape[1]) * R)
+    at_once = max(1, at_once)
+    for start in range(0, count, at_once):
+        piece = slice(start, min(start + at_once, count))
         left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
         left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
         yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
@@ -271,20 +274,26 @@ def _half_grads(
     """Gradients of both halves from those of the rows of all groups, ``(T, group * P, Q)``."""
     (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
-    grad_right = left_VPR.new_zeros(W, Q * R)
+    # Narrow numbers are rounded once, when all pieces are summed.
+    wide = torch.promote_types(left_VPR.dtype, torch.float32)
+    grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
     with without_autocast(left_VPR):
         for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
-            grad = grad_TGQ[piece]
-            torch.bmm(grad, right, out=to_left[piece])
-            right_T = slots.right_T[piece]
-            first, last = int(right_T[0]), int(right_T[-1])
-            each = torch.arange(right_T.shape[0], device=right_T.device)
-            to_right = torch.bmm(grad.mT, left).flatten(1)
-            grad_right[first : last + 1] += sum_by_sorted(
-                to_right, each, right_T - first, last + 1 - first
-            )
+            torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
+            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
+            _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
     grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
-    return grad_left.view_as(left_VPR), grad_right.view(W, Q, R).mT
+    turned_WQR = grad_right.to(left_VPR.dtype).view(W, Q, R)
+    return grad_left.view_as(left_VPR), turned_WQR.mT
+
+
+def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
+    """Add each value to the row that it is of; these rise."""
+    each = torch.arange(values.shape[0], device=values.device)
+    if is_free_on_cpu(values):  # touch no rows but these
+        first, last = int(of_values[0]), int(of_values[-1])
+        sums, of_values = sums[first : last + 1], of_values - first
+    sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
 def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:

@@ -6,13 +6,14 @@ that a pruned rank would come back to life (CoMERA, arXiv 2405.14377, section 3)
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from comera.ops.operator import operator
 
 
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
-    """The gate where it lets its rank through, zero where the rank is pruned."""
-    return torch.where(gate_R > threshold, gate_R, 0)
+    """The gate where it lets its rank through, zero where the rank is pruned; NaN stays."""
+    return F.threshold(gate_R, threshold, 0.0)
 
 
 def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from comera.ops.chain import merge_chain
 from comera.ops.fixed_sizes import is_free_on_cpu
-from comera.ops.kernels.look_up import reads_by_kernel
+from comera.ops.kernels.choose import runs_kernel
+from comera.ops.kernels.look_up import FILE
 from comera.ops.look_up import check_range, look_up
 from comera.ops.operator import is_plain
 from comera.ops.rank_gate import rank_gate
@@ -127,7 +128,7 @@ def _is_in_part(indices_N: Tensor, half: Sequence[Tensor]) -> bool:
     if saved * _slice_size(half) < _WORTH_IT:
         return False
     on_cpu = is_plain(indices_N) and is_free_on_cpu(indices_N)
-    return on_cpu and not reads_by_kernel(half[0], half[1])
+    return on_cpu and not runs_kernel("ttm_look_up", FILE, half[0])  # it takes whole halves
 
 
 def _rows(half: Sequence[Tensor]) -> int:

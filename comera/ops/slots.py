@@ -19,6 +19,9 @@ _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
 
 
+_LARGEST = 2**63 - 1
+
+
 @dataclass(frozen=True)
 class Slots:
     """Places for distinct rows: first the hot ones, then groups of ``group`` cold ones.
@@ -110,7 +113,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     """Rising, and where each was; equal ones in the order in which they were."""
     count = keys_N.shape[0]
-    if keys_N.device.type != "cpu" or not count:
+    if keys_N.device.type != "cpu" or not count or int(keys_N.amax()) >= _LARGEST // count:
         found = keys_N.sort(stable=True)
         return found.values, found.indices
     # numpy sorts whole numbers several times as fast, so each takes its place along.

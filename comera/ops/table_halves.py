@@ -85,8 +85,8 @@ def _merge_table_halves(
     split = len(cores) // 2
     with without_autocast(cores[0]):
         gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
-        left, right = join(gated[:split])[0, 0], join(_turned(gated[split:]))[0, 0]
-        return _left_apart(left, cores[:split]), _turned_apart(right, cores[split:]).mT
+        left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
+        return _left_apart(left, cores[:split]), _right_turned(right, cores[split:]).mT
 
 
 @_merge_table_halves.register_fake
@@ -113,9 +113,9 @@ def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
         gated = gate_chains(stacked, open_gates)
         wide = stacked[0].dtype
         left = _left_together(grad_left_VPR.to(wide), cores[:split])
-        right = _turned_together(grad_right_WRQ.mT.to(wide), cores[split:])
+        right = _right_together(grad_right_WRQ.mT.to(wide), cores[split:])
         grads = join_grads(left[None, None], gated[:split])
-        grads += _turned(join_grads(right[None, None], _turned(gated[split:])))
+        grads += join_grads(right[None, ..., None], gated[split:])
         grads, per_gate = gate_grads(grads, stacked, open_gates)
         grad_gates = unstack_gates(per_gate, live, gates, 1)
         return unstack_chains(grads, cores, 1), grad_gates, None
@@ -153,25 +153,21 @@ def _right_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return _new(merged.view(rank, *modes).permute(order), cores).view(rows, rank, columns)
 
 
-def _turned(stacked: Sequence[Tensor]) -> list[Tensor]:
-    """The chain from its other end; twice is what it was."""
-    return [core.transpose(1, 3) for core in reversed(stacked)]
+def _right_turned(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """``(R, w1 q1 w2 q2)`` to ``(W, Q, R)``."""
+    count, modes = len(cores), _modes(cores)
+    order = [*range(1, 2 * count, 2), *range(2, 2 * count + 1, 2), 0]
+    rank, (rows, columns) = merged.shape[0], _sizes(cores)
+    return _new(merged.view(rank, *modes).permute(order), cores).view(rows, columns, rank)
 
 
-def _turned_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """``(w2 q2 w1 q1, R)`` of the turned chain to ``(W, Q, R)``."""
-    count, modes = len(cores), _modes(cores[::-1])
-    order = [*range(2 * count - 2, -1, -2), *range(2 * count - 1, 0, -2), 2 * count]
-    rank = merged.shape[-1]
-    return _new(merged.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
-
-
-def _turned_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo :func:`_turned_apart`."""
+def _right_together(turned: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_right_turned`."""
     rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
-    order = [k for i in reversed(range(count)) for k in (i, count + i)]
-    split = apart.reshape(*rows, *columns, apart.shape[2])
-    return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
+    order = [k for i in range(count) for k in (i, count + i)]
+    rank = turned.shape[2]
+    split = turned.reshape(*rows, *columns, rank)
+    return split.permute(2 * count, *order).reshape(rank, math.prod(_sizes(cores)))
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:

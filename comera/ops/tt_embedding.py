@@ -173,7 +173,13 @@ def _every_row(
     num_hot = _num_hot(hot_HK)
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
-    right = right_WRQ.index_select(0, cold % right_WRQ.shape[0])
+    turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
+    if (
+        turned_WQR.is_contiguous()
+    ):  # a gather of what does not lie in a row takes half as long again
+        right = turned_WQR.index_select(0, at).mT
+    else:
+        right = right_WRQ.index_select(0, at)
     with without_autocast(left_VPR):
         rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
         if hot_HK is None:

@@ -23,11 +23,11 @@ class TableBags:
     """What is asked of one table.
 
     Attributes:
-        indices_N: Integers from 0, bag after bag.
+        indices_N: Rows by their numbers in these halves, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
         weights_N: Of every entry, in the dtype of the halves; None for ones.
-        left_VPR: Left half.
-        right_WRQ: Right half: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
+        left_VPR: Left half, or the slices of it that are read.
+        right_WRQ: Right half, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
         hot_HD: Rows that stand before those of the train; None for none.
     """
 

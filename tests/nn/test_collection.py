@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
-from comera.ops import table_halves
+from comera.ops import read_slices, table_halves
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.kernels import choose, emulate
 
@@ -69,6 +69,25 @@ def compare(collection, asked):
         torch.autograd.grad(loss(want), params),
         rtol=1e-9, atol=1e-12,
     )  # fmt: skip
+
+
+def test_tables_of_which_slices_are_joined_beside_whole_ones(monkeypatch):
+    monkeypatch.setattr(read_slices, "_WORTH_IT", 0)
+    collection = tables(large=bag(5000), other=bag(4000, hot_rows=9))
+    for seed in (1, 2):
+        asked = ask(collection, seed=seed)
+        got, want = collection(asked), one_by_one(collection, asked)
+        monkeypatch.setattr(read_slices, "_WORTH_IT", 1 << 40)
+        whole = one_by_one(collection, asked)
+        monkeypatch.setattr(read_slices, "_WORTH_IT", 0)
+        params = list(collection.parameters())
+        grads = [
+            torch.autograd.grad(loss(found), params, allow_unused=True)
+            for found in (got, want, whole)
+        ]
+        for other, of_other in ((want, grads[1]), (whole, grads[2])):
+            torch.testing.assert_close(got, other)
+            torch.testing.assert_close(grads[0], of_other)
 
 
 @pytest.mark.parametrize("seed", range(5))

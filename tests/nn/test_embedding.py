@@ -212,6 +212,26 @@ def test_rows_are_scattered_where_none_are_hot():
         table(torch.tensor([3, 1000]))
 
 
+@pytest.mark.parametrize("rows", [10**10, 10**12])
+def test_tables_beyond_thirty_two_bits(rows):
+    """Every index is kept at a place of its own, and the row there is that of its digits."""
+    table = TTEmbedding(rows, 16, rank=4)
+    indices = torch.randint(rows, (1000,), generator=torch.Generator().manual_seed(0))
+    kept = table._kept_at(indices).tolist()
+    assert kept == [i * table._step % rows for i in indices.tolist()]  # whole numbers of any length
+    with torch.no_grad():
+        got = table(indices[:5])
+        for row, place in zip(got, kept, strict=False):
+            digits = []
+            for mode in reversed(table.shape.row_modes):
+                place, digit = divmod(place, mode)
+                digits.insert(0, digit)
+            want = torch.ones(1, 1)
+            for core, digit in zip(table.cores, digits, strict=True):
+                want = torch.tensordot(want, core[:, digit], 1).flatten(0, 1)
+            torch.testing.assert_close(row, want.flatten())
+
+
 def test_scattered_rows_beside_hot_ones_are_refused():
     with pytest.raises(ValueError, match=r"scatter_rows=True.*hot_rows=5"):
         TTEmbedding(100, 16, rank=4, hot_rows=5, scatter_rows=True)

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops import look_up, read_slices
 from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.kernels import choose
 from comera.ops.read_slices import Asked, read_halves
 from comera.ops.tt_embedding import tt_embedding_bag
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
@@ -134,8 +136,31 @@ def test_both_halves_as_a_whole(why, monkeypatch):
             fake = [mode.from_tensor(tensor) for tensor in (*cores, indices)]
             assert left_slices(fake[:-1], fake[-1]) == V
     else:
-        monkeypatch.setattr(read_slices, "reads_by_kernel", lambda *_: True)
+        monkeypatch.setattr(choose, "mode", lambda: "emulate")
         assert left_slices(cores, indices) == V
+
+
+def test_a_gate_that_is_not_a_number_is_seen():
+    """In a small batch too, which reads slices, and not only in a large one."""
+    table = comera.TTEmbedding(10**7, 64, rank=32)
+    with torch.no_grad():
+        table.gates[1][0] = float("nan")
+    for entries in (2, 5000):
+        assert table(torch.zeros(entries, dtype=torch.int64)).isnan().any()
+
+
+def test_narrow_gradients_are_rounded_once(monkeypatch):
+    """However many pieces they are summed over."""
+    monkeypatch.setattr(look_up, "_PIECE", 300)
+    table = comera.TTEmbedding(3000, 16, shape=((3000, 1), (1, 16)), rank=8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for core in table.cores:
+            core.uniform_()
+    wide = copy.deepcopy(table).double()
+    for one in (table, wide):
+        one(torch.arange(3000)).sum().backward()
+    for core, want in zip(table.cores, wide.cores, strict=True):
+        torch.testing.assert_close(core.grad.double(), want.grad, rtol=8e-3, atol=0)
 
 
 @pytest.mark.parametrize("piece", [1, 300])

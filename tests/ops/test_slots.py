@@ -54,3 +54,12 @@ def test_tables_of_a_milliard_rows():
     rows = torch.tensor([999_999_999, 0, 999_999_999, 31_622], dtype=torch.int32)
     keys, order = sorted_rows(rows, 0, 31_623, 31_623)
     assert torch.equal(keys % 31_623 * 31_623 + keys // 31_623, rows.long()[order])
+
+
+@pytest.mark.parametrize("most", [40, 2**40, 2**62])
+def test_keys_of_any_size_are_sorted(most):
+    rows = torch.randint(most, (1000,), generator=torch.Generator().manual_seed(0))
+    keys, order = sorted_rows(rows, 0, most, 1)
+    want = rows.sort(stable=True)
+    assert torch.equal(keys, want.values)
+    assert torch.equal(order, want.indices)
