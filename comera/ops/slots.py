@@ -113,10 +113,10 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     """Rising, and where each was; equal ones in the order in which they were."""
     count = keys_N.shape[0]
-    if keys_N.device.type != "cpu" or not count or int(keys_N.amax()) >= _LARGEST // count:
+    # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
+    if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _LARGEST // count:
         found = keys_N.sort(stable=True)
         return found.values, found.indices
-    # numpy sorts whole numbers several times as fast, so each takes its place along.
     packed = torch.from_numpy(np.sort((keys_N * count + torch.arange(count)).numpy()))
     values = packed // count
     return values, packed - values * count
