@@ -103,11 +103,10 @@ def look_up_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
         if sums_by_kernel(left_VPR, right_WRQ):
-            grad_left, grad_right, *others = _backward_by_kernel(
-                grad_BD, indices_N, keys_N, left_VPR, right_WRQ.contiguous(), hot_HK, basis_KD,
-                weights_N, offsets_B, num_embeddings, with_weights,
+            return _backward_by_kernel(
+                grad_BD, indices_N, keys_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+                offsets_B, num_embeddings, with_weights,
             )  # fmt: skip
-            return grad_left, _lying_as(right_WRQ, grad_right), others[0], others[1], others[2]
         keys_N, order_N = keys_N.sort(stable=True)
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     width = left_VPR.shape[1] * right_WRQ.shape[2]
@@ -151,9 +150,9 @@ def _backward_by_kernel(
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
-    hot_HD = _dense_hot(hot_HK, basis_KD)
+    hot_HD, dense_WRQ = _dense_hot(hot_HK, basis_KD), right_WRQ.contiguous()
     left, right, hot = row_grads(
-        grad_BD, keys_N, left_VPR, right_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
+        grad_BD, keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
     )
     basis: Tensor | None = None
     if hot is not None and hot_HK is not None and basis_KD is not None:
@@ -163,12 +162,12 @@ def _backward_by_kernel(
     if with_weights and offsets_B is not None:
         indices_N = indices_N.long().contiguous()
         to_weights = weight_grads(
-            grad_BD, indices_N, left_VPR, right_WRQ, hot_HD, offsets_B, num_embeddings
+            grad_BD, indices_N, left_VPR, dense_WRQ, hot_HD, offsets_B, num_embeddings
         )
     hot, basis, to_weights = (
         _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
     )
-    return left, right, hot, basis, to_weights
+    return left, _lying_as(right_WRQ, right), hot, basis, to_weights
 
 
 def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
@@ -219,7 +218,11 @@ look_up.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, int, int]:
-    return 0 if hot_HK is None else hot_HK.shape[0], left_VPR.shape[0], right_WRQ.shape[0]
+    return count_hot(hot_HK), left_VPR.shape[0], right_WRQ.shape[0]
+
+
+def count_hot(hot_HK: Tensor | None) -> int:
+    return 0 if hot_HK is None else hot_HK.shape[0]
 
 
 _PIECE = 1 << 19
@@ -237,10 +240,8 @@ def _pieces(
     """
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
     count, tall = slots.right_T.shape[0], slots.group * P
-    at_once = count
-    if is_free_on_cpu(left_VPR):
-        at_once = _PIECE // max(1, (tall + turned_WQR.shape[1]) * R)
-    at_once = max(1, at_once)
+    each = max(1, (tall + turned_WQR.shape[1]) * R)
+    at_once = max(1, _PIECE // each if is_free_on_cpu(left_VPR) else count)
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
         left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]

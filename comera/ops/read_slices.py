@@ -22,7 +22,7 @@ from comera.ops.kernels.look_up import FILE
 from comera.ops.look_up import check_range, look_up
 from comera.ops.operator import is_plain
 from comera.ops.rank_gate import rank_gate
-from comera.ops.table_halves import merge_table_halves, merge_tables
+from comera.ops.table_halves import merge_tables
 
 _DEARER = 2
 """A slice joined by itself takes up to so many times as long as one that is joined with all."""
@@ -103,16 +103,9 @@ def _in_part(asked: Asked) -> ReadHalves | None:
     right_W = _rows(right)
     cold_N = (indices_N.long() - num_hot).clamp(min=0)
     left_N, right_N = cold_N // right_W, cold_N % right_W
-    if left_in_part:
-        read_U, left_N = left_N.unique(return_inverse=True)
-        left_VPR = _slices(left, read_U).flatten(1, 2)
-    else:
-        left_VPR = _left_alone(left)
-    if right_in_part:
-        read_U, right_N = right_N.unique(return_inverse=True)
-        right_WRQ = _slices(right, read_U).flatten(2)
-    else:
-        right_WRQ = _right_alone(right)
+    left_V1PR, left_N = _read(left, left_N, left_in_part)
+    right_WRQ1, right_N = _read(right, right_N, right_in_part)
+    left_VPR, right_WRQ = left_V1PR.flatten(1, 2), _turned(right_WRQ1.flatten(2))
     (V, *_), (W, *_) = left_VPR.shape, right_WRQ.shape
     at_N = num_hot + left_N * W + right_N
     if num_hot:
@@ -140,6 +133,14 @@ def _slice_size(half: Sequence[Tensor]) -> int:
     return half[0].shape[0] * columns * half[-1].shape[3]
 
 
+def _read(half: Sequence[Tensor], numbers_N: Tensor, in_part: bool) -> tuple[Tensor, Tensor]:
+    """Slices ``(U, left bond, columns, right bond)``, and which of them every entry reads."""
+    if not in_part:
+        return _joined(half).transpose(0, 1), numbers_N
+    read_U, at_N = numbers_N.unique(return_inverse=True)
+    return _slices(half, read_U), at_N
+
+
 def _slices(half: Sequence[Tensor], read_U: Tensor) -> Tensor:
     """Those with the given numbers, ``(U, left bond, columns, right bond)``."""
     first, last = _rows_first(_joined(half[:-1])), _rows_first(half[-1])
@@ -165,20 +166,6 @@ def _joined(cores: Sequence[Tensor]) -> Tensor:
     return apart.reshape(L, _rows(cores), -1, R)
 
 
-def _left_alone(left: Sequence[Tensor]) -> Tensor:
-    """``(V, P, R)``; the other half is of ones."""
-    return merge_table_halves([*left, left[-1].new_ones(left[-1].shape[3], 1, 1, 1), *_ones(left)])[
-        0
-    ]
-
-
-def _right_alone(right: Sequence[Tensor]) -> Tensor:
-    """``(W, R, Q)``; the other half is of ones."""
-    return merge_table_halves(
-        [*_ones(right), right[0].new_ones(1, 1, 1, right[0].shape[0]), *right]
-    )[1]
-
-
-def _ones(half: Sequence[Tensor]) -> list[Tensor]:
-    """All cores but one of a half beside this one."""
-    return [half[0].new_ones(1, 1, 1, 1)] * (len(half) - 1)
+def _turned(right_WRQ: Tensor) -> Tensor:
+    """In memory ``(W, Q, R)``, as look-ups read it."""
+    return right_WRQ.mT.contiguous().mT

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
 
-
-_LARGEST = 2**63 - 1
+_MOST_KEY = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     """Rising, and where each was; equal ones in the order in which they were."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
-    if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _LARGEST // count:
+    if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
         found = keys_N.sort(stable=True)
         return found.values, found.indices
     packed = torch.from_numpy(np.sort((keys_N * count + torch.arange(count)).numpy()))

@@ -74,7 +74,7 @@ def merge_tables(
     for (cores, _, _), left_1IR, right_1RO in zip(tables, halves[::2], halves[1::2], strict=True):
         split = len(cores) // 2
         left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
-        found.append((left, _right_apart(right, cores[split:])))
+        found.append((left, _right_apart(right, cores[split:], turned=False)))
     return found
 
 
@@ -86,7 +86,7 @@ def _merge_table_halves(
     with without_autocast(cores[0]):
         gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
         left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
-        return _left_apart(left, cores[:split]), _right_turned(right, cores[split:]).mT
+        return _left_apart(left, cores[:split]), _right_apart(right, cores[split:], turned=True)
 
 
 @_merge_table_halves.register_fake
@@ -113,7 +113,7 @@ def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
         gated = gate_chains(stacked, open_gates)
         wide = stacked[0].dtype
         left = _left_together(grad_left_VPR.to(wide), cores[:split])
-        right = _right_together(grad_right_WRQ.mT.to(wide), cores[split:])
+        right = _right_together(grad_right_WRQ.to(wide), cores[split:])
         grads = join_grads(left[None, None], gated[:split])
         grads += join_grads(right[None, ..., None], gated[split:])
         grads, per_gate = gate_grads(grads, stacked, open_gates)
@@ -145,29 +145,23 @@ def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
 
 
-def _right_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``."""
+def _right_apart(merged: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
+    """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
     count, modes = len(cores), _modes(cores)
-    order = [*range(1, 2 * count, 2), 0, *range(2, 2 * count + 1, 2)]
-    rank, (rows, columns) = merged.shape[0], _sizes(cores)
-    return _new(merged.view(rank, *modes).permute(order), cores).view(rows, rank, columns)
+    rows, columns = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
+    order = [*rows, *columns, 0] if turned else [*rows, 0, *columns]
+    rank, (W, Q) = merged.shape[0], _sizes(cores)
+    made = _new(merged.view(rank, *modes).permute(order), cores)
+    return made.view(W, Q, rank).mT if turned else made.view(W, rank, Q)
 
 
-def _right_turned(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """``(R, w1 q1 w2 q2)`` to ``(W, Q, R)``."""
-    count, modes = len(cores), _modes(cores)
-    order = [*range(1, 2 * count, 2), *range(2, 2 * count + 1, 2), 0]
-    rank, (rows, columns) = merged.shape[0], _sizes(cores)
-    return _new(merged.view(rank, *modes).permute(order), cores).view(rows, columns, rank)
-
-
-def _right_together(turned: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo :func:`_right_turned`."""
+def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_right_apart`, however it lies."""
     rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
-    order = [k for i in range(count) for k in (i, count + i)]
-    rank = turned.shape[2]
-    split = turned.reshape(*rows, *columns, rank)
-    return split.permute(2 * count, *order).reshape(rank, math.prod(_sizes(cores)))
+    order = [k for i in range(count) for k in (i, count + 1 + i)]
+    rank = apart.shape[1]
+    split = apart.unflatten(2, columns).unflatten(0, rows)
+    return split.permute(count, *order).reshape(rank, math.prod(_sizes(cores)))
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:

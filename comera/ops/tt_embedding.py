@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import sizes_are_fixed
 from comera.ops.kernels.look_up import reads_by_kernel, sums_by_kernel
-from comera.ops.look_up import check_range, hot_rows, look_up
+from comera.ops.look_up import check_range, count_hot, hot_rows, look_up
 from comera.ops.read_slices import Asked, read_halves
 from comera.ops.table_halves import merge_table_halves
 
@@ -67,7 +67,7 @@ def tt_embedding(
     """
     if not torch.compiler.is_compiling():
         check_range(indices, num_embeddings)  # it knows the shape, the operator does not
-    asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, _num_hot(hot_HK))
+    asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK))
     flat, left_VPR, right_WRQ, num_read = read_halves(asked)
     halves = left_VPR, right_WRQ
     if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
@@ -110,7 +110,7 @@ def tt_embedding_bag(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    asked = Asked(indices_N, cores, gates, threshold, num_embeddings, _num_hot(hot_HK))
+    asked = Asked(indices_N, cores, gates, threshold, num_embeddings, count_hot(hot_HK))
     indices_N, left_VPR, right_WRQ, num_read = read_halves(asked)
     return sums_of_rows(
         indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HK, basis_KD, num_read,
@@ -152,10 +152,6 @@ def ttm_to_dense(
     return table_VWPQ.flatten(0, 1).flatten(1)
 
 
-def _num_hot(hot_HK: Tensor | None) -> int:
-    return 0 if hot_HK is None else hot_HK.shape[0]
-
-
 def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
     """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
     return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
@@ -170,13 +166,11 @@ def _every_row(
     embedding_dim: int,
 ) -> Tensor:
     """Every entry's row for itself, all sizes fixed by the arguments."""
-    num_hot = _num_hot(hot_HK)
+    num_hot = count_hot(hot_HK)
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
-    if (
-        turned_WQR.is_contiguous()
-    ):  # a gather of what does not lie in a row takes half as long again
+    if turned_WQR.is_contiguous():  # gathered as it lies: otherwise that takes half as long again
         right = turned_WQR.index_select(0, at).mT
     else:
         right = right_WRQ.index_select(0, at)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
+from comera.rank.schedule import TwoStage
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import RunLog, progress_bar
 from comera.train.step import NonFiniteLossError, TrainStep
@@ -141,8 +142,9 @@ def train(
                     mean = note_loss()
                     bar.update(task, figures=f"loss {mean:.4f}")
                 bar.update(task, completed=done)
-                if _schedule_ended(step, last=done == steps):
-                    result.ranks = step.ranks.finish_(step.optimizer)  # type: ignore[union-attr]
+                ranks = step.ranks
+                if ranks is not None and _has_ended(ranks, last=done == steps):
+                    result.ranks = ranks.finish_(step.optimizer)
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
                     result.metrics = evaluated(step, evaluate)
@@ -158,9 +160,8 @@ def train(
     return result
 
 
-def _schedule_ended(step: TrainStep, last: bool) -> bool:
-    ranks = step.ranks
-    return ranks is not None and ranks.forced is None and (ranks.stage == "done" or last)
+def _has_ended(ranks: TwoStage, last: bool) -> bool:
+    return ranks.forced is None and (ranks.stage == "done" or last)
 
 
 def _figures(step: TrainStep) -> dict[str, Any]:
