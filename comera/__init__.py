@@ -26,6 +26,7 @@ from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
+from comera.rank.canonical import canonicalize_
 from comera.rank.groups import galore_param_groups, param_groups
 from comera.rank.hot_rows import update_hot_rows_
 from comera.rank.row_order import order_rows_
@@ -58,6 +59,7 @@ __all__ = [
     "TTShape",
     "TrainStep",
     "TwoStage",
+    "canonicalize_",
     "compression_report",
     "densify_",
     "galore_param_groups",

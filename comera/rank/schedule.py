@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.optim.in_backward import OptimizerInBackward
+from comera.rank.canonical import canonicalize_
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.size import Gates, SizeOfRanks
 from comera.rank.truncate import check_min_rank, prune_to_, truncate_
@@ -40,6 +41,10 @@ its weight against the optimizer's memory of larger gradients when a model memor
 
 _OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
+
+_HEARD = 100
+"""Steps before a cut by sensitivity, half of the early stage at most, in which ranks mean the same:
+twice as many as its mean looks back."""
 
 _WORTH_SAYING = 0.02
 """Share of the live ranks that have to be closed while open before it is worth a warning."""
@@ -79,6 +84,10 @@ class TwoStage:
         loss_goal: What the late stage measures the loss against; by default the running mean of
             the loss at the end of the early stage.
         min_rank: 1, or 0 to let whole layers vanish and leave their bias.
+        canonical: Bring the tensor trains into canonical form before ranks are chosen, when the
+            late stage begins or a hundred steps before the cut by sensitivity: see
+            :func:`~comera.canonicalize_`. The function stays, what the optimizer has gathered
+            about cores and gates starts anew.
 
     Attributes:
         start_size: Entries of the cores when this object was made.
@@ -106,6 +115,7 @@ class TwoStage:
         rho_size: float = 0.0,
         loss_goal: float | None = None,
         min_rank: int = 1,
+        canonical: bool = True,
     ) -> None:
         check_min_rank(min_rank)
         if not 0 < target <= 1:
@@ -135,6 +145,7 @@ class TwoStage:
         self.gamma, self.beta = gamma, beta
         self.rho_loss, self.rho_size = rho_loss, rho_size
         self.loss_goal, self.min_rank = loss_goal, min_rank
+        self.canonical = canonical
         self.size = SizeOfRanks(model, min_rank)
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
@@ -221,10 +232,32 @@ class TwoStage:
             self._late_goal = seen.clone()
         return self._late_goal
 
-    def step(self, loss: Tensor) -> None:
-        """Count one optimizer step whose mean loss was ``loss`` (detached)."""
+    def step(self, loss: Tensor, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
+        """Count one optimizer step whose mean loss was ``loss`` (detached).
+
+        Args:
+            loss: Of the batch.
+            optimizer: What it has gathered about cores and gates starts anew when these are
+                brought into canonical form. Without it that is left as it was, which costs some
+                steps.
+        """
         self.follow_(loss)
+        self.count_(optimizer)
+
+    def count_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
+        """What :meth:`step` does on the host, between two steps."""
         self.steps_done += 1
+        if self.canonical and self.steps_done == self._canonical_from:
+            canonicalize_(self.model, optimizer, process_group=self.process_group)
+            if self._sensitivities is not None:
+                self._sensitivities.forget_()
+
+    @property
+    def _canonical_from(self) -> int:
+        """After how many steps; at the very start there is nothing to tell ranks apart."""
+        if self._sensitivities is None:
+            return self.early_steps
+        return self.early_steps - min(_HEARD, (self.early_steps + 1) // 2)
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:

@@ -90,6 +90,11 @@ class Sensitivities:
         sound = torch.isfinite(square).all()
         self.mean.lerp_(torch.where(sound, square, self.mean), _NEW_SHARE)
 
+    def forget_(self) -> None:
+        """Start anew, after ranks have come to mean something else."""
+        if self.mean is not None:
+            self.mean.zero_()
+
     @torch.no_grad()
     def finish_(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
         """By the ``id`` of each gate what its ranks are worth, alike in all processes of a group.

@@ -70,6 +70,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
             rho_loss=config.ranks.rho_loss,
             rho_size=config.ranks.rho_size,
             min_rank=config.ranks.min_rank,
+            canonical=config.ranks.canonical,
         )
     return TrainStep(
         model,

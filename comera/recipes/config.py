@@ -71,6 +71,7 @@ class RankConfig:
         rho_loss: Weight of the loss when the size has the step.
         rho_size: Weight of the size when the loss has the step.
         min_rank: 1, or 0 to let whole layers vanish.
+        canonical: Bring the tensor trains into canonical form before ranks are chosen.
     """
 
     target: float = 0.5
@@ -82,6 +83,7 @@ class RankConfig:
     rho_loss: float = 1.0
     rho_size: float = 0.0
     min_rank: int = 1
+    canonical: bool = True
 
     def __post_init__(self) -> None:
         if self.late_share is None:

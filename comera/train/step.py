@@ -146,7 +146,7 @@ class TrainStep:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.ranks is not None:
-            self.ranks.steps_done += 1
+            self.ranks.count_(self.optimizer)
         self.steps_done += 1
         return total
 
