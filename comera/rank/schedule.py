@@ -28,7 +28,7 @@ from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.canonical import canonicalize_
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.size import Gates, SizeOfRanks
-from comera.rank.truncate import check_min_rank, prune_to_, truncate_
+from comera.rank.truncate import check_min_rank, check_spare, prune_to_, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,6 +54,9 @@ Choice = Literal["objective", "sensitivity"]
 
 EARLY_WEIGHT = {"objective": 0.01, "sensitivity": 0.0}
 """Of the size in the early stage, by what chooses the ranks."""
+
+SPARED = {"objective": 0.0, "sensitivity": 0.5}
+"""Of each layer's share in the target, by what chooses the ranks."""
 
 
 class TwoStage:
@@ -89,6 +92,11 @@ class TwoStage:
             :func:`~comera.canonicalize_`. The function stays, what the optimizer has gathered
             about cores and gates starts anew.
 
+        spare: What every layer keeps at least, as a share of what it would have if all were cut
+            alike to the target, in ``[0, 1]``: 0.5 with ``choose="sensitivity"``, else 0. Early in
+            training the loss hardly depends on layers that are needed later, such as feed-forward
+            ones.
+
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
@@ -116,6 +124,7 @@ class TwoStage:
         loss_goal: float | None = None,
         min_rank: int = 1,
         canonical: bool = True,
+        spare: float | None = None,
     ) -> None:
         check_min_rank(min_rank)
         if not 0 < target <= 1:
@@ -129,6 +138,9 @@ class TwoStage:
             raise ValueError(f"choose={choose!r} must be one of {get_args(Choice)}")
         if gamma is None:
             gamma = EARLY_WEIGHT[choose]
+        if spare is None:
+            spare = SPARED[choose]
+        check_spare(spare)
         if choose == "sensitivity":
             if late_steps or gamma:
                 raise ValueError(
@@ -145,7 +157,7 @@ class TwoStage:
         self.gamma, self.beta = gamma, beta
         self.rho_loss, self.rho_size = rho_loss, rho_size
         self.loss_goal, self.min_rank = loss_goal, min_rank
-        self.canonical = canonical
+        self.canonical, self.spare = canonical, spare
         self.size = SizeOfRanks(model, min_rank)
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
@@ -298,7 +310,9 @@ class TwoStage:
                     "no step has told what a rank is worth: those that carry the least of their "
                     "layer are cut"
                 )
-        closed = prune_to_(self.model, self.target_size, min_rank=self.min_rank, worth=worth)
+        closed = prune_to_(
+            self.model, self.target_size, min_rank=self.min_rank, worth=worth, spare=self.spare
+        )
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)

@@ -55,6 +55,11 @@ def check_min_rank(min_rank: int) -> None:
         raise ValueError(f"min_rank={min_rank} must be 0 (layers may vanish) or 1")
 
 
+def check_spare(spare: float) -> None:
+    if not 0 <= spare <= 1:
+        raise ValueError(f"spare={spare} must be in [0, 1]")
+
+
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
@@ -105,6 +110,7 @@ def prune_to_(
     *,
     min_rank: int = 1,
     worth: Mapping[int, Tensor] | None = None,
+    spare: float = 0.0,
 ) -> list[float]:
     """Close the gates that matter least until the cores fit a budget.
 
@@ -119,6 +125,8 @@ def prune_to_(
         worth: From the ``id`` of a gate to what each of its ranks is worth, ``(R,)``, in one unit
             for the whole model. By default the share a rank has in the squared norm that its bond
             still carries.
+        spare: Share of what it would keep if all layers shrank alike that every layer keeps at
+            least, in ``[0, 1]``; as far as its ranks can be divided so.
 
     Returns:
         The values of the gates that were closed.
@@ -128,6 +136,7 @@ def prune_to_(
             worth, or one that is not finite.
     """
     check_min_rank(min_rank)
+    check_spare(spare)
     layers = list(tensor_trains(model).values())
     ranks = [list(layer.live_ranks) for layer in layers]
     bonds = [
@@ -140,9 +149,18 @@ def prune_to_(
     of_layer: dict[int, list[int]] = {}
     for k, bond in enumerate(bonds):
         of_layer.setdefault(bond.layer, []).append(k)
+    alike = spare * budget / max(1, sum(sizes))
+    least = [alike * size for size in sizes]
+
+    def price_of(bond: _Bond) -> float:
+        return _price(bond, layers[bond.layer], ranks[bond.layer], sizes, least, min_rank)
+
     closed: list[tuple[_Bond, int]] = []
-    price = np.array([_price(bond, layers, ranks, sizes, min_rank) for bond in bonds])
+    price = np.array([price_of(bond) for bond in bonds])
     while sum(sizes) > budget:
+        if any(least) and len(price) and not np.isfinite(price.min()):
+            least = [0.0] * len(layers)  # ranks are too coarse for it
+            price = np.array([price_of(bond) for bond in bonds])
         if not len(price) or not np.isfinite(price.min()):
             raise ValueError(
                 f"the cores cannot fit {int(budget)} entries: at min_rank={min_rank} they "
@@ -157,7 +175,7 @@ def prune_to_(
             ranks[bond.layer] = [0] * len(live)
         sizes[bond.layer] = layers[bond.layer].shape.size_at(ranks[bond.layer])
         for k in of_layer[bond.layer]:
-            price[k] = _price(bonds[k], layers, ranks, sizes, min_rank)
+            price[k] = price_of(bonds[k])
     values = []
     for bond, index in _still_needed(closed, layers, ranks, sizes, budget):
         gate = layers[bond.layer].gates[bond.position]
@@ -189,9 +207,10 @@ def _still_needed(
 
 def _price(
     bond: _Bond,
-    layers: Sequence[TensorTrainModule],
-    ranks: Sequence[Sequence[int]],
+    layer: TensorTrainModule,
+    live: Sequence[int],
     sizes: Sequence[int],
+    least: Sequence[float],
     min_rank: int,
 ) -> float:
     """What closing its least rank loses, per entry saved.
@@ -199,15 +218,14 @@ def _price(
     A share is measured against what is left, not against the start: many equal ranks are cheap to
     thin out and ever dearer to do without.
     """
-    live = ranks[bond.layer]
     if live[bond.position] <= min_rank or not bond.worth:
         return np.inf
-    whole = max(sum(bond.worth), 1e-300) if bond.relative else 1.0
-    if live[bond.position] == 1:
-        return bond.worth[0] / whole / sizes[bond.layer]
     fewer = [r - (k == bond.position) for k, r in enumerate(live)]
-    saved = sizes[bond.layer] - layers[bond.layer].shape.size_at(fewer)
-    return bond.worth[0] / whole / saved
+    left = layer.shape.size_at(fewer) if all(fewer) else 0
+    if left < least[bond.layer]:
+        return np.inf
+    whole = max(sum(bond.worth), 1e-300) if bond.relative else 1.0
+    return bond.worth[0] / whole / (sizes[bond.layer] - left)
 
 
 def _rank_bonds(

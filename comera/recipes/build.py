@@ -71,6 +71,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
             rho_size=config.ranks.rho_size,
             min_rank=config.ranks.min_rank,
             canonical=config.ranks.canonical,
+            spare=config.ranks.spare,
         )
     return TrainStep(
         model,

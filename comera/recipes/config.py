@@ -12,7 +12,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
-from comera.rank.schedule import EARLY_WEIGHT
+from comera.rank.schedule import EARLY_WEIGHT, SPARED
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
@@ -72,6 +72,8 @@ class RankConfig:
         rho_size: Weight of the size when the loss has the step.
         min_rank: 1, or 0 to let whole layers vanish.
         canonical: Bring the tensor trains into canonical form before ranks are chosen.
+        spare: What every layer keeps at least, as a share of what it would have if all were cut
+            alike: 0.5 with ``choose: sensitivity``, else 0.
     """
 
     target: float = 0.5
@@ -84,12 +86,15 @@ class RankConfig:
     rho_size: float = 0.0
     min_rank: int = 1
     canonical: bool = True
+    spare: float | None = None
 
     def __post_init__(self) -> None:
         if self.late_share is None:
             self.late_share = 0.4 if self.choose == "objective" else 0.0
         if self.gamma is None:
             self.gamma = EARLY_WEIGHT[self.choose]
+        if self.spare is None:
+            self.spare = SPARED[self.choose]
 
 
 @dataclass

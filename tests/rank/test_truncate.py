@@ -145,3 +145,39 @@ def test_small_ranks_that_fit_again_beside_a_large_one_stay():
     assert len(closed) == 3
     assert small.live_ranks == (13,)
     assert (small.gates[0][4:] == 0).sum() == 3
+
+
+def test_what_is_spared_of_every_layer():
+    """Though none of its ranks is worth anything."""
+    torch.manual_seed(0)
+    layers = [comera.TTLinear(32, 32, rank=16, order=1) for _ in range(3)]
+    model = torch.nn.Sequential(*layers)
+    worth = {id(m.gates[0]): torch.full((16,), float(k)) for k, m in enumerate(layers)}
+    budget = 24 * 64  # half of what there is
+
+    def left(**settings):
+        cut = copy.deepcopy(model)
+        trains = tensor_trains(cut).values()
+        of_cut = {
+            id(a.gates[0]): worth[id(b.gates[0])] for a, b in zip(trains, layers, strict=True)
+        }
+        prune_to_(cut, budget, worth=of_cut, **settings)
+        return [layer.live_ranks[0] for layer in trains]
+
+    assert left() == left(spare=0.0) == [1, 7, 16]
+    assert left(spare=0.5) == [4, 4, 16]
+    assert left(spare=1.0) == [8, 8, 8]
+
+
+def test_what_cannot_be_spared_is_not():
+    """A tenth of four ranks is no rank, and of three layers one goes below its share."""
+    model = torch.nn.Sequential(*(comera.TTLinear(32, 32, rank=4, order=1) for _ in range(3)))
+    prune_to_(model, 5 * 64, spare=1.0)
+    assert sorted(layer.live_ranks[0] for layer in tensor_trains(model).values()) == [1, 2, 2]
+
+
+def test_a_wrong_share_to_spare_is_named(model):
+    with pytest.raises(ValueError, match=r"spare=1\.5 must be in \[0, 1\]"):
+        prune_to_(model, 10**6, spare=1.5)
+    with pytest.raises(ValueError, match=r"spare=-1 must be in \[0, 1\]"):
+        comera.TwoStage(model, 0.5, 5, 5, spare=-1)
