@@ -39,10 +39,10 @@ def canonicalize_(
     """Make the ranks of every bond its singular vectors, in place; the function does not change.
 
     The first rank of a bond carries most, the last one least. Cores before the middle bond are
-    orthonormal towards it and so are those behind it, times one factor each, as new ones are
-    (:class:`~comera.TTConfig`, ``init="orthogonal"``). Gates are absorbed and become ones; ranks
-    that carry nothing are closed, at least one of a bond stays. A layer with a frozen core or gate
-    stays as it is.
+    orthonormal towards it and so are those behind it, times a factor each: their norms stay in the
+    proportions they had, so that learning rates suit them as before. Gates are absorbed and become
+    ones; ranks that carry nothing are closed, at least one of a bond stays. A layer with a frozen
+    core or gate stays as it is.
 
     Args:
         model: Its tensor-train layers are brought into canonical form.
@@ -90,7 +90,7 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
     Args:
         cores: ``(left bond, mode, right bond)`` each, at least two.
         split: Cores before it are to be orthonormal over everything but their right bond, the
-            others over everything but their left bond, all times one factor; singular values of
+            others over everything but their left bond, times a factor each; singular values of
             the bond between them are halved between both sides.
 
     Returns:
@@ -109,12 +109,9 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
     left, before = _by_singular_vectors(left, s)
     right, behind = _by_singular_vectors(_mirrored(right), s)
     right = _mirrored(right)
-    size = s.square().mean().sqrt()
-    half = (s / size).sqrt()
-    left[-1] = left[-1] * half
-    right[0] = right[0] * half[:, None, None]
-    factor = size ** (1 / len(cores))
-    return [factor * core for core in (*left, *right)], [*before[::-1], s, *behind]
+    left[-1] = left[-1] * s.sqrt()
+    right[0] = right[0] * s.sqrt()[:, None, None]
+    return _scaled_as(cores, [*left, *right]), [*before[::-1], s, *behind]
 
 
 def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
@@ -140,6 +137,13 @@ def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tenso
         cores[k - 1] = cores[k - 1] @ u
         found.append(s)
     return cores, found
+
+
+def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
+    """The same product, the norms of its cores in the proportions of others."""
+    theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
+    rest = (sum(mine) - sum(theirs)) / len(cores)
+    return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]
 
 
 def _mirrored(cores: Sequence[Tensor]) -> list[Tensor]:

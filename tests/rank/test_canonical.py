@@ -59,18 +59,24 @@ def test_every_bond_has_the_singular_values_of_its_unfolding(split):
             torch.testing.assert_close(gram, gram.diagonal().diag(), rtol=0, atol=1e-9)
 
 
-def test_cores_are_orthonormal_towards_the_middle_times_one_factor():
+def test_cores_are_orthonormal_towards_the_middle_times_a_factor_each():
     found, values = canonical(random_cores((4, 3, 5, 2, 6), (3, 7, 6, 4)), 2)
-    factor = values[1].square().mean().sqrt() ** (1 / 5)
-    left = found[0].flatten(0, 1) / factor
-    torch.testing.assert_close(left.T @ left, torch.eye(3).to(left))
-    for core in found[3:]:
-        right = core.flatten(1) / factor
-        torch.testing.assert_close(right @ right.T, torch.eye(len(right)).to(right))
-    halves = [found[1].flatten(0, 1) / factor, found[2].flatten(1).T / factor]
-    for half in halves:
+    sides = [found[0].flatten(0, 1).T, found[3].flatten(1), found[4].flatten(1)]
+    for side in sides:
+        gram = side @ side.T
+        torch.testing.assert_close(gram / gram[0, 0], torch.eye(len(side)).to(side))
+    for half in (found[1].flatten(0, 1), found[2].flatten(1).T):
         carried = (half.T @ half).diagonal()
-        torch.testing.assert_close(carried, values[1] / values[1].square().mean().sqrt())
+        torch.testing.assert_close(carried / carried[0], values[1] / values[1][0])
+
+
+def test_norms_of_cores_stay_in_proportion():
+    """A core of many small numbers and one of few large ones: learning rates suit them."""
+    cores = random_cores((40, 3, 5, 6), (3, 7, 6))
+    cores[0] *= 100
+    found, _ = canonical(cores, 2)
+    before, after = (torch.stack([core.norm() for core in train]) for train in (cores, found))
+    torch.testing.assert_close(after / after[0], before / before[0])
 
 
 def test_what_is_left_of_a_train_is_as_good_as_tensorlys():
