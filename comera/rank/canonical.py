@@ -55,9 +55,7 @@ def canonicalize_(
         optimizer = optimizer.optimizer
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]
-        if not all(param.requires_grad for param in params):
-            continue
-        if not _canonicalize_layer(layer):
+        if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
             continue
         for param in params:
             forget_(param, optimizer)
@@ -68,6 +66,8 @@ def canonicalize_(
 
 def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     """Whether there was something to do: not for a weight that is zero or not finite."""
+    if 0 in layer.ranks:
+        return False
     # On the CPU in float64: it happens once in a run, and not every device has float64.
     cores = [core.detach().to("cpu", torch.float64).flatten(1, -2) for core in layer.gated_cores()]
     found = canonical(cores, layer.shape.split)

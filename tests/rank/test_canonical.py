@@ -107,6 +107,11 @@ def test_a_product_of_nothing_or_of_no_numbers_stays():
     before = copy.deepcopy(layer.state_dict())
     comera.canonicalize_(layer)
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    with torch.no_grad():
+        layer.gates[0].zero_()
+    comera.truncate_(layer, min_rank=0)
+    comera.canonicalize_(layer)
+    assert set(layer.ranks) == {0}
 
 
 def test_the_function_stays_and_so_do_the_parameters(model, batch):
