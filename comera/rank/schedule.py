@@ -18,7 +18,7 @@ ranks (``comera/rank/sensitivity.py``).
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,19 @@ _WORTH_SAYING = 0.02
 Stage = Literal["early", "late", "done"]
 Choice = Literal["objective", "sensitivity"]
 
-EARLY_WEIGHT = {"objective": 0.01, "sensitivity": 0.0}
-"""Of the size in the early stage, by what chooses the ranks."""
 
-SPARED = {"objective": 0.0, "sensitivity": 0.5}
-"""Of each layer's share in the target, by what chooses the ranks."""
+class Settings(NamedTuple):
+    """What does best with a way of choosing ranks; named as in :class:`TwoStage`."""
+
+    gamma: float
+    canonical: bool
+    spare: float
+
+
+DEFAULTS: dict[Choice, Settings] = {
+    "objective": Settings(gamma=0.01, canonical=False, spare=0.0),
+    "sensitivity": Settings(gamma=0.0, canonical=True, spare=0.5),
+}
 
 
 class TwoStage:
@@ -87,11 +95,11 @@ class TwoStage:
         loss_goal: What the late stage measures the loss against; by default the running mean of
             the loss at the end of the early stage.
         min_rank: 1, or 0 to let whole layers vanish and leave their bias.
-        canonical: Bring the tensor trains into canonical form before ranks are chosen, when the
-            late stage begins or a hundred steps before the cut by sensitivity: see
+        canonical: Bring the tensor trains into canonical form before ranks are chosen, a hundred
+            steps before the cut by sensitivity or when the late stage begins: see
             :func:`~comera.canonicalize_`. The function stays, what the optimizer has gathered
-            about cores and gates starts anew.
-
+            about cores and gates starts anew. By default with ``choose="sensitivity"``; gates that
+            are pressed gain nothing by it.
         spare: What every layer keeps at least, as a share of what it would have if all were cut
             alike to the target, in ``[0, 1]``: 0.5 with ``choose="sensitivity"``, else 0. Early in
             training the loss hardly depends on layers that are needed later, such as feed-forward
@@ -123,7 +131,7 @@ class TwoStage:
         rho_size: float = 0.0,
         loss_goal: float | None = None,
         min_rank: int = 1,
-        canonical: bool = True,
+        canonical: bool | None = None,
         spare: float | None = None,
     ) -> None:
         check_min_rank(min_rank)
@@ -136,10 +144,10 @@ class TwoStage:
                 raise ValueError(f"{name}={steps} must not be negative")
         if choose not in get_args(Choice):
             raise ValueError(f"choose={choose!r} must be one of {get_args(Choice)}")
-        if gamma is None:
-            gamma = EARLY_WEIGHT[choose]
-        if spare is None:
-            spare = SPARED[choose]
+        defaults = DEFAULTS[choose]
+        gamma = defaults.gamma if gamma is None else gamma
+        canonical = defaults.canonical if canonical is None else canonical
+        spare = defaults.spare if spare is None else spare
         check_spare(spare)
         if choose == "sensitivity":
             if late_steps or gamma:

@@ -12,7 +12,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
-from comera.rank.schedule import EARLY_WEIGHT, SPARED
+from comera.rank.schedule import DEFAULTS
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
@@ -71,7 +71,8 @@ class RankConfig:
         rho_loss: Weight of the loss when the size has the step.
         rho_size: Weight of the size when the loss has the step.
         min_rank: 1, or 0 to let whole layers vanish.
-        canonical: Bring the tensor trains into canonical form before ranks are chosen.
+        canonical: Bring the tensor trains into canonical form before ranks are chosen; true with
+            ``choose: sensitivity``, else false.
         spare: What every layer keeps at least, as a share of what it would have if all were cut
             alike: 0.5 with ``choose: sensitivity``, else 0.
     """
@@ -85,16 +86,15 @@ class RankConfig:
     rho_loss: float = 1.0
     rho_size: float = 0.0
     min_rank: int = 1
-    canonical: bool = True
+    canonical: bool | None = None
     spare: float | None = None
 
     def __post_init__(self) -> None:
         if self.late_share is None:
             self.late_share = 0.4 if self.choose == "objective" else 0.0
-        if self.gamma is None:
-            self.gamma = EARLY_WEIGHT[self.choose]
-        if self.spare is None:
-            self.spare = SPARED[self.choose]
+        for name, value in DEFAULTS[self.choose]._asdict().items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
 
 @dataclass

@@ -233,9 +233,10 @@ def test_ranks_that_are_mixed_can_still_be_told_apart():
         ({"early_steps": 6, "choose": "sensitivity"}, 3),
         ({"early_steps": 400, "choose": "sensitivity"}, 300),
         ({"early_steps": 1, "choose": "sensitivity"}, None),
-        ({"early_steps": 4, "late_steps": 4}, 4),
-        ({"early_steps": 0, "late_steps": 4}, None),
-        ({"early_steps": 4, "late_steps": 4, "canonical": False}, None),
+        ({"early_steps": 6, "choose": "sensitivity", "canonical": False}, None),
+        ({"early_steps": 4, "late_steps": 4}, None),
+        ({"early_steps": 4, "late_steps": 4, "canonical": True}, 4),
+        ({"early_steps": 0, "late_steps": 4, "canonical": True}, None),
     ],
     ids=str,
 )
@@ -255,7 +256,7 @@ def test_when_ranks_are_turned(model, monkeypatch, settings, after):
 def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
     model = make_model()
     optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2, gate_lr=0.1))
-    ranks = comera.TwoStage(model, 0.5, 3, 6)
+    ranks = comera.TwoStage(model, 0.5, 3, 6, canonical=True)
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
     for _ in range(3):
         step(batch)
@@ -267,7 +268,7 @@ def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
     twin = copy.deepcopy(model)
     other = torch.optim.AdamW(comera.param_groups(twin, 1e-2, gate_lr=0.1))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    others = comera.TwoStage(twin, 0.5, 3, 6)
+    others = comera.TwoStage(twin, 0.5, 3, 6, canonical=True)
     others.load_state_dict(copy.deepcopy(ranks.state_dict()))
     again = comera.TrainStep(twin, loss_fn, other, others)
     for _ in range(6):
