@@ -47,7 +47,8 @@ def canonicalize_(
     Args:
         model: Its tensor-train layers are brought into canonical form.
         optimizer: What it has gathered about cores and gates, such as momenta, belongs to ranks
-            that are no more: it starts anew, as do gradients.
+            that are no more: it starts anew, as do gradients. So must averages of weights that are
+            kept elsewhere.
         process_group: Processes that hold the same model and call this together: all take over
             what the first one has.
     """

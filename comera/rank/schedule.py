@@ -95,15 +95,11 @@ class TwoStage:
         loss_goal: What the late stage measures the loss against; by default the running mean of
             the loss at the end of the early stage.
         min_rank: 1, or 0 to let whole layers vanish and leave their bias.
-        canonical: Bring the tensor trains into canonical form before ranks are chosen, a hundred
-            steps before the cut by sensitivity or when the late stage begins: see
-            :func:`~comera.canonicalize_`. The function stays, what the optimizer has gathered
-            about cores and gates starts anew. By default with ``choose="sensitivity"``; gates that
-            are pressed gain nothing by it.
+        canonical: Call :func:`~comera.canonicalize_` before ranks are chosen: a hundred steps
+            before the cut by sensitivity, where that is the default, or when the late stage begins.
         spare: What every layer keeps at least, as a share of what it would have if all were cut
-            alike to the target, in ``[0, 1]``: 0.5 with ``choose="sensitivity"``, else 0. Early in
-            training the loss hardly depends on layers that are needed later, such as feed-forward
-            ones.
+            alike, in ``[0, 1]``: 0.5 with ``choose="sensitivity"``, else 0. Early in training the
+            loss hardly depends on layers that are needed later, such as feed-forward ones.
 
     Attributes:
         start_size: Entries of the cores when this object was made.

@@ -221,7 +221,7 @@ def _price(
     if live[bond.position] <= min_rank or not bond.worth:
         return np.inf
     fewer = [r - (k == bond.position) for k, r in enumerate(live)]
-    left = layer.shape.size_at(fewer) if all(fewer) else 0
+    left = layer.shape.size_at(fewer)
     if left < least[bond.layer]:
         return np.inf
     whole = max(sum(bond.worth), 1e-300) if bond.relative else 1.0
