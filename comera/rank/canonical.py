@@ -61,8 +61,7 @@ def canonicalize_(
         for param in params:
             forget_(param, optimizer)
             if process_group is not None:
-                source = dist.get_global_rank(process_group, 0)
-                dist.broadcast(param.data, source, group=process_group)
+                dist.broadcast(param.data, group=process_group, group_src=0)
 
 
 def _canonicalize_layer(layer: TensorTrainModule) -> bool:

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.nn.module import tensor_trains
 
 
 def make_model(dtype=torch.float64) -> nn.Module:
@@ -34,3 +35,18 @@ def batch() -> torch.Tensor:
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch).mean(1), batch.sum(1) % 5)
+
+
+@torch.no_grad()
+def prune_some(model):
+    for layer in tensor_trains(model).values():
+        for gate in layer.gates:
+            gate.uniform_(0.3, 1.0)
+            gate[1] = 0.01  # exactly at the threshold
+
+
+def train(model, optimizer, batch, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()

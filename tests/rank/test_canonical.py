@@ -10,7 +10,7 @@ from comera.nn.module import tensor_trains
 from comera.rank.canonical import canonical
 from comera.rank.truncate import prune_to_
 
-from .conftest import loss_fn, make_model
+from .conftest import loss_fn, make_model, prune_some, train
 
 
 def product(cores):
@@ -36,9 +36,7 @@ def spread_(model):
     for layer in tensor_trains(model).values():
         for core in layer.cores:
             core.normal_()
-        for gate in layer.gates:
-            gate.uniform_(0.3, 1.0)
-            gate[1] = 0.01  # exactly at the threshold
+    prune_some(model)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 4])
@@ -52,8 +50,8 @@ def test_every_bond_has_the_singular_values_of_its_unfolding(split):
         torch.testing.assert_close(mine, want[: len(mine)])
         assert want[len(mine) :].sum() < 1e-10
         # The ranks of the bond are the singular vectors: those that are cut leave the rest alone.
-        left, right = product([*found[:k], torch.eye(len(mine))[:, :, None].to(whole)]), None
-        right = product([torch.eye(len(mine))[None].to(whole), *found[k:]])
+        one = torch.eye(len(mine)).to(whole)
+        left, right = product([*found[:k], one[:, :, None]]), product([one[None], *found[k:]])
         for side in (left.reshape(-1, len(mine)).T, right.reshape(len(mine), -1)):
             gram = side @ side.T
             torch.testing.assert_close(gram, gram.diagonal().diag(), rtol=0, atol=1e-9)
@@ -165,15 +163,6 @@ OPTIMIZERS = {
 
 def cores_and_gates(model):
     return [p for t in tensor_trains(model).values() for p in (*t.cores, *t.gates)]
-
-
-def train(model, optimizer, batch, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
