@@ -50,7 +50,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 
 def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     """The training step of a run, with its optimizer and schedules."""
-    settings = config.optimizer
+    settings = config.chosen_optimizer
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(

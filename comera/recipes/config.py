@@ -1,5 +1,6 @@
 """The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
 
+import dataclasses
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -213,7 +214,13 @@ class RunConfig:
 
     def settings(self) -> dict[str, Any]:
         """Everything as plain values, with the defaults of the chosen optimizer filled in."""
-        return {**asdict(self), "optimizer": settled(self.optimizer, self.width)}
+        return {**asdict(self), "optimizer": settled(self.chosen_optimizer, self.width)}
+
+    @property
+    def chosen_optimizer(self) -> OptimizerConfig:
+        """The section ``optimizer`` with a name, if none was given that which suits the model."""
+        name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
+        return dataclasses.replace(self.optimizer, name=name)
 
     @property
     def text(self) -> TextData | NliData | None:
@@ -254,7 +261,7 @@ class RunConfig:
         except ValueError as problem:
             raise ValueError(f"checkpoints.{problem}") from None
         check_device(self.device)
-        check_optimizer(self.optimizer)
+        check_optimizer(self.chosen_optimizer)
         if self.optimizer.in_backward and self.train.clip_norm is not None:
             raise ValueError(
                 f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "

@@ -25,7 +25,8 @@ class OptimizerConfig:
     Args:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
             galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
-            ``comera.MuonAdamW``, muon for the cores and adamw for everything else.
+            ``comera.MuonAdamW``, muon for the cores and adamw for everything else. By default
+            muon in a run with a section ``tensorize`` (``docs/quality.md``), else adamw.
         lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 5e-4 for came, 1e-2 for
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.
@@ -57,7 +58,7 @@ class OptimizerConfig:
         schedule: How the rate falls afterwards, to zero.
     """
 
-    name: str = "adamw"
+    name: str | None = None
     lr: float | None = None
     dense_lr: float | None = None
     core_lr: float | None = None
@@ -227,7 +228,7 @@ def _galore_groups(
         ) from None
 
 
-def _check_count(name: str, key: str, given: Any, default: Any) -> None:
+def _check_count(name: str | None, key: str, given: Any, default: Any) -> None:
     """A key that takes one number here and several there."""
     if given is None:
         return
@@ -241,7 +242,7 @@ def _check_count(name: str, key: str, given: Any, default: Any) -> None:
         raise ValueError(f"optimizer.{key}={given!r} must be {wanted} for {name}")
 
 
-def _choice(name: str) -> _Choice:
+def _choice(name: str | None) -> _Choice:
     try:
         return _CHOICES[_plain(name)]
     except KeyError:
@@ -250,9 +251,9 @@ def _choice(name: str) -> _Choice:
         ) from None
 
 
-def _plain(name: str) -> str:
-    """Hugging Face writes ``galore_adamw_8bit``."""
-    return name.replace("_8bit", "8bit")
+def _plain(name: str | None) -> str:
+    """Hugging Face writes ``galore_adamw_8bit``; no name is that of dense models."""
+    return "adamw" if name is None else name.replace("_8bit", "8bit")
 
 
 def _projects(choice: _Choice) -> bool:

@@ -43,6 +43,8 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         section, optional = _section(hints[key])
         if section is None:
             try:
+                if value is None and not optional:  # the parser lets it pass
+                    raise ArgumentError(None, "a value is needed")
                 found[key] = parser.parse_object({key: value})[key]
             except ArgumentError:
                 raise ValueError(

@@ -80,7 +80,7 @@ def run(
         ValueError: If the folder holds a run with other settings, or settings contradict.
     """
     config.check()
-    if config.optimizer.name != "adamw":  # anything can train with that one
+    if config.chosen_optimizer.name != "adamw":  # anything can train with that one
         planned_memory(config)
     console = console or Console()
     folder = Path(config.out)
@@ -132,7 +132,7 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
     for name, settings in _jobs(config):
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
-        optimizer = make_optimizer(model, settings.optimizer, settings.width)
+        optimizer = make_optimizer(model, settings.chosen_optimizer, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 
@@ -174,8 +174,8 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     """The models of a run by name: its own, then the dense twin if asked for."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
-        lr = config.optimizer.dense_lr or config.optimizer.lr
-        optimizer = dataclasses.replace(config.optimizer, lr=lr)
+        chosen = config.chosen_optimizer
+        optimizer = dataclasses.replace(chosen, lr=chosen.dense_lr or chosen.lr)
         twin = dataclasses.replace(config, tensorize=None, ranks=None, optimizer=optimizer)
         jobs.append(("dense", twin))
     return jobs

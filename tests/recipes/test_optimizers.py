@@ -126,8 +126,25 @@ def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, c
     assert all(line.rstrip() in printed for line in str(planned).splitlines())
 
 
+def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
+    assert config.settings()["optimizer"]["name"] == "muon"
+    assert config.settings()["optimizer"]["lr"] == 7e-4
+    dense = dataclasses.replace(config, tensorize=None, ranks=None)
+    assert dense.settings()["optimizer"]["name"] == "adamw"
+    config.optimizer = OptimizerConfig("came")
+    assert config.settings()["optimizer"]["name"] == "came"
+
+
+def test_the_twin_has_the_optimizer_of_its_run(config):
+    config.optimizer = OptimizerConfig(row_power=0.25)  # of muon alone
+    compressed, dense = quiet_run(config, twin=True)
+    assert compressed.ranks["size"] <= compressed.ranks["target_size"]
+    assert 0 < dense.metrics["loss"] < 8
+
+
 def test_adamw_is_what_it_always_was(config):
-    """By default, and in a folder begun before there was a choice."""
+    """With its own defaults, and in a folder begun before there were keys for others."""
+    config.optimizer = OptimizerConfig("adamw")
     model = planned_model(config)
     groups = comera.param_groups(model, 5e-4, gate_lr=2e-3, weight_decay=0.01)
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
@@ -145,7 +162,7 @@ def test_adamw_is_what_it_always_was(config):
         "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "in_backward": False,
         "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
-    for key in ("name", "eps", "in_backward"):
+    for key in ("eps", "in_backward"):
         settings["optimizer"].pop(key)
     file.write_text(yaml.safe_dump(settings))
     assert other_settings(config) is None
@@ -169,15 +186,15 @@ def test_defaults_are_those_of_the_optimizer():
     ("settings", "message"),
     [
         ({"name": "cane"}, "optimizer.name=cane is no optimizer: did you mean came"),
-        ({"rank": 8}, "optimizer.rank=8 is not a setting of adamw: it belongs to galore_adamw, "),
+        ({"rank": 8}, "optimizer.rank=8 is not a setting of muon: it belongs to galore_adamw, "),
         ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas=.* of sgd: it belongs to adamw, "),
         (
             {"name": "came", "momentum": 0.5},
             "optimizer.momentum=0.5 .* belongs to muon, sgd; leave it",
         ),
         ({"name": "galore_adamw", "clip_threshold": 2.0}, "clip_threshold=2.0 .* adafactor, came"),
-        ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for adamw"),
-        ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for adamw"),
+        ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for muon"),
+        ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for muon"),
         ({"name": "came", "eps": 1e-8}, "optimizer.eps=1e-08 must be two numbers for came"),
         ({"name": "came", "clip_threshold": 0.0}, "optimizer.name=came: clip_threshold=0.0 must"),
         ({"name": "galore_adamw", "rank": 0}, "name=galore_adamw: rank=0 must be a whole number"),
