@@ -9,7 +9,8 @@ The public names, in the order one meets them::
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
     for batch in loader:
         loss = step(batch)
-    ranks.finish_(optimizer)
+        if ranks.due:
+            ranks.finish_(optimizer)
 """
 
 from comera.checkpoint.chain import CheckpointChain

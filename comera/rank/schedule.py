@@ -18,7 +18,7 @@ ranks (``comera/rank/sensitivity.py``).
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.canonical import canonicalize_
+from comera.rank.choice import DEFAULTS, Choice, settled_choice
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.size import Gates, SizeOfRanks
 from comera.rank.truncate import check_min_rank, check_spare, prune_to_, truncate_
@@ -50,40 +51,26 @@ _WORTH_SAYING = 0.02
 """Share of the live ranks that have to be closed while open before it is worth a warning."""
 
 Stage = Literal["early", "late", "done"]
-Choice = Literal["objective", "sensitivity"]
-
-
-class Settings(NamedTuple):
-    """What does best with a way of choosing ranks; named as in :class:`TwoStage`."""
-
-    gamma: float
-    canonical: bool
-    spare: float
-
-
-DEFAULTS: dict[Choice, Settings] = {
-    "objective": Settings(gamma=0.01, canonical=False, spare=0.0),
-    "sensitivity": Settings(gamma=0.0, canonical=True, spare=0.5),
-}
 
 
 class TwoStage:
     """Rank learning for one training run.
 
     Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
-    optimizer step, and :meth:`finish_` once at the end; ``TrainStep`` makes the first two calls.
+    optimizer step, and :meth:`finish_` once, when it is :attr:`due`; ``TrainStep`` makes the first
+    two calls. Training goes on afterwards, with the small model.
 
     Args:
         model: Holds tensor-train layers; those it holds now are the ones that are learned.
         target: Size of all cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
-        late_steps: Steps of the late stage; afterwards the objective is the loss alone. 0 with
-            ``choose="sensitivity"``.
-        choose: Which ranks go. ``"objective"``: those whose gates the late stage's objective
-            closes. ``"sensitivity"``: there is no late stage; when the early one ends, those go at
-            once that matter least to the loss for each entry they cost, by the mean square of gate
-            times gradient in its last fifty steps or so. Under Adam, gates of all prices fall
-            alike; this tells a layer of few dear ranks from one of many cheap ones.
+        late_steps: Steps of the late stage; afterwards the objective is the loss alone.
+        choose: Which ranks go. ``"sensitivity"``, the default without late stage and ``gamma``:
+            when the early stage ends, those go at once that matter least to the loss for each
+            entry they cost, by the mean square of gate times gradient in its last fifty steps or
+            so. ``"objective"``, the default with either: those whose gates it closes. Under Adam,
+            gates of all prices fall alike; sensitivities tell a layer of few dear ranks from one of
+            many cheap ones.
         gamma: Weight of the size in the early stage: 0.01, and 0 with ``choose="sensitivity"``,
             which would hear of it in the gradients.
         beta: Weight of the cores' squared norm in both. It stops the gates from shrinking while
@@ -120,7 +107,7 @@ class TwoStage:
         early_steps: int,
         late_steps: int = 0,
         *,
-        choose: Choice = "objective",
+        choose: Choice | None = None,
         gamma: float | None = None,
         beta: float = 0.0,
         rho_loss: float = 1.0,
@@ -138,8 +125,7 @@ class TwoStage:
         for name, steps in (("early_steps", early_steps), ("late_steps", late_steps)):
             if steps < 0:
                 raise ValueError(f"{name}={steps} must not be negative")
-        if choose not in get_args(Choice):
-            raise ValueError(f"choose={choose!r} must be one of {get_args(Choice)}")
+        choose = settled_choice(choose, late_steps, gamma)
         defaults = DEFAULTS[choose]
         gamma = defaults.gamma if gamma is None else gamma
         canonical = defaults.canonical if canonical is None else canonical
@@ -199,9 +185,14 @@ class TwoStage:
     @property
     def stage(self) -> Stage:
         """``"early"``, ``"late"`` or ``"done"``, for the next step."""
-        if self.forced is not None or self.steps_done >= self.early_steps + self.late_steps:
+        if self.forced is not None or self.due:
             return "done"
         return "early" if self.steps_done < self.early_steps else "late"
+
+    @property
+    def due(self) -> bool:
+        """Whether the stages are over and it is time for :meth:`finish_`, which has not run yet."""
+        return self.forced is None and self.steps_done >= self.early_steps + self.late_steps
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
         """What to differentiate instead of ``loss``: a scalar on the same device.

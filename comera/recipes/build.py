@@ -62,8 +62,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         ranks = TwoStage(
             model,
             config.ranks.target,
-            round(config.ranks.early_share * task.steps),
-            round((config.ranks.late_share or 0.0) * task.steps),
+            *(round(share * task.steps) for share in config.ranks.shares),
             choose=config.ranks.choose,
             gamma=config.ranks.gamma,
             beta=config.ranks.beta,

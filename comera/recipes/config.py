@@ -13,7 +13,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
-from comera.rank.schedule import DEFAULTS
+from comera.rank.choice import DEFAULTS, Choice, settled_choice
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
 
 
@@ -63,8 +63,10 @@ class RankConfig:
 
     Args:
         target: Size of the cores at the end, as a share of their size at the start.
-        choose: ``objective``; or ``sensitivity``: no late stage, ranks go when the early one ends.
-        early_share: Share of all steps before the late stage begins.
+        choose: ``objective``; or ``sensitivity``, the default where ``late_share`` is 0: no late
+            stage, ranks go when the early one ends.
+        early_share: Share of all steps before the late stage begins, 0.4; with ``choose:
+            sensitivity`` before ranks go, 0.3.
         late_share: Share of all steps in the late stage, 0.4 if there is one; the rest trains the
             truncated model.
         gamma: Weight of the size in the early stage; 0.01 if a late one follows, else 0.
@@ -79,8 +81,8 @@ class RankConfig:
     """
 
     target: float = 0.5
-    choose: Literal["objective", "sensitivity"] = "objective"
-    early_share: float = 0.4
+    choose: Choice | None = None
+    early_share: float | None = None
     late_share: float | None = None
     gamma: float | None = None
     beta: float = 0.0
@@ -91,11 +93,20 @@ class RankConfig:
     spare: float | None = None
 
     def __post_init__(self) -> None:
+        late_share = 0.4 if self.late_share is None else self.late_share
+        self.choose = settled_choice(self.choose, late_share, self.gamma)
         if self.late_share is None:
-            self.late_share = 0.4 if self.choose == "objective" else 0.0
+            self.late_share = late_share if self.choose == "objective" else 0.0
+        if self.early_share is None:
+            self.early_share = 0.4 if self.choose == "objective" else 0.3
         for name, value in DEFAULTS[self.choose]._asdict().items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of all steps: those of the early and of the late stage."""
+        return self.early_share or 0.0, self.late_share or 0.0
 
 
 @dataclass
@@ -275,7 +286,7 @@ class RunConfig:
                 )
             if self.tensorize is None:
                 raise ValueError("the section ranks needs a section tensorize")
-            early, late = self.ranks.early_share, self.ranks.late_share or 0.0
+            early, late = self.ranks.shares
             if late and self.ranks.choose == "sensitivity":
                 raise ValueError(
                     f"ranks.late_share={late} must be 0 or null: with ranks.choose=sensitivity "

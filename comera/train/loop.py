@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.rank.schedule import TwoStage
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import RunLog, progress_bar
 from comera.train.step import NonFiniteLossError, TrainStep
@@ -143,7 +142,7 @@ def train(
                     bar.update(task, figures=f"loss {mean:.4f}")
                 bar.update(task, completed=done)
                 ranks = step.ranks
-                if ranks is not None and _has_ended(ranks, last=done == steps):
+                if ranks is not None and (ranks.due or (done == steps and ranks.forced is None)):
                     result.ranks = ranks.finish_(step.optimizer)
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
@@ -158,10 +157,6 @@ def train(
         chain.close()  # whatever happened: what was handed over is written
     result.steps, result.seconds = step.steps_done, seconds
     return result
-
-
-def _has_ended(ranks: TwoStage, last: bool) -> bool:
-    return ranks.forced is None and (ranks.stage == "done" or last)
 
 
 def _figures(step: TrainStep) -> dict[str, Any]:

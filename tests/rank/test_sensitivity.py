@@ -226,6 +226,24 @@ def test_a_layer_made_afterwards_is_named(model):
         ranks.finish_()
 
 
+@pytest.mark.parametrize(
+    ("given", "spare"),
+    [({}, 0.5), ({"late_steps": 3}, 0.0), ({"gamma": 0.1}, 0.0), ({"gamma": 0.0}, 0.5)],
+)
+def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(model, given, spare):
+    ranks = comera.TwoStage(model, 0.5, 5, **given)
+    assert (ranks.spare, ranks.canonical) == (spare, spare > 0)
+
+
+def test_it_is_due_once(model):
+    ranks = comera.TwoStage(model, 0.5, 4)
+    assert not ranks.due
+    optimizer = learn(model, ranks, 4)
+    assert (ranks.due, ranks.stage) == (True, "done")
+    ranks.finish_(optimizer)
+    assert (ranks.due, ranks.stage) == (False, "done")
+
+
 def test_wrong_settings_are_named(model):
     with pytest.raises(ValueError, match="choose='best' must be one of"):
         comera.TwoStage(model, 0.5, 5, choose="best")

@@ -207,11 +207,27 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
     assert torch.equal(*states)
 
 
+@pytest.mark.parametrize(
+    ("given", "choose", "shares"),
+    [
+        ({}, "objective", (0.4, 0.4)),
+        ({"late_share": 0.2}, "objective", (0.4, 0.2)),
+        ({"late_share": 0.0, "gamma": 0.1}, "objective", (0.4, 0.0)),
+        ({"late_share": 0.0}, "sensitivity", (0.3, 0.0)),
+        ({"choose": "sensitivity"}, "sensitivity", (0.3, 0.0)),
+        ({"choose": "sensitivity", "early_share": 0.5}, "sensitivity", (0.5, 0.0)),
+    ],
+)
+def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(given, choose, shares):
+    ranks = RankConfig(**given)
+    assert (ranks.choose, ranks.shares) == (choose, shares)
+
+
 def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
     """To float32 noise, by the same settings and seed. The late stage is left out: it asks at every
     step which of two numbers is larger, and noise may answer."""
     model = dataclasses.replace(config.model, dropout=0.0)  # each device draws its own
-    ranks = RankConfig(target=0.6, early_share=1.0, late_share=0.0)
+    ranks = RankConfig(target=0.6, choose="objective", early_share=1.0, late_share=0.0)
     config = dataclasses.replace(config, model=model, ranks=ranks, twin=False)
     config.train.log_every = 1
     curves = []
