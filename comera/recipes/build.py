@@ -1,6 +1,7 @@
 """From settings and data to a model and what trains it."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
-from comera.recipes.optimizers import make_optimizer
+from comera.recipes.optimizers import gate_rate, make_optimizer
 from comera.recipes.tasks import Task
 from comera.train.step import TrainStep
 
@@ -51,6 +52,10 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     """The training step of a run, with its optimizer and schedules."""
     settings = config.chosen_optimizer
+    shares = config.ranks.shares if config.ranks is not None else (0.0, 0.0)
+    early_steps, late_steps = (round(share * task.steps) for share in shares)
+    if settings.gate_lr is None:
+        settings = dataclasses.replace(settings, gate_lr=gate_rate(late_steps))
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
@@ -62,7 +67,8 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         ranks = TwoStage(
             model,
             config.ranks.target,
-            *(round(share * task.steps) for share in config.ranks.shares),
+            early_steps,
+            late_steps,
             choose=config.ranks.choose,
             gamma=config.ranks.gamma,
             beta=config.ranks.beta,

@@ -32,7 +32,8 @@ class OptimizerConfig:
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
-        gate_lr: Constant rate of the rank gates.
+        gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
+            one to zero in four fifths of the late stage, if that is more.
         weight_decay: Of dense matrices only.
         betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
             is 0.9999 where two are given.
@@ -62,7 +63,7 @@ class OptimizerConfig:
     lr: float | None = None
     dense_lr: float | None = None
     core_lr: float | None = None
-    gate_lr: float = 2e-3
+    gate_lr: float | None = None
     weight_decay: float = 0.01
     betas: tuple[float, float] | tuple[float, float, float] | None = None
     eps: float | tuple[float | None, float] | None = None
@@ -198,6 +199,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     choice, values = _choice(settings.name), settled(settings, width)
     own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
     common = {key: values[key] for key in ("gate_lr", "core_lr", "weight_decay")}
+    if common["gate_lr"] is None:
+        common["gate_lr"] = gate_rate(late_steps=0)
     try:
         if _projects(choice):
             groups = _galore_groups(model, values, common)
@@ -212,6 +215,11 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
         ) from None
     except ValueError as problem:
         raise ValueError(f"optimizer.name={settings.name}: {problem}") from None
+
+
+def gate_rate(late_steps: int) -> float:
+    """What ``gate_lr`` is where none is given: under Adam the most that a gate falls in a step."""
+    return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3
 
 
 def _galore_groups(

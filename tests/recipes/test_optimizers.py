@@ -13,12 +13,14 @@ from rich.console import Console
 import comera
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
+from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.sweep import read_sweep, run_sweep
+from comera.recipes.tasks import prepare_task
 from comera.train.step import TrainStep
 from tests.texts import write_functions
 
@@ -135,6 +137,23 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
     assert config.settings()["optimizer"]["name"] == "came"
 
 
+@pytest.mark.parametrize(
+    ("steps", "late", "rate"), [(10, 0.4, 1.25 / 4), (5000, 0.4, 2e-3), (10, 0, 2e-3)]
+)
+def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
+    config.ranks = RankConfig(target=0.6, early_share=0.3, late_share=late)
+    task = dataclasses.replace(prepare_task(config, torch.device("cpu")), steps=steps)
+    model = make_model(config, task, torch.device("cpu"))
+
+    def rates():
+        groups = build_step(model, config, task).optimizer.param_groups
+        return [group["lr"] for group in groups if group["name"] == "gates"]
+
+    assert rates() == [rate]
+    config.optimizer = OptimizerConfig(gate_lr=0.0)
+    assert rates() == [0.0]
+
+
 def test_the_twin_has_the_optimizer_of_its_run(config):
     config.optimizer = OptimizerConfig(row_power=0.25)  # of muon alone
     compressed, dense = quiet_run(config, twin=True)
@@ -158,7 +177,7 @@ def test_adamw_is_what_it_always_was(config):
     file = Path(config.out) / "config.yaml"
     settings = yaml.safe_load(file.read_text())
     assert settings["optimizer"] == {
-        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": 2e-3,
+        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": None,
         "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "in_backward": False,
         "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
