@@ -43,7 +43,11 @@ def find_targets(
         else:
             chosen[name] = module
     for names, reason in (
-        (attention, "nn.MultiheadAttention reads its weight directly"),
+        (
+            attention,
+            "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no "
+            "layer and stays dense too",
+        ),
         (subclasses, "a subclass of the torch layer may do more than the layer"),
     ):
         if names:

@@ -7,6 +7,7 @@ whose singular values are all one. A core is taken as the matrix between its wid
 other dimensions, which is how orthonormal cores start (``comera/nn/init.py``).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from comera.ops.autocast import without_autocast
 from comera.optim.layout import loading_exactly
 from comera.optim.partial import plain_step
+
+log = logging.getLogger("comera")
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steep at zero, singular values end between 0.7 and 1.2 (Jordan)."""
@@ -79,12 +82,19 @@ class MuonAdamW(torch.optim.AdamW):
         if ns_steps < 1:
             raise ValueError(f"ns_steps={ns_steps} must be at least 1")
         _check_power(row_power)
+        params = list(params)
         super().__init__(params, lr, **settings)
         own = {"momentum": momentum, "ns_steps": ns_steps, "row_power": row_power}
         self.defaults |= own
         for group in self.param_groups:
             for key, value in own.items():
                 group.setdefault(key, value)
+        grouped = isinstance(params[0], dict)  # by someone who knows what is in the groups
+        if not grouped and not any(group["muon"] for group in self.param_groups):
+            log.warning(
+                "MuonAdamW of parameters in no groups is AdamW: groups say what Muon is to step, "
+                "and comera.param_groups(model, lr) makes them"
+            )
         # A GradScaler must not count on AdamW's fused step to divide by its scale.
         self._step_supports_amp_scaling = False
 

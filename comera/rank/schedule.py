@@ -17,7 +17,6 @@ ranks (``comera/rank/sensitivity.py``).
 """
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,10 +25,17 @@ from torch.optim import Optimizer
 
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.canonical import canonicalize_
-from comera.rank.choice import DEFAULTS, Choice, settled_choice
 from comera.rank.sensitivity import Sensitivities
+from comera.rank.settings import (
+    DEFAULTS,
+    Choice,
+    check_settings,
+    check_steps,
+    settled_choice,
+    target_entries,
+)
 from comera.rank.size import Gates, SizeOfRanks
-from comera.rank.truncate import check_min_rank, check_spare, prune_to_, truncate_
+from comera.rank.truncate import prune_to_, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,20 +123,17 @@ class TwoStage:
         canonical: bool | None = None,
         spare: float | None = None,
     ) -> None:
-        check_min_rank(min_rank)
-        if not 0 < target <= 1:
-            raise ValueError(
-                f"target={target} must be in (0, 1]: the share of the present size to end at"
-            )
-        for name, steps in (("early_steps", early_steps), ("late_steps", late_steps)):
-            if steps < 0:
-                raise ValueError(f"{name}={steps} must not be negative")
+        check_steps("early_steps", early_steps)
+        check_steps("late_steps", late_steps)
         choose = settled_choice(choose, late_steps, gamma)
         defaults = DEFAULTS[choose]
         gamma = defaults.gamma if gamma is None else gamma
         canonical = defaults.canonical if canonical is None else canonical
         spare = defaults.spare if spare is None else spare
-        check_spare(spare)
+        check_settings(
+            target=target, min_rank=min_rank, canonical=canonical, spare=spare,
+            gamma=gamma, beta=beta, rho_loss=rho_loss, rho_size=rho_size,
+        )  # fmt: skip
         if choose == "sensitivity":
             if late_steps or gamma:
                 raise ValueError(
@@ -152,28 +155,29 @@ class TwoStage:
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
         if choose == "sensitivity":
+            self._check_gates_learn()
             self._sensitivities = Sensitivities(list(self.size.layers.values()))
             self._sensitivities.watch_()
         self.start_size = sum(
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
         )
-        self.target_size = math.floor(target * self.start_size)
-        smallest = sum(
-            layer.shape.size_at((min_rank,) * len(layer.ranks))
-            for layer in self.size.layers.values()
-        )
-        if self.target_size < smallest:
-            raise ValueError(
-                f"target={target} leaves {self.target_size} of {self.start_size} entries, but at "
-                f"min_rank={min_rank} the cores need {smallest}: the smallest target is "
-                f"{math.ceil(1e4 * smallest / self.start_size) / 1e4:g}"
-            )
+        layers = self.size.layers.values()
+        self.target_size = target_entries(layers, target, self.start_size, min_rank)
         self.steps_done = 0
         self.forced: int | None = None
         self._running_loss: Tensor | None = None
         self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
+
+    def _check_gates_learn(self) -> None:
+        for name, layer in self.size.layers.items():
+            if not all(gate.requires_grad for gate in layer.gates):
+                raise ValueError(
+                    f"the rank gates of {name or 'the layer'} are frozen (requires_grad=False), as "
+                    "they are where a frozen layer is tensorised: without their gradients there is "
+                    "no telling what its ranks are worth. Let them train, or give late_steps"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "process_group": None}  # belongs to this process
@@ -336,7 +340,7 @@ class TwoStage:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}
         rates = [
-            float(group["lr"])
+            float(group.get("initial_lr", group["lr"]))  # a schedule may begin with less
             for group in optimizer.param_groups
             if any(id(param) in gates for param in group["params"])
         ]
@@ -346,9 +350,9 @@ class TwoStage:
         steps = self.late_steps + (self.early_steps if self.gamma else 0)
         if self.target < 1 and steps * max(rates) < 1:
             log.warning(
-                "the gates' learning rate %g lets a gate fall by at most %.2g in %d steps, and "
-                "none can be pruned: raise it above %.2g or train longer",
-                max(rates), steps * max(rates), steps, 1 / steps if steps else math.inf,
+                "the gates' learning rate %g lets a gate fall by at most %.2g in the %d steps that "
+                "press on it, and none can be pruned: raise it above %.2g, or let them be more",
+                max(rates), steps * max(rates), steps, 1 / max(steps, 1),
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.carry import carry_
 from comera.optim.in_backward import OptimizerInBackward
+from comera.rank.settings import check_min_rank, check_spare
 
 
 @torch.no_grad()
@@ -48,16 +49,6 @@ def truncate_(
         _truncate_layer(layer, optimizer, min_rank, absorb)
         changed[name] = (before, layer.ranks)
     return changed
-
-
-def check_min_rank(min_rank: int) -> None:
-    if min_rank not in (0, 1):
-        raise ValueError(f"min_rank={min_rank} must be 0 (layers may vanish) or 1")
-
-
-def check_spare(spare: float) -> None:
-    if not 0 <= spare <= 1:
-        raise ValueError(f"spare={spare} must be in [0, 1]")
 
 
 def _truncate_layer(

@@ -13,8 +13,9 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
-from comera.rank.choice import DEFAULTS, Choice, settled_choice
-from comera.recipes.optimizers import OptimizerConfig, check_optimizer, settled
+from comera.rank.settings import DEFAULTS, Choice, check_settings, settled_choice
+from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, settled
+from comera.recipes.parse import check_nulls
 
 
 @dataclass
@@ -63,13 +64,13 @@ class RankConfig:
 
     Args:
         target: Size of the cores at the end, as a share of their size at the start.
-        choose: ``objective``; or ``sensitivity``, the default where ``late_share`` is 0: no late
-            stage, ranks go when the early one ends.
+        choose: ``objective``; or ``sensitivity``, the default where ``late_share`` is 0 and no
+            ``gamma`` is given: no late stage, ranks go when the early one ends.
         early_share: Share of all steps before the late stage begins, 0.4; with ``choose:
             sensitivity`` before ranks go, 0.3.
         late_share: Share of all steps in the late stage, 0.4 if there is one; the rest trains the
             truncated model.
-        gamma: Weight of the size in the early stage; 0.01 if a late one follows, else 0.
+        gamma: Weight of the size in the early stage: 0.01, and 0 with ``choose: sensitivity``.
         beta: Weight of the cores' squared norm.
         rho_loss: Weight of the loss when the size has the step.
         rho_size: Weight of the size when the loss has the step.
@@ -102,6 +103,49 @@ class RankConfig:
         for name, value in DEFAULTS[self.choose]._asdict().items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    def check(self, steps: int | None) -> None:
+        """Raise ``ValueError`` for what ``TwoStage`` would refuse, in the words of a run.
+
+        Args:
+            steps: Of the whole run, where they are known.
+        """
+        numbers = (
+            "target",
+            "min_rank",
+            "canonical",
+            "spare",
+            "gamma",
+            "beta",
+            "rho_loss",
+            "rho_size",
+        )
+        try:
+            check_settings(**{name: getattr(self, name) for name in numbers})
+        except ValueError as problem:
+            raise ValueError(f"ranks.{problem}") from None
+        early, late = self.shares
+        if self.choose == "sensitivity":
+            if late:
+                raise ValueError(
+                    f"ranks.late_share={late} must be 0 or null: with ranks.choose=sensitivity "
+                    "there is no late stage, ranks are cut after early_share of the steps"
+                )
+            if self.gamma:
+                raise ValueError(
+                    f"ranks.gamma={self.gamma} must be 0 or null: with ranks.choose=sensitivity "
+                    "nothing presses on the gates"
+                )
+            if steps is not None and round(early * steps) < 1:
+                raise ValueError(
+                    f"ranks.early_share={early} of train.steps={steps} is no step: with "
+                    "ranks.choose=sensitivity they tell what a rank is worth"
+                )
+        if not 0 < early + late <= 1 or min(early, late) < 0:
+            raise ValueError(
+                f"ranks.early_share={early} and ranks.late_share={late} must be shares of all "
+                "steps that add up to more than 0 and at most 1"
+            )
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -229,9 +273,16 @@ class RunConfig:
 
     @property
     def chosen_optimizer(self) -> OptimizerConfig:
-        """The section ``optimizer`` with a name, if none was given that which suits the model."""
+        """The section ``optimizer`` with what the run decides where nothing is given.
+
+        ``gate_lr`` stays open where its late stage has a length that only the data tell.
+        """
         name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
-        return dataclasses.replace(self.optimizer, name=name)
+        gate_lr, steps = self.optimizer.gate_lr, self.train.steps
+        late_share = self.ranks.shares[1] if self.ranks is not None else 0.0
+        if gate_lr is None and (steps is not None or not late_share):
+            gate_lr = gate_rate(round(late_share * (steps or 0)))
+        return dataclasses.replace(self.optimizer, name=name, gate_lr=gate_lr)
 
     @property
     def text(self) -> TextData | NliData | None:
@@ -252,6 +303,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
+        check_nulls(self)
         sections = ("masked_text", "causal_text", "nli", "clicks")
         if sum(getattr(self, name) is not None for name in sections) != 1:
             raise ValueError(
@@ -279,25 +331,9 @@ class RunConfig:
                 "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
             )
         if self.ranks is not None:
-            if not 0 < self.ranks.target <= 1:
-                raise ValueError(
-                    f"ranks.target={self.ranks.target} must be in (0, 1]: "
-                    "the share of the cores' size at the start to end at"
-                )
             if self.tensorize is None:
                 raise ValueError("the section ranks needs a section tensorize")
-            early, late = self.ranks.shares
-            if late and self.ranks.choose == "sensitivity":
-                raise ValueError(
-                    f"ranks.late_share={late} must be 0 or null: with ranks.choose=sensitivity "
-                    "there is no late stage, ranks are cut after early_share of the steps"
-                )
-            if not 0 < early + late <= 1 or min(early, late) < 0:
-                raise ValueError(
-                    f"ranks.early_share={self.ranks.early_share} and "
-                    f"ranks.late_share={self.ranks.late_share} must be shares of all steps that "
-                    "add up to at most 1"
-                )
+            self.ranks.check(self.train.steps)
 
 
 def check_device(name: str) -> None:

@@ -1,5 +1,6 @@
 """The optimizer of a run, by its name in the settings, with the keys that belong to it."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -152,7 +153,7 @@ _COMMON = (
 
 
 def check_optimizer(settings: OptimizerConfig) -> None:
-    """Raise ``ValueError`` for an unknown name, or a key that does not belong to it."""
+    """Raise ``ValueError`` for an unknown name, a key that does not belong to it, or a value."""
     choice = _choice(settings.name)
     for key, value in vars(settings).items():
         if value is None or key in _COMMON or key in choice.defaults:
@@ -161,6 +162,14 @@ def check_optimizer(settings: OptimizerConfig) -> None:
         raise ValueError(
             f"optimizer.{key}={value!r} is not a setting of {settings.name}: it belongs to "
             f"{takers}; leave it out (--optimizer.{key}=null), or choose one of them"
+        )
+    for key in ("lr", "dense_lr", "core_lr", "gate_lr", "weight_decay"):
+        value = getattr(settings, key)
+        if value is not None and not value >= 0:
+            raise ValueError(f"optimizer.{key}={value} must be at least 0")
+    if not 0 <= settings.warmup_share <= 1:
+        raise ValueError(
+            f"optimizer.warmup_share={settings.warmup_share} must be a share of steps, in [0, 1]"
         )
     for key in ("betas", "eps"):
         _check_count(settings.name, key, getattr(settings, key), choice.defaults.get(key))
@@ -206,7 +215,12 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
             groups = _galore_groups(model, values, common)
         else:
             modules = values.get("target_modules")
-            groups = param_groups(model, values["lr"], muon_modules=modules, **common)
+            try:
+                groups = param_groups(model, values["lr"], muon_modules=modules, **common)
+            except ValueError:
+                raise ValueError(
+                    f"target_modules={modules!r} names no dense layer that is trained"
+                ) from None
         return choice.make(groups, **own)
     except ImportError:
         raise ValueError(
@@ -215,6 +229,14 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
         ) from None
     except ValueError as problem:
         raise ValueError(f"optimizer.name={settings.name}: {problem}") from None
+
+
+def twin_of(settings: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer of the dense twin: that of its run if it was named, else adamw."""
+    twin = dataclasses.replace(settings, lr=settings.dense_lr or settings.lr)
+    if settings.name is None:
+        twin = dataclasses.replace(twin, momentum=None, row_power=None, target_modules=None)
+    return twin
 
 
 def gate_rate(late_steps: int) -> float:

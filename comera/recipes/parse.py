@@ -43,8 +43,6 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         section, optional = _section(hints[key])
         if section is None:
             try:
-                if value is None and not optional:  # the parser lets it pass
-                    raise ArgumentError(None, "a value is needed")
                 found[key] = parser.parse_object({key: value})[key]
             except ArgumentError:
                 raise ValueError(
@@ -57,6 +55,19 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         else:
             raise ValueError(f"{within}{key}={value!r} must be a section with keys of its own")
     return kind(**found)
+
+
+def check_nulls(settings: Any, within: str = "") -> None:
+    """Raise ``ValueError`` for a field that is None and may not be: parsers let some pass."""
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, key = getattr(settings, field.name), f"{within}{field.name}"
+        section, optional = _section(hints[field.name])
+        if value is None and not optional:
+            wanted = "a section" if section else f"of type {_name(hints[field.name])}"
+            raise ValueError(f"{key}=null must be {wanted}: leave it out for its default")
+        if section is not None and dataclasses.is_dataclass(value):
+            check_nulls(value, f"{key}.")
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def replay(
         end = min(task.steps, number + train_on)
         while step.steps_done < end:
             step(task.get_batch(step.steps_done))
+            if step.ranks is not None and step.ranks.due:
+                step.ranks.finish_(step.optimizer)
             progress(1)
         if end > number:
             later = evaluated(step, task.evaluate)["loss"]

@@ -17,10 +17,12 @@ from torch import nn
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
+from comera.nn.module import tensor_trains
+from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.config import RunConfig
+from comera.recipes.config import RankConfig, RunConfig
 from comera.recipes.folder import claim
-from comera.recipes.optimizers import make_optimizer
+from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.tasks import Task, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory import MemoryReport, memory_report
@@ -80,8 +82,8 @@ def run(
         ValueError: If the folder holds a run with other settings, or settings contradict.
     """
     config.check()
-    if config.chosen_optimizer.name != "adamw":  # anything can train with that one
-        planned_memory(config)
+    if config.ranks is not None or config.chosen_optimizer.name != "adamw":
+        planned_memory(config)  # what does not fit is said before anything is written
     console = console or Console()
     folder = Path(config.out)
     claim(config)
@@ -126,15 +128,28 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
     """What a run's model and then its twin will keep in memory; nothing is allocated.
 
     Raises:
-        ValueError: If the optimizer does not suit them.
+        ValueError: If the optimizer or the target of rank learning does not suit them.
     """
     found = []
     for name, settings in _jobs(config):
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
+        if settings.ranks is not None:
+            _check_target(model, settings.ranks)
         optimizer = make_optimizer(model, settings.chosen_optimizer, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
+
+
+def _check_target(model: nn.Module, ranks: RankConfig) -> None:
+    layers = tensor_trains(model).values()
+    if not layers:
+        raise ValueError("the section ranks needs tensor trains, but tensorize made none")
+    start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
+    try:
+        target_entries(layers, ranks.target, start_size, ranks.min_rank)
+    except ValueError as problem:
+        raise ValueError(f"ranks.{problem}") from None
 
 
 def planned_model(config: RunConfig) -> nn.Module:
@@ -174,8 +189,7 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     """The models of a run by name: its own, then the dense twin if asked for."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
-        chosen = config.chosen_optimizer
-        optimizer = dataclasses.replace(chosen, lr=chosen.dense_lr or chosen.lr)
+        optimizer = twin_of(config.optimizer)
         twin = dataclasses.replace(config, tensorize=None, ranks=None, optimizer=optimizer)
         jobs.append(("dense", twin))
     return jobs

@@ -126,6 +126,7 @@ class TrainStep:
         elif isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
+            _check_learns_ranks(ranks, model)
             ranks.check_schedule(optimizer)
             ranks.process_group = self._group or ranks.process_group
         return_freed_memory()
@@ -297,5 +298,13 @@ def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Mod
     if training and not any(id(core) in held for core in training):
         raise ValueError(
             "the optimizer holds none of the model's tensor-train cores: build it after "
-            "tensorize_, from comera.param_groups(model, lr=...) or model.parameters()"
+            "tensorize_, from comera.param_groups(model, lr=...)"
+        )
+
+
+def _check_learns_ranks(ranks: TwoStage, model: nn.Module) -> None:
+    there = {id(param) for param in model.parameters()}
+    if not any(id(gate) in there for gate in ranks.size.gates):
+        raise ValueError(
+            "ranks is a TwoStage of another model: give it the one that this step trains"
         )

@@ -293,3 +293,10 @@ def test_gradients_it_cannot_take_are_refused(kind):
     core.grad = torch.ones_like(core).to_sparse() if kind == "sparse" else torch.ones_like(core)
     with pytest.raises(RuntimeError, match=f"MuonAdamW does not support {kind}"):
         optimizer.step()
+
+
+def test_parameters_in_no_groups_leave_nothing_to_muon(caplog):
+    comera.MuonAdamW(comera.param_groups(torch.nn.Linear(2, 3), 1e-3))
+    assert not caplog.text
+    comera.MuonAdamW(torch.nn.Linear(2, 3).parameters())
+    assert "of parameters in no groups is AdamW" in caplog.text

@@ -89,8 +89,12 @@ def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "comera"):
         ranks.check_schedule(optimizer_for(model, gate_lr=0.001))
-    assert "raise it above 0.01 or train longer" in caplog.text
+    assert "raise it above 0.01, or let them be more" in caplog.text
     caplog.clear()
+    warmed_up = optimizer_for(model, gate_lr=0.011)
+    torch.optim.lr_scheduler.LambdaLR(warmed_up, lambda step: (step + 1) / 100)
+    ranks.check_schedule(warmed_up)
+    assert not caplog.text
     with caplog.at_level(logging.WARNING, "comera"):
         ranks.check_schedule(torch.optim.SGD([model[4].weight], lr=1.0))
     assert "does not train the rank gates" in caplog.text
@@ -117,14 +121,27 @@ def test_state_goes_on_where_it_was(batch):
     [
         ({"target": 0.0}, "target=0.0"),
         ({"target": 1.5}, "target=1.5"),
+        ({"target": "0.3"}, "target='0.3' must be in"),
         ({"early_steps": -1}, "early_steps=-1"),
+        ({"early_steps": 0.4}, "early_steps=0.4 must be a whole number of steps"),
+        ({"late_steps": None}, "late_steps=None must be a whole number"),
         ({"min_rank": 3}, "min_rank=3"),
+        ({"gamma": -1.0}, "gamma=-1.0 must be a number of at least 0"),
+        ({"beta": None}, "beta=None must be a number"),
+        ({"canonical": "false"}, "canonical='false' must be True, False or None"),
     ],
 )
 def test_wrong_settings_are_named(model, settings, message):
     given = {"target": 0.5, "early_steps": 1, "late_steps": 1} | settings
     with pytest.raises(ValueError, match=message):
         comera.TwoStage(model, **given)
+
+
+def test_ranks_of_another_model_are_refused(model):
+    with pytest.raises(ValueError, match="ranks is a TwoStage of another model"):
+        comera.TrainStep(
+            model, loss_fn, optimizer_for(model), comera.TwoStage(make_model(), 0.5, 1, 1)
+        )
 
 
 def test_groups_hold_every_parameter_once(model):

@@ -17,7 +17,7 @@ from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.folder import other_settings
-from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled
+from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled, twin_of
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks import prepare_task
@@ -143,6 +143,7 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
 def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
     config.ranks = RankConfig(target=0.6, early_share=0.3, late_share=late)
     task = dataclasses.replace(prepare_task(config, torch.device("cpu")), steps=steps)
+    config.train.steps = steps
     model = make_model(config, task, torch.device("cpu"))
 
     def rates():
@@ -150,15 +151,21 @@ def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
         return [group["lr"] for group in groups if group["name"] == "gates"]
 
     assert rates() == [rate]
+    config.train.steps = None  # as in a run of epochs: the data tell
+    assert rates() == [rate]
     config.optimizer = OptimizerConfig(gate_lr=0.0)
     assert rates() == [0.0]
 
 
-def test_the_twin_has_the_optimizer_of_its_run(config):
+def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
     config.optimizer = OptimizerConfig(row_power=0.25)  # of muon alone
     compressed, dense = quiet_run(config, twin=True)
     assert compressed.ranks["size"] <= compressed.ranks["target_size"]
     assert 0 < dense.metrics["loss"] < 8
+    plain = yaml.safe_load((Path(config.out) / "config.yaml").read_text())
+    assert plain["optimizer"]["name"] == "muon"
+    assert twin_of(config.optimizer) == OptimizerConfig()
+    assert twin_of(OptimizerConfig("muon", dense_lr=0.1)) == OptimizerConfig("muon", 0.1, 0.1)
 
 
 def test_adamw_is_what_it_always_was(config):
@@ -177,7 +184,7 @@ def test_adamw_is_what_it_always_was(config):
     file = Path(config.out) / "config.yaml"
     settings = yaml.safe_load(file.read_text())
     assert settings["optimizer"] == {
-        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": None,
+        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": 1.25 / 4,
         "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "in_backward": False,
         "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip

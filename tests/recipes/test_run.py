@@ -118,14 +118,32 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),
         ({"ranks": RankConfig(early_share=0.8, late_share=0.3)}, "ranks.late_share=0.3"),
         ({"ranks": RankConfig(target=30)}, "ranks.target=30 must be in"),
+        ({"ranks": RankConfig(target=None)}, "ranks.target=null must be of type float"),
+        ({"ranks": RankConfig(spare=2)}, "ranks.spare=2 must be in"),
+        ({"ranks": RankConfig(target=0.001)}, "ranks.target=0.001 leaves .* the smallest target"),
+        (
+            {"ranks": RankConfig(choose="sensitivity", gamma=0.1)},
+            "ranks.gamma=0.1 must be 0 or null: with ranks.choose=sensitivity",
+        ),
+        (
+            {"ranks": RankConfig(choose="sensitivity", early_share=0.001)},
+            "ranks.early_share=0.001 of train.steps=50 is no step",
+        ),
+        ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr=-1.0 must be at least 0"),
+        ({"optimizer": OptimizerConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
+        ({"optimizer": OptimizerConfig(target_modules="x")}, "target_modules='x' names no dense"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
         ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
-def test_contradicting_settings_are_named(config, changes, message):
+def test_contradicting_settings_are_named_and_nothing_is_lost(config, changes, message):
+    there = Path(config.out) / "model.safetensors"
+    there.parent.mkdir()
+    there.touch()
     with pytest.raises(ValueError, match=message):
-        quiet_run(dataclasses.replace(config, **changes))
+        quiet_run(dataclasses.replace(config, **changes, overwrite=True))
+    assert there.exists()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
