@@ -21,7 +21,7 @@ from comera.memory import reuse_freed_memory
 from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
 from comera.recipes.doctor import examine
-from comera.recipes.parse import spelled_out
+from comera.recipes.parse import parse_settings, spelled_out
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.report.run import write_report
@@ -92,7 +92,30 @@ class _Parser(ArgumentParser):
         near = difflib.get_close_matches(unknown[1], self.options, n=1) if unknown else []
         if near:
             message += f": did you mean {near[0]}?"
-        super().error(message, ex)
+        super().error(_in_a_section(message) or message, ex)
+
+
+def _in_a_section(message: str) -> str | None:
+    """What is wrong with a key of a section that may be null, of which jsonargparse tells at length.
+
+    It tries all types that the section may have, and says of each why not.
+    """
+    found = re.search(
+        r'Parser key "(\w+)".*Given value: (?:NestedArg\(key=(\'\w+\'), val=(.+)\)|(\{.+\}))',
+        message,
+        re.DOTALL,
+    )
+    if found is None:
+        return None
+    section, key, value, mapping = found.groups()
+    try:
+        values = yaml.safe_load(mapping or f"{{{key}: {value}}}")
+        parse_settings(RunConfig, {section: values})
+    except ValueError as problem:
+        return str(problem)
+    except yaml.YAMLError:
+        return None
+    return None
 
 
 def make_parser() -> ArgumentParser:

@@ -198,6 +198,23 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     assert "absent.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words", "message"),
+    [
+        ("{}", ["--ranks.late_steps=3"], "ranks.late_steps is not a setting: did you mean late_sh"),
+        ("{}", ["--ranks.choose=Objective"], "ranks.choose='Objective' does not fit: its type is"),
+        ("{late_steps: 3}", [], "ranks.late_steps is not a setting: did you mean late_share?"),
+        ("{choose: Objective}", [], "ranks.choose='Objective' does not fit: its type is"),
+    ],
+)
+def test_a_key_of_a_section_is_named_in_one_line(tmp_path, capsys, ranks, words, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"masked_text: {{}}\ntensorize: {{}}\nranks: {ranks}\ntrain: {{steps: 3}}\n")
+    with pytest.raises(SystemExit):
+        main(["plan", str(path), *words])
+    assert f"error: {message}" in capsys.readouterr().err
+
+
 def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     assert "is not a run" in capsys.readouterr().out
