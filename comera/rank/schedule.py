@@ -167,6 +167,7 @@ class TwoStage:
         self.forced: int | None = None
         self._running_loss: Tensor | None = None
         self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
+        self._optimizer: Optimizer | OptimizerInBackward | None = None  # of the last step
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
 
@@ -180,7 +181,7 @@ class TwoStage:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "process_group": None}  # belongs to this process
+        return {**vars(self), "process_group": None, "_optimizer": None}  # those of this process
 
     @property
     def _cores(self) -> list[Tensor]:
@@ -258,6 +259,7 @@ class TwoStage:
     def count_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
         """What :meth:`step` does on the host, between two steps."""
         self.steps_done += 1
+        self._optimizer = optimizer
         if self.canonical and self.steps_done == self._canonical_from:
             canonicalize_(self.model, optimizer, process_group=self.process_group)
             if self._sensitivities is not None:
@@ -292,7 +294,8 @@ class TwoStage:
         ``choose="sensitivity"`` all that go are closed here.
 
         Args:
-            optimizer: Its state is cut along with the parameters.
+            optimizer: Its state is cut along with the parameters; that of the last step, if it is
+                not given.
 
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
@@ -313,7 +316,7 @@ class TwoStage:
             self.model, self.target_size, min_rank=self.min_rank, worth=worth, spare=self.spare
         )
         self.forced = sum(value > _OPEN for value in closed)
-        truncate_(self.model, optimizer, min_rank=self.min_rank)
+        truncate_(self.model, optimizer or self._optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
         if worth is None and self.forced > _WORTH_SAYING * live:
             log.warning(

@@ -96,9 +96,9 @@ class _Parser(ArgumentParser):
 
 
 def _in_a_section(message: str) -> str | None:
-    """What is wrong with a key of a section that may be null, of which jsonargparse tells at length.
+    """What is wrong with a key of a section that may be null.
 
-    It tries all types that the section may have, and says of each why not.
+    Of these jsonargparse tries all types, and says at length of each why not.
     """
     found = re.search(
         r'Parser key "(\w+)".*Given value: (?:NestedArg\(key=(\'\w+\'), val=(.+)\)|(\{.+\}))',
