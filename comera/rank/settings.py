@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
 from comera.nn.module import TensorTrainModule
@@ -59,7 +60,7 @@ def check_settings(
 
 
 def check_steps(name: str, steps: Any) -> None:
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from 0")
 
 
@@ -93,4 +94,4 @@ def target_entries(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's too
