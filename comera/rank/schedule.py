@@ -155,8 +155,7 @@ class TwoStage:
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
         if choose == "sensitivity":
-            self._check_gates_learn()
-            self._sensitivities = Sensitivities(list(self.size.layers.values()))
+            self._sensitivities = Sensitivities(self.size.layers)
             self._sensitivities.watch_()
         self.start_size = sum(
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
@@ -170,15 +169,6 @@ class TwoStage:
         self._optimizer: Optimizer | OptimizerInBackward | None = None  # of the last step
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
-
-    def _check_gates_learn(self) -> None:
-        for name, layer in self.size.layers.items():
-            if not all(gate.requires_grad for gate in layer.gates):
-                raise ValueError(
-                    f"the rank gates of {name or 'the layer'} are frozen (requires_grad=False), as "
-                    "they are where a frozen layer is tensorised: without their gradients there is "
-                    "no telling what its ranks are worth. Let them train, or give late_steps"
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "process_group": None, "_optimizer": None}  # those of this process

@@ -1,6 +1,6 @@
 """What closing a rank would cost the loss, as its gate's gradients tell while a model trains."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,14 @@ class Sensitivities:
     arXiv 1906.10771, equation 8).
 
     Args:
-        layers: Whose gates are watched.
+        layers: Whose gates are watched, by name.
 
     Attributes:
         mean: Of all gates, one after the other; None before the first step.
     """
 
-    def __init__(self, layers: Sequence[TensorTrainModule]) -> None:
-        self._layers = list(layers)
+    def __init__(self, layers: Mapping[str, TensorTrainModule]) -> None:
+        self._layers = dict(layers)
         self._lost: dict[int, Tensor] = {}
         self._watched: dict[int, tuple[nn.Parameter, Any]] = {}
         self.mean: Tensor | None = None
@@ -41,7 +41,8 @@ class Sensitivities:
     @property
     def _gates(self) -> list[nn.Parameter]:
         """Each once, shared ones too."""
-        return list({id(gate): gate for layer in self._layers for gate in layer.gates}.values())
+        layers = self._layers.values()
+        return list({id(gate): gate for layer in layers for gate in layer.gates}.values())
 
     def watch_(self) -> None:
         """Hear of every gate's gradient from the next backward pass on.
@@ -57,11 +58,18 @@ class Sensitivities:
                 hook.remove()
             if not gate.requires_grad:
                 raise ValueError(
-                    "a rank gate is frozen (requires_grad=False): without its gradient there is no "
-                    "telling what its ranks are worth"
+                    f"the rank gates of {self._owner(gate)} are frozen (requires_grad=False), as "
+                    "they are where a frozen layer is tensorised: without their gradients there is "
+                    "no telling what its ranks are worth. Let them train, or give late_steps"
                 )
             hear = unserializable_hook(partial(self._hear, number))
             self._watched[number] = gate, gate.register_hook(hear)
+
+    def _owner(self, gate: nn.Parameter) -> str:
+        for name, layer in self._layers.items():
+            if any(held is gate for held in layer.gates):
+                return name or "the layer"
+        raise AssertionError("a gate of none of the layers")
 
     def _hear(self, number: int, grad: Tensor) -> None:
         """Of one part of a batch; the gate is still what the gradient was taken at."""

@@ -1,7 +1,6 @@
 """From settings and data to a model and what trains it."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
 from comera.recipes.config import OptimizerConfig, RunConfig
-from comera.recipes.optimizers import gate_rate, make_optimizer
+from comera.recipes.optimizers import make_optimizer
 from comera.recipes.tasks import Task
 from comera.train.step import TrainStep
 
@@ -51,11 +50,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 
 def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
     """The training step of a run, with its optimizer and schedules."""
-    settings = config.chosen_optimizer
-    shares = config.ranks.shares if config.ranks is not None else (0.0, 0.0)
-    early_steps, late_steps = (round(share * task.steps) for share in shares)
-    if settings.gate_lr is None:
-        settings = dataclasses.replace(settings, gate_lr=gate_rate(late_steps))
+    settings = config.optimizer_for(task.steps)
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
@@ -67,8 +62,7 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         ranks = TwoStage(
             model,
             config.ranks.target,
-            early_steps,
-            late_steps,
+            *config.ranks.stages(task.steps),
             choose=config.ranks.choose,
             gamma=config.ranks.gamma,
             beta=config.ranks.beta,

@@ -124,7 +124,7 @@ class RankConfig:
             check_settings(**{name: getattr(self, name) for name in numbers})
         except ValueError as problem:
             raise ValueError(f"ranks.{problem}") from None
-        early, late = self.shares
+        early, late = self.early_share or 0.0, self.late_share or 0.0
         if self.choose == "sensitivity":
             if late:
                 raise ValueError(
@@ -136,7 +136,7 @@ class RankConfig:
                     f"ranks.gamma={self.gamma} must be 0 or null: with ranks.choose=sensitivity "
                     "nothing presses on the gates"
                 )
-            if steps is not None and round(early * steps) < 1:
+            if steps is not None and self.stages(steps)[0] < 1:
                 raise ValueError(
                     f"ranks.early_share={early} of train.steps={steps} is no step: with "
                     "ranks.choose=sensitivity they tell what a rank is worth"
@@ -147,10 +147,9 @@ class RankConfig:
                 "steps that add up to more than 0 and at most 1"
             )
 
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Of all steps: those of the early and of the late stage."""
-        return self.early_share or 0.0, self.late_share or 0.0
+    def stages(self, steps: int) -> tuple[int, int]:
+        """Steps of the early and of the late stage in a run of so many."""
+        return round((self.early_share or 0) * steps), round((self.late_share or 0) * steps)
 
 
 @dataclass
@@ -269,19 +268,23 @@ class RunConfig:
 
     def settings(self) -> dict[str, Any]:
         """Everything as plain values, with the defaults of the chosen optimizer filled in."""
-        return {**asdict(self), "optimizer": settled(self.chosen_optimizer, self.width)}
+        optimizer = settled(self.optimizer_for(self.train.steps), self.width)
+        return {**asdict(self), "optimizer": optimizer}
 
-    @property
-    def chosen_optimizer(self) -> OptimizerConfig:
+    def optimizer_for(self, steps: int | None) -> OptimizerConfig:
         """The section ``optimizer`` with what the run decides where nothing is given.
 
-        ``gate_lr`` stays open where its late stage has a length that only the data tell.
+        Args:
+            steps: Of the whole run. Where only the data tell, None: ``gate_lr`` stays open if there
+                is a late stage.
         """
         name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
-        gate_lr, steps = self.optimizer.gate_lr, self.train.steps
-        late_share = self.ranks.shares[1] if self.ranks is not None else 0.0
-        if gate_lr is None and (steps is not None or not late_share):
-            gate_lr = gate_rate(round(late_share * (steps or 0)))
+        gate_lr = self.optimizer.gate_lr
+        if gate_lr is None:
+            if self.ranks is None or not self.ranks.late_share:
+                gate_lr = gate_rate(late_steps=0)
+            elif steps is not None:
+                gate_lr = gate_rate(self.ranks.stages(steps)[1])
         return dataclasses.replace(self.optimizer, name=name, gate_lr=gate_lr)
 
     @property
@@ -324,7 +327,7 @@ class RunConfig:
         except ValueError as problem:
             raise ValueError(f"checkpoints.{problem}") from None
         check_device(self.device)
-        check_optimizer(self.chosen_optimizer)
+        check_optimizer(self.optimizer_for(self.train.steps))
         if self.optimizer.in_backward and self.train.clip_norm is not None:
             raise ValueError(
                 f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "

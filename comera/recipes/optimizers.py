@@ -207,9 +207,11 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     check_optimizer(settings)
     choice, values = _choice(settings.name), settled(settings, width)
     own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
-    common = {key: values[key] for key in ("gate_lr", "core_lr", "weight_decay")}
-    if common["gate_lr"] is None:
-        common["gate_lr"] = gate_rate(late_steps=0)
+    common = {
+        key: values[key]
+        for key in ("gate_lr", "core_lr", "weight_decay")
+        if values[key] is not None
+    }
     try:
         if _projects(choice):
             groups = _galore_groups(model, values, common)

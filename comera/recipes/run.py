@@ -82,7 +82,7 @@ def run(
         ValueError: If the folder holds a run with other settings, or settings contradict.
     """
     config.check()
-    if config.ranks is not None or config.chosen_optimizer.name != "adamw":
+    if config.ranks is not None or config.optimizer_for(config.train.steps).name != "adamw":
         planned_memory(config)  # what does not fit is said before anything is written
     console = console or Console()
     folder = Path(config.out)
@@ -136,7 +136,8 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
             model = planned_model(settings)
         if settings.ranks is not None:
             _check_target(model, settings.ranks)
-        optimizer = make_optimizer(model, settings.chosen_optimizer, settings.width)
+        chosen = settings.optimizer_for(settings.train.steps)
+        optimizer = make_optimizer(model, chosen, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 

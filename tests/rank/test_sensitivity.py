@@ -66,7 +66,7 @@ def test_the_mean_square_of_gate_times_gradient(model, settings):
 
 def test_to_first_order_it_is_what_the_loss_would_lose(model, batch):
     gates = gates_of(model)
-    seen = Sensitivities(list(tensor_trains(model).values()))
+    seen = Sensitivities(tensor_trains(model))
     seen.watch_()
     loss = loss_fn(model, batch)
     loss.backward()
@@ -167,12 +167,12 @@ def test_copies_watch_their_own_gates(copied):
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(model, batch):
-    seen = Sensitivities(list(tensor_trains(model).values()))
+    seen = Sensitivities(tensor_trains(model))
     for scale in (1.0, float("inf"), 1.0):
         seen.watch_()
         (loss_fn(model, batch) * scale).backward()
         seen.follow_()
-    twin = Sensitivities(list(tensor_trains(model).values()))
+    twin = Sensitivities(tensor_trains(model))
     for _ in range(2):
         twin.watch_()
         loss_fn(model, batch).backward()

@@ -172,9 +172,10 @@ def test_adamw_is_what_it_always_was(config):
     """With its own defaults, and in a folder begun before there were keys for others."""
     config.optimizer = OptimizerConfig("adamw")
     model = planned_model(config)
-    groups = comera.param_groups(model, 5e-4, gate_lr=2e-3, weight_decay=0.01)
+    chosen = config.optimizer_for(10)
+    groups = comera.param_groups(model, 5e-4, gate_lr=1.25 / 4, weight_decay=0.01)
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
-    made = make_optimizer(model, config.optimizer, 32)
+    made = make_optimizer(model, chosen, 32)
     assert type(made) is torch.optim.AdamW
     for mine, before in zip(made.param_groups, plain.param_groups, strict=True):
         assert {**mine, "fused": None} == {**before, "fused": None}
