@@ -41,7 +41,8 @@ class TTConfig:
         min_size: Layers whose weight has fewer entries stay dense.
         init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
             has now and equal singular values, ``"normal"`` independent normal ones of that
-            spread; ``"svd"`` approximates the present weight by TT-SVD.
+            spread; where that weight is zero, the last core alone is, so that all can train;
+            ``"svd"`` approximates the present weight by TT-SVD.
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.

@@ -242,6 +242,9 @@ def _convert_tied(
             if isinstance(twin, TTTable):
                 twin.hot = lead.hot  # type: ignore[assignment]
             made[id(module)] = twin
+    same_rows = [module for module in made.values() if isinstance(module, TTTable)]
+    for table in same_rows:
+        table.twins = tuple(other for other in same_rows if other is not table)
     return made
 
 

@@ -138,8 +138,14 @@ class TensorTrainModule(nn.Module):
         """New cores whose product has the root mean square ``std``; gates of one."""
         for gate in self.gates:
             gate.fill_(1)
-        if not self.cores[0].is_meta:
-            init_(list(self.cores), self._modes.split, std, init)
+        if self.cores[0].is_meta or 0 in self.ranks:
+            return
+        cores, split = list(self.cores), self._modes.split
+        if std:
+            init_(cores, split, std, init)
+        else:  # were all of them zero, none would ever have a gradient
+            init_(cores, split, self.num_dense**-0.25, init)
+            cores[-1].zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Take the ranks of the file, so that a truncated model loads into a full-rank one."""

@@ -28,9 +28,11 @@ class TTTable(TensorTrainModule):
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
             golden section, which costs no memory.
+        twins: The other tables that were tied to this one and read the same cores and hot rows.
     """
 
     row_order: Tensor | None
+    twins: "tuple[TTTable, ...]" = ()
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
@@ -98,6 +100,11 @@ class TTTable(TensorTrainModule):
         """Weighted sums of rows, ``(bags, embedding_dim)``."""
         indices = self._kept_at(indices)
         return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
+
+    def keep_rows_at_(self, places: Tensor) -> None:
+        """Set ``row_order``, of the tables too that are tied to this one."""
+        for table in (self, *self.twins):
+            table.row_order = places
 
     @property
     def _moves_rows(self) -> bool:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.forget import forget_
 from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import inner_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,15 +52,17 @@ def canonicalize_(
             kept elsewhere.
         process_group: Processes that hold the same model and call this together: all take over
             what the first one has.
+
+    Raises:
+        ValueError: If the optimizer is an LBFGS that has stepped. Nothing is changed.
     """
-    if isinstance(optimizer, OptimizerInBackward):
-        optimizer = optimizer.optimizer
+    inner = inner_optimizer(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]
         if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
             continue
         for param in params:
-            forget_(param, optimizer)
+            forget_(param, inner)
             if process_group is not None:
                 dist.broadcast(param.data, group=process_group, group_src=0)
 

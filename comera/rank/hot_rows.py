@@ -6,17 +6,22 @@ from torch.optim import Optimizer
 
 from comera.nn.hot import HotRows
 from comera.nn.table import TTTable
+from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import inner_optimizer
 from comera.optim.layout import pack_state_, unpack_state_
 
 
 @torch.no_grad()
-def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: Optimizer | None = None) -> int:
+def update_hot_rows_(
+    table: TTTable, counts: Tensor, optimizer: Optimizer | OptimizerInBackward | None = None
+) -> int:
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
     An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
     on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
     whose row is what the tensor train has at that place. All other rows stay as they are, bit for
-    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero.
+    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero, and
+    the mean of all rows where :class:`~comera.MuonAdamW` keeps the size of a row's steps.
 
     Args:
         table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.
@@ -28,7 +33,8 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: Optimizer | None
         How many indices became hot.
 
     Raises:
-        ValueError: If the table has no hot rows, or there is not one count for each index.
+        ValueError: If the table has no hot rows, there is not one count for each index, or the
+            optimizer is an LBFGS that has stepped. Nothing is changed.
 
     Example::
 
@@ -42,6 +48,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: Optimizer | None
             f"counts have shape {tuple(counts.shape)}; a table of {table.num_embeddings} rows "
             f"needs ({table.num_embeddings},)"
         )
+    inner = inner_optimizer(optimizer)
     device = table.cores[0].device
     order = table.row_order
     if order is None:
@@ -60,13 +67,13 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: Optimizer | None
     places = order[leaving].long()
     order = order.clone()
     order[entering], order[leaving] = order[leaving], order[entering]
-    table.row_order = order
+    table.keep_rows_at_(order)
     if isinstance(table.hot, HotRows):
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         basis = table.hot.basis.to(wide.dtype)
-        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), optimizer)
+        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), inner)
     else:
-        _set_rows_(table.hot, 0, places, rows, optimizer)
+        _set_rows_(table.hot, 0, places, rows, inner)
     return len(entering)
 
 
@@ -80,7 +87,22 @@ def _set_rows_(
         param.grad.index_fill_(dim, places, 0)
     unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
-    for value in state.values():
-        if isinstance(value, Tensor) and value.shape == param.shape:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not _has_rows(value, param, dim):
+            continue
+        if key == "row_mean_square":  # from zero the first steps would be far too large
+            mean = value.mean(dim, keepdim=True).expand_as(value)
+            value.index_copy_(dim, places, mean.index_select(dim, places))
+        else:
             value.index_fill_(dim, places, 0)
     pack_state_(optimizer, param)
+
+
+def _has_rows(value: Tensor, param: Tensor, dim: int) -> bool:
+    """Whether state has a number, or as many as the parameter, for each of its rows."""
+    sizes = zip(value.shape, param.shape, strict=False)
+    return (
+        value.dim() == param.dim()
+        and value.shape[dim] == param.shape[dim]
+        and all(mine in (1, theirs) for mine, theirs in sizes)
+    )

@@ -34,4 +34,4 @@ def order_rows_(table: TTTable, places: Tensor) -> None:
         )
     if not torch.equal(places.long().sort().values, torch.arange(rows, device=places.device)):
         raise ValueError(f"places must hold every number from 0 to {rows - 1} once")
-    table.row_order = places.to(table.cores[0].device, torch.int32, copy=True)
+    table.keep_rows_at_(places.to(table.cores[0].device, torch.int32, copy=True))

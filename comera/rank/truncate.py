@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.carry import carry_
 from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import inner_optimizer
 from comera.rank.settings import check_min_rank, check_spare
 
 
@@ -38,15 +39,16 @@ def truncate_(
         Layer name to ranks before and after.
 
     Raises:
-        ValueError: If ``min_rank`` is neither 0 nor 1.
+        ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
+            stepped: its history is of all parameters together. Nothing is changed.
     """
     check_min_rank(min_rank)
-    if isinstance(optimizer, OptimizerInBackward):
-        optimizer = optimizer.optimizer
+    inner = inner_optimizer(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():
         before = layer.ranks
-        _truncate_layer(layer, optimizer, min_rank, absorb)
+        if 0 not in before:  # else it has vanished already
+            _truncate_layer(layer, inner, min_rank, absorb)
         changed[name] = (before, layer.ranks)
     return changed
 
@@ -123,18 +125,19 @@ def prune_to_(
         The values of the gates that were closed.
 
     Raises:
-        ValueError: If the smallest ranks allowed are still above the budget, or a gate has no
-            worth, or one that is not finite.
+        ValueError: If the smallest ranks allowed are still above the budget, a gate has no worth,
+            or one that is not finite, or a core holds what is not finite.
     """
     check_min_rank(min_rank)
     check_spare(spare)
-    layers = list(tensor_trains(model).values())
+    named = tensor_trains(model)
+    layers = list(named.values())
     ranks = [list(layer.live_ranks) for layer in layers]
     bonds = [
         bond
-        for number, layer in enumerate(layers)
+        for number, (name, layer) in enumerate(named.items())
         if all(ranks[number])
-        for bond in _rank_bonds(number, layer, worth)
+        for bond in _rank_bonds(number, name, layer, worth)
     ]
     sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
     of_layer: dict[int, list[int]] = {}
@@ -220,10 +223,15 @@ def _price(
 
 
 def _rank_bonds(
-    number: int, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
+    number: int, name: str, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
 ) -> list[_Bond]:
     """For each bond its live ranks by what they are worth."""
     values = _norms(layer) if worth is None else [_worth_of(gate, worth) for gate in layer.gates]
+    if not all(of_bond.isfinite().all() for of_bond in values):
+        raise ValueError(
+            f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
+            "telling its ranks apart. Go back to a checkpoint from before"
+        )
     out = []
     for k, gate in enumerate(layer.gates):
         alive = torch.nonzero(gate > layer.prune_below).flatten()

@@ -70,3 +70,24 @@ def test_a_table_starts_with_the_spread_asked_for():
     rows = table(torch.arange(1000)).detach()
     assert float(rows.square().mean().sqrt()) == pytest.approx(0.02, rel=0.05)
     assert math.isclose(float(rows.mean()), 0, abs_tol=2e-3)
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "normal", "svd"])
+def test_layers_that_start_at_zero_do_so_and_train(init):
+    """As the last layers of residual branches do; cores that are all zero have no gradient."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(60, 32), torch.nn.Linear(32, 64))
+    for layer in model:
+        torch.nn.init.zeros_(layer.weight)
+    settings = {"hot_rows": 20, "hot_rank": 4, "init": init}
+    comera.tensorize_(model, comera.TTConfig(rank=8, order=2, embedding_order=2, **settings))
+    assert not model[0].weight.any()
+    assert not model[1].weight.any()
+    model[1].bias.data.normal_()
+    for layer, given in zip(model, (torch.arange(60), torch.randn(8, 32)), strict=True):
+        optimizer = torch.optim.AdamW(comera.param_groups(layer, 1e-2))
+        for _ in range(3):
+            (layer(given) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (layer.weight != 0).all()

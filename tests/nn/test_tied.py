@@ -1,11 +1,13 @@
 """What happens to weights that several modules hold."""
 
+import copy
 import logging
 
 import pytest
 import torch
 from torch import nn
 
+import comera
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
@@ -49,3 +51,22 @@ def test_going_back_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     densify_(model)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("settings", [{"hot_rows": 10}, {"hot_rows": 10, "hot_rank": 4}, {}])
+def test_tables_that_share_their_rows_find_them_at_the_same_places(settings):
+    model = nn.ModuleList([nn.Embedding(200, 32), nn.Embedding(200, 32), nn.EmbeddingBag(200, 32)])
+    model[1].weight = model[2].weight = model[0].weight
+    tensorize_(model, TTConfig(rank=4, tied="share", **settings))
+    for which, table in enumerate(copy.deepcopy(model)):
+        tables = copy.deepcopy(model)
+        before = table.weight
+        if settings:
+            counts = torch.zeros(200).index_fill_(0, torch.arange(100, 110), 1)
+            comera.update_hot_rows_(tables[which], counts)
+        else:
+            comera.order_rows_(tables[which], torch.randperm(200))
+        assert not torch.equal(tables[0].weight, before)
+        assert torch.equal(tables[1].weight, tables[0].weight)
+        assert torch.equal(tables[2].weight, tables[0].weight)
+        assert torch.equal(model[0].weight, before)  # of which these are copies

@@ -225,7 +225,6 @@ def test_ranks_that_are_mixed_can_still_be_told_apart():
         ({"early_steps": 6, "choose": "sensitivity", "canonical": False}, None),
         ({"early_steps": 4, "late_steps": 4}, None),
         ({"early_steps": 4, "late_steps": 4, "canonical": True}, 4),
-        ({"early_steps": 0, "late_steps": 4, "canonical": True}, None),
     ],
     ids=str,
 )

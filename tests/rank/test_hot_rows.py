@@ -85,6 +85,30 @@ def test_state_of_new_rows_is_zero_and_of_others_kept(kind, hot_rank):
     assert after[4].any()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, comera.CAME])
+def test_state_is_the_same_with_updates_in_backward(kind):
+    tables = [make(3), make(3)]
+    plain, inner = (kind(comera.param_groups(table, 1e-2)) for table in tables)
+    for table, optimizer in zip(tables, (plain, comera.OptimizerInBackward(inner)), strict=True):
+        train(table, optimizer)
+        comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20), optimizer)
+    want, got = plain.state[tables[0].hot.cores[0]], inner.state[tables[1].hot.cores[0]]
+    assert got.keys() == want.keys()
+    for key in want:
+        torch.testing.assert_close(got[key], want[key])
+
+
+def test_rows_whose_steps_are_evened_out_begin_like_the_others():
+    table = make(3)
+    optimizer = comera.MuonAdamW(comera.param_groups(table, 1e-2), row_power=0.5)
+    train(table, optimizer)
+    squares = optimizer.state[table.hot.cores[0]]["row_mean_square"]
+    before = squares.clone()
+    comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20), optimizer)
+    assert torch.equal(squares[:, :4], before[:, :4])
+    torch.testing.assert_close(squares[:, 4], before.mean(1))
+
+
 def test_a_file_of_moved_rows_loads_into_a_new_table_and_back():
     moved, fresh = make(), make()
     plain = copy.deepcopy(fresh.state_dict())

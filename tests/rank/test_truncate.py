@@ -166,3 +166,50 @@ def test_a_wrong_share_to_spare_is_named(model):
         prune_to_(model, 10**6, spare=1.5)
     with pytest.raises(ValueError, match=r"spare=-1 must be in \[0, 1\]"):
         comera.TwoStage(model, 0.5, 5, 5, spare=-1)
+
+
+def test_a_layer_that_has_vanished_stays_so(model, batch):
+    with torch.no_grad():
+        model[1].gates[0].zero_()
+    comera.truncate_(model, min_rank=0)
+    assert 0 in model[1].ranks
+    before = loss_fn(model, batch)
+    assert comera.truncate_(model)["1"] == (model[1].ranks, model[1].ranks)
+    ranks = comera.TwoStage(model, 0.7, 2)
+    groups = comera.param_groups(model, 0.0, gate_lr=0.0)
+    step = comera.TrainStep(model, loss_fn, torch.optim.AdamW(groups), ranks)
+    for _ in range(2):
+        step(batch)
+    torch.testing.assert_close(loss_fn(model, batch), before)
+    assert ranks.finish_()["size"] <= ranks.target_size
+    model[1].reset_parameters()
+    assert 0 in model[1].ranks
+
+
+def test_cores_that_are_no_numbers_are_named(model):
+    with torch.no_grad():
+        model[3].cores[1][0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the cores of 3 hold numbers that are not finite"):
+        prune_to_(model, 1000)
+
+
+def test_an_optimizer_with_one_history_of_all_is_refused(model, batch):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    prune_some(model)
+    before = copy.deepcopy(model.state_dict())
+    for change in (comera.truncate_, comera.canonicalize_):
+        with pytest.raises(ValueError, match="LBFGS has one history of all parameters"):
+            change(model, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    comera.truncate_(model)  # with a new one, made afterwards
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    optimizer.step(closure)
