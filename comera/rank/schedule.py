@@ -145,18 +145,22 @@ class TwoStage:
                     f'early_steps={early_steps} must be at least 1 with choose="sensitivity": they '
                     "tell what a rank is worth"
                 )
+        if canonical and not early_steps:
+            raise ValueError(
+                "canonical=True needs early_steps, after which ranks are brought into canonical "
+                "form; call comera.canonicalize_(model) to do so before training"
+            )
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta
         self.rho_loss, self.rho_size = rho_loss, rho_size
         self.loss_goal, self.min_rank = loss_goal, min_rank
-        self.canonical, self.spare = canonical, spare
+        self.canonical, self.spare, self.choose = canonical, spare, choose
         self.size = SizeOfRanks(model, min_rank)
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
         if choose == "sensitivity":
-            self._sensitivities = Sensitivities(self.size.layers)
-            self._sensitivities.watch_()
+            self._sensitivities = self._watch()
         self.start_size = sum(
             layer.shape.size_at(layer.live_ranks) for layer in self.size.layers.values()
         )
@@ -169,6 +173,11 @@ class TwoStage:
         self._optimizer: Optimizer | OptimizerInBackward | None = None  # of the last step
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
+
+    def _watch(self) -> Sensitivities:
+        sensitivities = Sensitivities(self.size.layers)
+        sensitivities.watch_()
+        return sensitivities
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "process_group": None, "_optimizer": None}  # those of this process
@@ -217,15 +226,16 @@ class TwoStage:
 
     def _late_objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
         relaxed = self.size.relaxed(gates).to(loss.device)
-        exact = self.size.exact(gates).clamp_min(1).to(loss)
+        # Never in the dtype of the loss: in halves of a number a size may be infinite.
+        exact = self.size.exact(gates).clamp_min(1).to(loss.device)
         early = self._early_loss(seen)
-        value = seen.maximum(_SMALLEST_SHARE * early)
+        scale = seen.abs().maximum(_SMALLEST_SHARE * early.abs())  # some losses are negative
         goal = early if self.loss_goal is None else self.loss_goal
-        size_is_worse = goal / value >= self.target_size / exact
-        press = (size_is_worse & (exact > self.target_size) & ~self._reached).to(loss)
+        size_is_worse = (seen - goal) / scale <= 1 - self.target_size / exact
+        press = (size_is_worse & (exact > self.target_size) & ~self._reached).to(relaxed)
         for_loss = 1 + self.rho_loss - press
         for_size = self.rho_size + press
-        return for_loss * loss + for_size * value * (relaxed / exact)
+        return for_loss * loss + for_size * scale * (relaxed / exact).to(relaxed)
 
     def _early_loss(self, value: Tensor) -> Tensor:
         """Running mean at the end of the early stage; the first loss if there was none."""
@@ -261,6 +271,12 @@ class TwoStage:
         if self._sensitivities is None:
             return self.early_steps
         return self.early_steps - min(_HEARD, (self.early_steps + 1) // 2)
+
+    def discard_(self) -> None:
+        """Forget losses since the last :meth:`step`: their gradients are thrown away."""
+        self._live = None
+        if self._sensitivities is not None:
+            self._sensitivities.discard_()
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:
@@ -377,12 +393,14 @@ class TwoStage:
         self.forced = state["forced"]
         device = self.size.gates[0].device
         self._reached = state["reached"].to(device, copy=True)  # it is changed in place
-        if self._sensitivities is not None:
+        self.discard_()
+        if self._sensitivities is not None and self.forced is not None:  # nothing left to choose
+            self._sensitivities.finish_()
+            self._sensitivities = None
+        elif self.choose == "sensitivity" and self.forced is None:
+            self._sensitivities = self._sensitivities or self._watch()
             seen = state.get("sensitivities")
             self._sensitivities.mean = None if seen is None else seen.to(device, copy=True)
-            if self.forced is not None:  # nothing is left to choose
-                self._sensitivities.finish_()
-                self._sensitivities = None
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))

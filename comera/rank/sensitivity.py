@@ -51,17 +51,17 @@ class Sensitivities:
             ValueError: If a gate is frozen.
         """
         for number, gate in enumerate(self._gates):
-            watched, hook = self._watched.get(number, (None, None))
-            if watched is gate:
-                continue
-            if hook is not None:  # the parameter has been replaced
-                hook.remove()
             if not gate.requires_grad:
                 raise ValueError(
                     f"the rank gates of {self._owner(gate)} are frozen (requires_grad=False), as "
                     "they are where a frozen layer is tensorised: without their gradients there is "
                     "no telling what its ranks are worth. Let them train, or give late_steps"
                 )
+            watched, hook = self._watched.get(number, (None, None))
+            if watched is gate:
+                continue
+            if hook is not None:  # the parameter has been replaced
+                hook.remove()
             hear = unserializable_hook(partial(self._hear, number))
             self._watched[number] = gate, gate.register_hook(hear)
 
@@ -97,6 +97,10 @@ class Sensitivities:
             self.mean = self.mean.to(square)
         sound = torch.isfinite(square).all()
         self.mean.lerp_(torch.where(sound, square, self.mean), _NEW_SHARE)
+
+    def discard_(self) -> None:
+        """Leave out the gradients heard since the last step: the step is not taken."""
+        self._lost.clear()
 
     def forget_(self) -> None:
         """Start anew, after ranks have come to mean something else."""

@@ -83,7 +83,11 @@ def target_entries(
         ValueError: If the layers need more at ``min_rank``.
     """
     allowed = math.floor(target * start_size)
-    smallest = sum(layer.shape.size_at((min_rank,) * len(layer.ranks)) for layer in layers)
+    smallest = sum(
+        layer.shape.size_at((min_rank,) * len(layer.ranks))
+        for layer in layers
+        if 0 not in layer.ranks  # else it has vanished
+    )
     if allowed < smallest:
         raise ValueError(
             f"target={target} leaves {allowed} of {start_size} entries, but at "

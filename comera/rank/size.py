@@ -55,11 +55,10 @@ class SizeOfRanks:
 
     def read(self) -> Gates:
         """The gates as they are now."""
-        gates = self.gates
-        widths = tuple(gate.shape[0] for gate in gates)
-        if (widths, gates[0].device, gates[0].dtype) != self._indexed:
-            self._index(widths, gates[0].device, gates[0].dtype)
         values = gates_together(list(self.layers.values()))
+        widths = tuple(gate.shape[0] for gate in self.gates)
+        if (widths, values.device, values.dtype) != self._indexed:
+            self._index(widths, values.device, values.dtype)
         live = values.detach() > self._threshold
         return Gates(values, live, self._sum_by_bond(live.double()))
 

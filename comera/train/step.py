@@ -248,6 +248,8 @@ class TrainStep:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
         if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
             self.optimizer.zero_grad(set_to_none=True)
+            if self.ranks is not None:
+                self.ranks.discard_()
             found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
 

@@ -49,6 +49,33 @@ def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weigh
     torch.testing.assert_close(got[1], size_weight * 2.0 * size / ranks.start_size)
 
 
+@pytest.mark.parametrize(
+    ("value", "goal", "pressed"), [(-2.0, -1.0, True), (-2.0, -2.5, True), (-2.0, -9.0, False)]
+)
+def test_a_loss_may_be_negative(model, value, goal, pressed):
+    """As the logarithm of a density is: the size is pressed down in any case, and never up."""
+    ranks = comera.TwoStage(model, 0.5, 0, 5, rho_size=0.1, loss_goal=goal)
+    loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
+    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
+    torch.testing.assert_close(got[0], torch.tensor(2.0 - pressed, dtype=torch.float64))
+    torch.testing.assert_close(got[1], (0.1 + pressed) * 2.0 * size / ranks.start_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_of_few_bits_is_enough(dtype):
+    """A size above 65,504 is infinite in float16."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(comera.TTLinear(512, 512, rank=[8, 64, 64, 64, 8]))
+    ranks = comera.TwoStage(model, 0.5, 0, 5)
+    assert ranks.start_size > 65_504
+    losses = [torch.tensor(2.0, dtype=kind, requires_grad=True) for kind in (torch.float32, dtype)]
+    want, got = (torch.autograd.grad(ranks.objective(x), list(model[0].gates)) for x in losses)
+    torch.testing.assert_close(got, want)
+    assert want[0].any()
+
+
 def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
     optimizer = optimizer_for(model)
     ranks = comera.TwoStage(model, 0.4, 10, 60)
@@ -129,6 +156,7 @@ def test_state_goes_on_where_it_was(batch):
         ({"gamma": -1.0}, "gamma=-1.0 must be a number of at least 0"),
         ({"beta": None}, "beta=None must be a number"),
         ({"canonical": "false"}, "canonical='false' must be True, False or None"),
+        ({"canonical": True, "early_steps": 0}, "canonical=True needs early_steps"),
     ],
 )
 def test_wrong_settings_are_named(model, settings, message):

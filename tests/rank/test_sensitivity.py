@@ -11,6 +11,7 @@ import comera
 from comera.nn.module import tensor_trains
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.truncate import prune_to_
+from comera.train.step import NonFiniteLossError
 
 from .conftest import loss_fn, make_model
 
@@ -139,6 +140,67 @@ def test_a_run_goes_on_from_its_state():
     assert [m.ranks for m in tensor_trains(whole).values()] == [
         m.ranks for m in tensor_trains(part).values()
     ]
+
+
+def test_a_run_goes_back_to_before_its_cut():
+    model, twin = make_model(), make_model()
+    ranks = comera.TwoStage(model, 0.5, 6, choose="sensitivity")
+    optimizer = learn(model, ranks, 4)
+    state, weights = copy.deepcopy(ranks.state_dict()), copy.deepcopy(model.state_dict())
+    learn(model, ranks, 2, optimizer)
+    first = ranks.finish_(optimizer)
+    model.load_state_dict(weights)
+    ranks.load_state_dict(state)
+    assert ranks.stage == "early"
+    torch.testing.assert_close(ranks._sensitivities.mean, state["sensitivities"])
+    others = comera.TwoStage(twin, 0.5, 6, choose="sensitivity")
+    twin.load_state_dict(weights)
+    others.load_state_dict(state)
+    outcomes = [r.finish_(learn(m, r, 2)) for m, r in ((model, ranks), (twin, others))]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["target_size"] == first["target_size"]
+    again = [[layer.ranks for layer in tensor_trains(m).values()] for m in (model, twin)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"clip_norm": 1.0}], ids=str)
+def test_a_step_that_is_refused_leaves_nothing_behind(settings):
+    """Neither the sound half of its batch, nor gradients whose norm is not finite."""
+    model, twin = make_model(), make_model()
+
+    def spoilt(model, batch):
+        loss = loss_fn(model, batch)
+        if "clip_norm" not in settings:
+            return loss * float("nan") if (batch[-1] == spoil[-1]).all() else loss
+        hurt = (batch == spoil).all() if batch.shape == spoil.shape else False
+        return loss + (0 * model[4].bias.sum().abs().sqrt() if hurt else 0)
+
+    first, spoil, last = batches(3)
+    with torch.no_grad():
+        for m in (model, twin):
+            m[4].bias.zero_()  # where the root has no gradient
+    seen = []
+    for m, given in ((model, [first, spoil, last]), (twin, [first, last])):
+        ranks = comera.TwoStage(m, 0.5, 50, choose="sensitivity")
+        optimizer = torch.optim.SGD(comera.param_groups(m, 0.0, gate_lr=0.0))
+        step = comera.TrainStep(m, spoilt, optimizer, ranks, **settings)
+        for batch in given:
+            if batch is spoil:
+                with pytest.raises(NonFiniteLossError):
+                    step(batch)
+            else:
+                step(batch)
+        seen.append(ranks._sensitivities.mean)
+    assert seen[0].any()
+    torch.testing.assert_close(*seen)
+
+
+def test_a_layer_that_is_frozen_meanwhile_is_named(model, batch):
+    ranks = comera.TwoStage(model, 0.5, 5, choose="sensitivity")
+    ranks.objective(loss_fn(model, batch))
+    model[3].requires_grad_(False)
+    with pytest.raises(ValueError, match="rank gates of 3 are frozen"):
+        ranks.objective(loss_fn(model, batch))
 
 
 def test_after_the_state_of_a_finished_run_no_gate_is_watched():

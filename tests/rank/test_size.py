@@ -66,6 +66,22 @@ def test_sizes_follow_a_model_that_becomes_another_dtype(pruned):
         torch.testing.assert_close(size.relaxed(), by_hand(pruned, True), check_dtype=False)
 
 
+def test_layers_of_several_dtypes_have_one_size(pruned):
+    want = SizeOfRanks(pruned).exact()
+    before = [gate.clone() for gate in pruned[1].gates]
+    pruned[1].float()
+    size = SizeOfRanks(pruned)
+    assert size.exact() == want
+    torch.testing.assert_close(size.relaxed(), by_hand(pruned, True), check_dtype=False)
+    size.relaxed().backward()
+    assert pruned[1].gates[0].grad.dtype == torch.float32
+    with torch.no_grad():
+        pruned[1].gates[0].zero_()
+    size.hold_(size.read().live | True, 0)
+    assert (pruned[1].gates[0] > pruned[1].prune_below).any()
+    assert [gate.dtype for gate in pruned[1].gates] == [torch.float32] * len(before)
+
+
 def test_a_layer_with_an_empty_bond_has_no_size(model):
     layers = list(tensor_trains(model).values())
     with torch.no_grad():
