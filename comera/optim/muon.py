@@ -77,14 +77,10 @@ class MuonAdamW(torch.optim.AdamW):
         row_power: float = 0.0,
         **settings: Any,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} must be in [0, 1)")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps={ns_steps} must be at least 1")
-        _check_power(row_power)
+        own = {"momentum": momentum, "ns_steps": ns_steps, "row_power": row_power}
+        _check(own)
         params = list(params)
         super().__init__(params, lr, **settings)
-        own = {"momentum": momentum, "ns_steps": ns_steps, "row_power": row_power}
         self.defaults |= own
         for group in self.param_groups:
             for key, value in own.items():
@@ -105,13 +101,18 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, bit for bit."""
+        """Load what ``state_dict`` returned, bit for bit.
+
+        Raises:
+            ValueError: If it is the state of another optimizer; nothing is changed.
+        """
+        _check_state(state_dict)
         with loading_exactly(self, _wide_state):
             super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
-        _check_power(param_group.get("row_power", 0.0))
+        _check(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("muon", group.get("name") == "cores")
@@ -193,9 +194,26 @@ class MuonAdamW(torch.optim.AdamW):
         return (even * (before / after.clamp(min=_TINY))).to(steps.dtype)
 
 
-def _check_power(row_power: float) -> None:
+def _check(settings: dict[str, Any]) -> None:
+    momentum, ns_steps = settings.get("momentum", 0.0), settings.get("ns_steps", 1)
+    row_power = settings.get("row_power", 0.0)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} must be in [0, 1)")
+    if ns_steps < 1:
+        raise ValueError(f"ns_steps={ns_steps} must be at least 1")
     if not 0 <= row_power <= 1:
         raise ValueError(f"row_power={row_power} must be in [0, 1]")
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        states = [state_dict["state"].get(number) for number in group["params"]]
+        lacks = any(state and "momentum_buffer" not in state for state in states)
+        if "muon" not in group or (group["muon"] and lacks):
+            raise ValueError(
+                "this is the state of another optimizer, not of MuonAdamW, and has no momentum of "
+                "the cores: begin with a new state, or go on with the optimizer that wrote it"
+            )
 
 
 def _wide_state(given: dict[str, Any], param: Tensor) -> dict[str, Any]:

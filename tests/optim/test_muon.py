@@ -284,6 +284,27 @@ def test_wrong_settings_are_named():
         comera.MuonAdamW([core], ns_steps=0)
     with pytest.raises(ValueError, match=r"of shape \(3,\) is in a group with muon=True"):
         comera.MuonAdamW([{"params": [core, vector], "muon": True}])
+    for setting, message in (("momentum", r"momentum=2 must"), ("ns_steps", "ns_steps=-1 must")):
+        group = {"params": [core], setting: 2 if setting == "momentum" else -1}
+        with pytest.raises(ValueError, match=message):
+            comera.MuonAdamW([group])
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    model = tensorized()
+    other = torch.optim.AdamW(comera.param_groups(model, 1e-2))
+    optimizer = muon(model)
+    for given in (other, optimizer):
+        train(model, given, 0, 1)
+    same, kept = copy.deepcopy((model, optimizer))
+    named = copy.deepcopy(other.state_dict())
+    for group in named["param_groups"]:
+        group["muon"] = group["name"] == "cores"
+    for state in (other.state_dict(), named):
+        with pytest.raises(ValueError, match="the state of another optimizer, not of MuonAdamW"):
+            optimizer.load_state_dict(state)
+    assert_same(model, optimizer, same, kept)
+    train(model, optimizer, 1, 2)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
