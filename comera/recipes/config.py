@@ -141,6 +141,11 @@ class RankConfig:
                     f"ranks.early_share={early} of train.steps={steps} is no step: with "
                     "ranks.choose=sensitivity they tell what a rank is worth"
                 )
+        if self.canonical and not early:
+            raise ValueError(
+                "ranks.canonical=true needs ranks.early_share, after which ranks are brought into "
+                "canonical form"
+            )
         if not 0 < early + late <= 1 or min(early, late) < 0:
             raise ValueError(
                 f"ranks.early_share={early} and ranks.late_share={late} must be shares of all "
@@ -149,7 +154,8 @@ class RankConfig:
 
     def stages(self, steps: int) -> tuple[int, int]:
         """Steps of the early and of the late stage in a run of so many."""
-        return round((self.early_share or 0) * steps), round((self.late_share or 0) * steps)
+        early = round((self.early_share or 0) * steps)
+        return early, min(round((self.late_share or 0) * steps), steps - early)
 
 
 @dataclass
@@ -318,10 +324,7 @@ class RunConfig:
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and not (self.nli or self.clicks):
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
-        for name in ("steps", "batch_size", "accumulate", "log_every", "threads"):
-            value = getattr(self.train, name)
-            if value is not None and value < 1:
-                raise ValueError(f"train.{name}={value} must be at least 1")
+        _check_numbers(self.train)
         try:
             self.checkpoints.chain(Path())
         except ValueError as problem:
@@ -346,3 +349,22 @@ def check_device(name: str) -> None:
             torch.device(name)
         except RuntimeError as problem:
             raise ValueError(f"device={name!r} is not a device: {problem}") from None
+
+
+def _check_numbers(train: TrainConfig) -> None:
+    least = dict.fromkeys(
+        ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "threads"), 1
+    )
+    for name, smallest in {**least, "eval_every": 0, "save_every": 0}.items():
+        value = getattr(train, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"train.{name}={value} must be at least {smallest}")
+    for name in ("epochs", "clip_norm"):
+        value = getattr(train, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"train.{name}={value} must be above 0")
+    if train.accumulate > train.batch_size:
+        raise ValueError(
+            f"train.accumulate={train.accumulate} splits a batch into more parts than the "
+            f"train.batch_size={train.batch_size} rows it has"
+        )

@@ -225,7 +225,7 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
         get_batch=lambda step: _to(data.batch(step, size, config.seed, length), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
-        steps=_steps(config, data.steps_per_epoch(size)),
+        steps=count_steps(config, data.steps_per_epoch(size)),
     )
 
 
@@ -251,16 +251,27 @@ def _clicks(config: RunConfig, device: torch.device) -> Task:
         get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
         loss_fn=loss_fn,
         evaluate=evaluate,
-        steps=_steps(config, data.steps_per_epoch(size)),
+        steps=count_steps(config, data.steps_per_epoch(size)),
         lean=True,
     )
 
 
-def _steps(config: RunConfig, per_epoch: int) -> int:
+def count_steps(config: RunConfig, per_epoch: int) -> int:
+    """Optimizer steps of a run over data with an end.
+
+    Raises:
+        ValueError: If there is not one.
+    """
     if not per_epoch:
         raise ValueError(f"train.batch_size={config.train.batch_size} exceeds the training rows")
-    steps, epochs = config.train.steps, config.train.epochs
-    return round((epochs or 0) * per_epoch) if steps is None else steps
+    if config.train.steps is not None:
+        return config.train.steps
+    steps = round((config.train.epochs or 0) * per_epoch)
+    if steps < 1:
+        raise ValueError(
+            f"train.epochs={config.train.epochs} is no step: an epoch has {per_epoch} of them"
+        )
+    return steps
 
 
 def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
@@ -17,7 +18,7 @@ from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import plan, run
-from comera.recipes.tasks import make_model, prepare_task
+from comera.recipes.tasks import count_steps, make_model, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions
 
@@ -134,6 +135,18 @@ def test_a_dense_run_needs_no_other_section(config):
         ({"optimizer": OptimizerConfig(target_modules="x")}, "target_modules='x' names no dense"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
         ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
+        ({"train": TrainConfig(steps=3, eval_batches=0)}, "train.eval_batches=0 must be at least"),
+        ({"train": TrainConfig(steps=3, save_every=-1)}, "train.save_every=-1 must be at least 0"),
+        (
+            {"train": TrainConfig(epochs=0), "masked_text": None, "nli": NliData()},
+            "train.epochs=0 must be above 0",
+        ),
+        ({"train": TrainConfig(steps=3, clip_norm=0)}, "train.clip_norm=0 must be above 0"),
+        (
+            {"train": TrainConfig(steps=3, batch_size=4, accumulate=5)},
+            "train.accumulate=5 splits a batch into more parts than the train.batch_size=4",
+        ),
+        ({"ranks": RankConfig(canonical=True, early_share=0)}, "ranks.canonical=true needs"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
@@ -243,19 +256,30 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
 
 
 @pytest.mark.parametrize(
-    ("given", "choose", "shares"),
+    ("given", "choose", "stages"),
     [
-        ({}, "objective", (0.4, 0.4)),
-        ({"late_share": 0.2}, "objective", (0.4, 0.2)),
-        ({"late_share": 0.0, "gamma": 0.1}, "objective", (0.4, 0.0)),
-        ({"late_share": 0.0}, "sensitivity", (0.3, 0.0)),
-        ({"choose": "sensitivity"}, "sensitivity", (0.3, 0.0)),
-        ({"choose": "sensitivity", "early_share": 0.5}, "sensitivity", (0.5, 0.0)),
+        ({}, "objective", (4, 4)),
+        ({"late_share": 0.2}, "objective", (4, 2)),
+        ({"late_share": 0.0, "gamma": 0.1}, "objective", (4, 0)),
+        ({"late_share": 0.0}, "sensitivity", (3, 0)),
+        ({"choose": "sensitivity"}, "sensitivity", (3, 0)),
+        ({"choose": "sensitivity", "early_share": 0.5}, "sensitivity", (5, 0)),
     ],
 )
-def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(given, choose, shares):
+def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(given, choose, stages):
     ranks = RankConfig(**given)
-    assert (ranks.choose, ranks.shares) == (choose, shares)
+    assert (ranks.choose, ranks.stages(10)) == (choose, stages)
+
+
+def test_stages_end_with_the_run():
+    """Both rounded up they would be longer, and ranks were never cut."""
+    assert RankConfig(early_share=0.5, late_share=0.5).stages(7) == (4, 3)
+
+
+def test_epochs_of_no_step_are_refused():
+    assert count_steps(RunConfig(train=TrainConfig(epochs=0.15)), 10) == 2
+    with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):
+        count_steps(RunConfig(train=TrainConfig(epochs=0.04)), 10)
 
 
 def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
