@@ -8,6 +8,7 @@ rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingB
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,6 +237,8 @@ def _transformed(values: np.ndarray, training: np.ndarray, transform: str) -> np
         values = np.log1p(np.where(missing, 0, values).clip(min=0), dtype=np.float64)
     elif values.shape[1]:
         known = np.where(missing, np.nan, values)[training]
-        spread = np.nanstd(known, 0)
-        values = ((values - np.nanmean(known, 0)) / np.where(spread > 0, spread, 1)).clip(-5, 5)
+        with warnings.catch_warnings():  # a column may be empty in the training rows
+            warnings.simplefilter("ignore", RuntimeWarning)
+            mean, spread = np.nan_to_num(np.nanmean(known, 0)), np.nanstd(known, 0)
+        values = ((values - mean) / np.where(spread > 0, spread, 1)).clip(-5, 5)
     return np.where(missing, 0, values).astype(np.float32)

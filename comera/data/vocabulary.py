@@ -24,14 +24,22 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer; its first tokens are ``SPECIAL``."""
+    """A byte-level BPE tokenizer; its first tokens are ``SPECIAL``.
+
+    Raises:
+        ValueError: If the vocabulary cannot hold those and one token for each byte.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(SPECIAL) + len(alphabet)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {least}: one for each byte")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -55,10 +55,19 @@ class DLRM(nn.Module):
         for name, widths in {**sizes, "table_sizes": table_sizes.values()}.items():
             if any(width < 1 for width in widths):
                 raise ValueError(f"{name}={list(widths)} must be at least 1")
+        if not num_continuous and len(table_sizes) < 2:
+            raise ValueError(
+                "num_continuous=0 and one table leave nothing to compare: give continuous features "
+                "or a second table"
+            )
+        names = {name: _module_name(name) for name in table_sizes}
+        alike = [name for name in names if list(names.values()).count(names[name]) > 1]
+        if alike:
+            raise ValueError(f"table_sizes has {alike}, one name as modules: rename all but one")
         self.num_continuous, self.embedding_dim = num_continuous, embedding_dim
         self.tables = TTEmbeddingBagCollection(
             {
-                _module_name(name): nn.EmbeddingBag(size, embedding_dim, mode="sum")
+                names[name]: nn.EmbeddingBag(size, embedding_dim, mode="sum")
                 for name, size in table_sizes.items()
             }
         )
@@ -69,7 +78,7 @@ class DLRM(nn.Module):
         )
         parts = len(table_sizes) + bool(num_continuous)
         width = parts * (parts - 1) // 2 + (embedding_dim if num_continuous else 0)
-        self.top = _layers([max(1, width), *top, 1])
+        self.top = _layers([width, *top, 1])
         self.reset_parameters()
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ class TTConfig:
         _one_of("init", self.init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
         for name, rank in self._ranks():
-            if any(bond < 1 for bond in (rank if isinstance(rank, list) else [rank])):
+            if any(bond < 1 for bond in ([rank] if isinstance(rank, int) else rank)):
                 raise ValueError(f"{name}={rank} must be at least 1 on every bond")
         for pattern, hot in self.hot_pattern.items():
             if len(hot) != 2 or hot[0] is None:

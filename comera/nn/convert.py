@@ -133,7 +133,7 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
     settings = _settings(name, module, config)
     try:
         new = _build(module, settings, config.init)
-        _keep_frozen(new, module)
+        new.freeze_like_(module)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     stored = sum(param.numel() for param in [*new.cores, *new.gates])
@@ -182,6 +182,8 @@ def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -
             return TTEmbedding.from_embedding(module, **settings)
         return TTEmbeddingBag.from_embedding_bag(module, **settings)
     settings = {key: value for key, value in settings.items() if key != "tolerance"}
+    if init == "svd" and not isinstance(module, nn.Linear):
+        settings["scatter_rows"] = False
     settings |= {"device": module.weight.device, "dtype": module.weight.dtype}
     new: TTLinear | TTTable
     if isinstance(module, nn.Linear):
@@ -202,13 +204,6 @@ def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -
     if module.weight.device.type != "meta" and init != "svd":
         _take_scale(new, module, init)
     return new.train(module.training)
-
-
-def _keep_frozen(new: nn.Module, module: Any) -> None:
-    """A layer whose weight or bias does not train stays so."""
-    for name, param in new.named_parameters():
-        source = module.bias if name == "bias" else module.weight
-        param.requires_grad_(source.requires_grad)
 
 
 @torch.no_grad()
@@ -253,10 +248,26 @@ def _clone(bias: Tensor | None) -> nn.Parameter | None:
 
 
 def _swap(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
+    """Put layers in the place of others, whose hooks they take over."""
     if id(model) in replacements:
-        return replacements[id(model)]
+        return _with_hooks_of(model, replacements[id(model)])
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:
-                setattr(parent, name, replacements[id(child)])
+                assert child is not None
+                setattr(parent, name, _with_hooks_of(child, replacements[id(child)]))
     return model
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
+def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
+    """The new layer, what is called before and after the old one's passes being called there."""
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
+    return new

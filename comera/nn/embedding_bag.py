@@ -18,7 +18,8 @@ class TTEmbeddingBag(TTTable):
 
     Arguments beyond torch's are those of :class:`TTEmbedding`. ``forward`` takes what torch's
     takes: bags as rows of a 2-d input, or a 1-d input with ``offsets``; ``per_sample_weights``
-    with ``mode="sum"``; padding entries are left out of their bags.
+    with ``mode="sum"``; padding entries are left out of their bags. With ``include_last_offset``
+    entries after the last offset are in no bag; on a GPU, and compiled, there must be none.
 
     Shapes:
         output ``(bags, embedding_dim)``.
@@ -85,10 +86,10 @@ class TTEmbeddingBag(TTTable):
         """All entries, where each bag begins, and of all modes but max the entries' weights."""
         flat, starts = self._laid_out(input, offsets)
         if not torch.compiler.is_compiling():
-            check_range(input, self.num_embeddings)
+            check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
             self._check_weights(input, weights)
-            weights = weights.reshape(-1)
+            weights = weights.reshape(-1)[: flat.shape[0]]
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
 
     def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -105,8 +106,10 @@ class TTEmbeddingBag(TTTable):
             raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-d or 2-d")
         if offsets is None:
             raise ValueError("a 1-d input needs offsets: where each bag begins in it")
-        _check_offsets(offsets, input.shape[0], self.include_last_offset)
-        return input, offsets[:-1] if self.include_last_offset else offsets
+        known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
+        if not self.include_last_offset:
+            return input, offsets
+        return input[: int(offsets[-1])] if known else input, offsets[:-1]
 
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
         """Of every entry in the sum of its bag; None for ones."""
@@ -118,19 +121,22 @@ class TTEmbeddingBag(TTTable):
             counted = (flat != self.padding_idx).to(dtype)
         if self.mode == "sum":
             return counted if weights is None else weights * counted
-        bag = torch.searchsorted(starts, torch.arange(len(flat), device=flat.device), right=True)
+        each = torch.arange(flat.shape[0], device=flat.device)
+        bag = torch.searchsorted(starts, each, right=True)
         wide = counted.double() if flat.device.type == "cpu" else counted.float()
-        sizes = wide.new_zeros(len(starts) + 1).index_add_(0, bag, wide)
+        sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
         return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
 
     def _maxima(self, flat: Tensor, starts: Tensor) -> Tensor:
         rows = self._rows(flat)
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
-        entries, padding = torch.arange(len(flat), device=flat.device), None
-        if self.padding_idx is not None or not len(flat):  # torch refuses an empty table
+        count, padding = flat.shape[0], None
+        entries = torch.arange(count, device=flat.device)
+        # torch refuses an empty table; how many there are may not be known yet
+        if self.padding_idx is not None or torch.compiler.is_compiling() or not count:
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
-            padding = len(flat)
+            padding = count
             entries = torch.where(flat == self.padding_idx, padding, entries)
         return nn.functional.embedding_bag(
             entries, rows, starts.long(), mode="max", padding_idx=padding
@@ -188,15 +194,19 @@ class TTEmbeddingBag(TTTable):
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
-def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> None:
-    """Raise ``ValueError`` for what does not cut the entries into bags; on the CPU."""
+def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
+    """Raise ``ValueError`` for what does not cut the entries into bags; on the CPU.
+
+    Returns:
+        Whether that could be told, and the offsets be looked at.
+    """
     if offsets.dim() != 1:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
     known = is_plain(offsets) and not torch.compiler.is_compiling()
     if not is_free_on_cpu(offsets) or not offsets.numel() or not known:
-        return
+        return False
     if offsets[0] != 0:
         raise ValueError(f"offsets[0]={int(offsets[0])} must be 0, where the first bag begins")
     falling = (offsets[1:] < offsets[:-1]).nonzero()
@@ -211,3 +221,4 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> None:
         raise ValueError(
             f"offsets[{k}]={int(offsets[k])} is past the end of an input of {entries} entries"
         )
+    return True

@@ -130,6 +130,8 @@ class TTLinear(TensorTrainModule):
 
     def is_thin(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""
+        if torch.compiler.is_exporting():
+            return True  # right for every batch: where the other one begins is this machine's
         if 2 * self._middle_rank * (self.in_features + self.out_features) <= self.num_dense:
             return True
         rows = input.numel() // max(1, input.shape[-1])
@@ -236,6 +238,7 @@ class TTLinear(TensorTrainModule):
         layer.set_cores_(cores)
         if layer.bias is not None:
             layer.bias.copy_(linear.bias)
+        layer.freeze_like_(linear)
         return layer.train(linear.training)
 
     @torch.no_grad()
@@ -246,8 +249,10 @@ class TTLinear(TensorTrainModule):
             self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
         ).to_empty(device=like.device)
         dense.weight.copy_(self.weight)
+        dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
         if self.bias is not None:
             dense.bias.copy_(self.bias)
+            dense.bias.requires_grad_(self.bias.requires_grad)
         return dense.train(self.training)
 
     def extra_repr(self) -> str:

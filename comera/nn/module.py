@@ -133,6 +133,12 @@ class TensorTrainModule(nn.Module):
             resize_(gate, core.shape[-1:])
             gate.fill_(1)
 
+    def freeze_like_(self, dense: Any) -> None:
+        """What stands for a weight or bias that does not train, does not either."""
+        for name, param in self.named_parameters():
+            source = dense.bias if name == "bias" else dense.weight
+            param.requires_grad_(source.requires_grad)
+
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
         """New cores whose product has the root mean square ``std``; gates of one."""

@@ -27,7 +27,7 @@ class TTTable(TensorTrainModule):
             :func:`~comera.update_hot_rows_` has moved some or :func:`~comera.order_rows_` all; None
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
-            golden section, which costs no memory.
+            golden section, which costs no memory. A state dict tells, as ``row_step``: k or 1.
         twins: The other tables that were tied to this one and read the same cores and hot rows.
     """
 
@@ -54,6 +54,8 @@ class TTTable(TensorTrainModule):
         dtype: torch.dtype | None,
         **fit: Any,
     ) -> None:
+        if num_embeddings < 1:
+            raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
         _refuse(type(self).__name__, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -116,7 +118,11 @@ class TTTable(TensorTrainModule):
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
-            return indices.long() * self._step % self.num_embeddings
+            scattered = indices.long() * self._step % self.num_embeddings
+            if torch.compiler.is_compiling():  # else they have been looked at
+                outside = (indices < 0) | (indices >= self.num_embeddings)
+                scattered = torch.where(outside, indices, scattered)
+            return scattered
         return indices
 
     def _every_row_kept_at(self) -> Tensor | None:
@@ -153,8 +159,17 @@ class TTTable(TensorTrainModule):
         keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
         return table * keep[:, None]
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.hot_rows:  # else rows are never scattered
+            destination[f"{prefix}row_step"] = torch.tensor(self._step or 1)
+
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Rows may have been moved in the file and not here, or the other way round."""
+        step = state_dict.pop(f"{prefix}row_step", None)
+        if step is not None and not step.is_meta and not self.hot_rows:
+            self.scatter_rows = int(step) != 1
+            self._step = int(step) if self.scatter_rows else None
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)
@@ -205,6 +220,7 @@ class TTTable(TensorTrainModule):
             layer.hot.set_cores_(decompose_matrix(dense.weight[:hot_rows].T, layer.hot.shape))
         elif layer.hot is not None:
             layer.hot.copy_(dense.weight[:hot_rows])
+        layer.freeze_like_(dense)
         return layer.train(dense.training)
 
     def _to(self, dense_class: type, **settings: Any) -> Any:
@@ -220,6 +236,7 @@ class TTTable(TensorTrainModule):
         ).to_empty(device=like.device)
         with torch.no_grad():
             dense.weight.copy_(self.weight)
+        dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))
         return dense.train(self.training)
 
     def extra_repr(self) -> str:

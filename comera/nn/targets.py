@@ -27,19 +27,21 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
-    known, chosen, attention, subclasses, small = [], {}, [], [], []
+    known, chosen, attention, subclasses, made, small = [], {}, [], [], [], []
     for name, module in model.named_modules():
         if not isinstance(module, _NAMED_TARGETS["all"]):
             continue
         known.append(name)
         if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
             continue
-        if module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
-            small.append(name)
-        elif id(module) in inside_attention:
+        if id(module) in inside_attention:
             attention.append(name)
         elif type(module) not in _NAMED_TARGETS["all"]:
             subclasses.append(name)
+        elif "weight" not in module._parameters:
+            made.append(name)
+        elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
+            small.append(name)
         else:
             chosen[name] = module
     for names, reason in (
@@ -49,6 +51,7 @@ def find_targets(
             "layer and stays dense too",
         ),
         (subclasses, "a subclass of the torch layer may do more than the layer"),
+        (made, "the weight is made from others, such as by weight_norm, spectral_norm or prune"),
     ):
         if names:
             log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)

@@ -39,7 +39,8 @@ def attend(
         q_NME: Queries; several heads that share their keys stand one after the other in M.
         k_NTE: Keys.
         v_NTE: Values; their width may be another.
-        keep_BT: Which keys may be attended to, or what :func:`score_bias` has made of it; N is a
+        keep_BT: Which keys may be attended to, booleans or whole numbers as Hugging Face has them,
+            or what :func:`score_bias` has made of it; N is a
             multiple of B, sequence by sequence. A sequence without any is attended to evenly.
         scale: Of the scores.
         dropout: Probability of dropping an attention weight.
@@ -52,7 +53,7 @@ def attend(
     """
     check_probability(dropout)
     if keep_BT.dtype != q_NME.dtype:
-        keep_BT = keep_BT if keep_BT.dtype == torch.bool else keep_BT == 0
+        keep_BT = keep_BT == 0 if keep_BT.is_floating_point() else keep_BT != 0
         keep_BT = score_bias(keep_BT, q_NME.dtype)
     bias_B1T = keep_BT[:, None]
     heads = q_NME.shape[0] // max(1, keep_BT.shape[0])

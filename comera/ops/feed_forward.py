@@ -86,7 +86,7 @@ def _feed_forward(
         (h,) = multiply(x, [left1], [right1], [t1], bias)
         (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
         return y.view(*x_BI.shape[:-1], y.shape[1]), t1, t2
-    t1 = product(x, left1)
+    t1 = product(x, left1).contiguous()  # as all results are promised to be
     if bias:
         t1[:, -1].fill_(1)
     (hidden,) = _buffers(x, right1.shape[1], 1)
@@ -147,7 +147,7 @@ def _feed_forward_backward(
         product(u1.T, x).T.contiguous(),
         grad_right1.to(x.dtype).contiguous(),
         grad_left2.T.to(x.dtype).contiguous(),
-        product(t2.T, grad_y),
+        product(t2.T, grad_y).contiguous(),
     )
 
 

@@ -25,7 +25,7 @@ from comera.ops.kernels.look_up import (
     sums_by_kernel,
     weight_grads,
 )
-from comera.ops.operator import operator
+from comera.ops.operator import is_plain, operator
 from comera.ops.slots import Slots, make_slots, sorted_rows, sum_by, sum_by_sorted
 
 
@@ -205,6 +205,8 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     indices_N, keys_N, order_N, *saved = ctx.saved_tensors
     rest = iter(saved)
     tensors = [next(rest) if given else None for given in ctx.given]
+    if torch.is_grad_enabled():  # this backward pass is itself differentiated
+        return None, *_differentiable_grads(grad_BD, indices_N, tensors), None, None, None
     with_weights = ctx.given[4] and ctx.needs_input_grad[5]
     grads = look_up_backward(
         grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
@@ -212,6 +214,53 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     given = [*ctx.given[:4], with_weights]
     wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
     return None, *wanted, None, None, None
+
+
+def _differentiable_grads(
+    grad_BD: Tensor, indices_N: Tensor, tensors: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Of all tensors but the offsets, through operations that autograd knows."""
+    left, right, hot, basis, weights, offsets = tensors
+    assert left is not None, "a table has a left half"
+    assert right is not None, "a table has a right half"
+    y_BD = look_up_plainly(indices_N, left, right, hot, basis, weights, offsets, grad_BD.shape[1])
+    given = [left, right, hot, basis, weights]
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in given]
+
+
+def look_up_plainly(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    embedding_dim: int,
+) -> Tensor:
+    """The same as :func:`look_up`, every row laid out, differentiable as often as one likes."""
+    hot = count_hot(hot_HK)
+    number_N = (indices_N - hot).clamp(min=0)
+    left, right = (
+        half.index_select(0, at)
+        for half, at in (
+            (left_VPR, number_N // right_WRQ.shape[0]),
+            (right_WRQ, number_N % right_WRQ.shape[0]),
+        )
+    )
+    with without_autocast(left_VPR):
+        rows_ND = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
+        if hot_HK is not None:
+            hot_ND = hot_rows(indices_N.clamp(max=hot - 1), hot_HK, basis_KD)
+            rows_ND = torch.where((indices_N < hot)[:, None], hot_ND, rows_ND)
+    if offsets_B is None:
+        return rows_ND
+    if weights_N is not None:
+        rows_ND = rows_ND * weights_N[:, None]
+    bag_N = _bag_of_entries(offsets_B, indices_N.shape[0])
+    return rows_ND.new_zeros(offsets_B.shape[0], embedding_dim).index_add(0, bag_N, rows_ND)
 
 
 look_up.register_autograd(_backward, setup_context=_setup_context)
@@ -346,7 +395,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> None:
     """
     if indices.is_floating_point() or indices.is_complex():
         raise TypeError(f"indices are {indices.dtype}; they must be whole numbers, such as int64")
-    if not is_free_on_cpu(indices) or not indices.numel():
+    if not is_free_on_cpu(indices) or not is_plain(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:

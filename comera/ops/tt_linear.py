@@ -125,13 +125,14 @@ def _thin_linears(
         t = x.new_empty(x.shape[0], sum(left.shape[1] for left in lefts))
         ys = multiply(x, lefts, rights, t.split([left.shape[1] for left in lefts], 1), bias)
         return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
-    t = product(x, _beside(lefts))
+    t = product(x, _beside(lefts)).contiguous()  # as all results are promised to be
     ys, end = [], 0
     for right in rights:
         begin, end = end, end + right.shape[0]
         if bias:
             t[:, end - 1].fill_(1)
-        ys.append(product(t[:, begin:end], right).reshape(*x_BI.shape[:-1], right.shape[1]))
+        y = product(t[:, begin:end].contiguous(), right)
+        ys.append(y.view(*x_BI.shape[:-1], right.shape[1]))
     return [*ys, t]
 
 

@@ -106,6 +106,18 @@ def test_continuous_numbers_can_be_standardised(tmp_path):
     assert abs(float(numbers.std()) - 1) < 0.01
 
 
+def test_a_column_may_begin_after_the_training_rows(tmp_path):
+    frame = table()
+    frame["age"] = np.where(np.arange(len(frame)) < 300, np.nan, 3.5)
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    clicks = Clicks.prepare(
+        settings(tmp_path / "a.csv", transform="standard", split="last", heldout=0.25)
+    )
+    (held,) = clicks.valid_batches(1000)
+    assert torch.equal(held["continuous"], torch.full((100, 1), 3.5))
+    assert not clicks.batch(0, 60, 1)["continuous"].any()
+
+
 def test_criteo_as_distributed(tmp_path):
     lines = criteo_lines()
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")

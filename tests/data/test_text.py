@@ -103,3 +103,10 @@ def test_too_little_or_no_text_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="too little text"):
         TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt", vocab_size=300))
+
+
+def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    write_functions(tmp_path / "text", 4, 10)
+    with pytest.raises(ValueError, match="vocab_size=100 must be at least 261"):
+        TextStreams.prepare(TextData(str(tmp_path / "text"), vocab_size=100))

@@ -108,6 +108,10 @@ def test_inputs_that_do_not_fit_are_named():
         dlrm(torch.zeros(2, 4), fields)
     with pytest.raises(ValueError, match=r"\(bags, 3\), got \(2, 2\)"):
         dlrm(torch.zeros(2, 3), fields[:, :2])
+    with pytest.raises(ValueError, match="num_continuous=0 and one table leave nothing"):
+        DLRM([10], 0, 8)
+    with pytest.raises(ValueError, match=r"has \['a\.b', 'a_b'\], one name as modules"):
+        DLRM({"a.b": 10, "c": 3, "a_b": 20}, 3, 8)
     with pytest.raises(ValueError, match="at least one table"):
         DLRM({}, 3)
     with pytest.raises(ValueError, match=r"embedding_dim=\[0\] must be at least 1"):

@@ -4,7 +4,9 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import comera
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 
@@ -235,3 +237,66 @@ def test_tables_beyond_thirty_two_bits(rows):
 def test_scattered_rows_beside_hot_ones_are_refused():
     with pytest.raises(ValueError, match=r"scatter_rows=True.*hot_rows=5"):
         TTEmbedding(100, 16, rank=4, hot_rows=5, scatter_rows=True)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_file_says_whether_its_rows_are_scattered(scattered, assign):
+    """As ``from_embedding`` and ``init="svd"`` leave them in order, and new tables do not."""
+    kept = TTEmbedding(300, 16, rank=4, scatter_rows=scattered)
+    state, indices = kept.state_dict(), torch.arange(300)
+    for there in (True, False):
+        other = TTEmbedding(300, 16, rank=4, scatter_rows=there)
+        other.load_state_dict(state, assign=assign)
+        assert torch.equal(other(indices), kept(indices))
+        assert other.scatter_rows == scattered
+        again = other.state_dict()
+        assert again.keys() == state.keys()
+        assert all(torch.equal(again[key], state[key]) for key in state)
+    del state["row_step"]  # a file from before there was one
+    same = TTEmbedding(300, 16, rank=4, scatter_rows=scattered)
+    same.load_state_dict(state)
+    assert torch.equal(same(indices), kept(indices))
+
+
+def test_a_table_by_svd_loads_into_one_made_without_memory():
+    config = comera.TTConfig(rank=8, init="svd")
+    small = comera.tensorize_(nn.Embedding(300, 16), config)
+    with torch.device("meta"):
+        other = nn.Embedding(300, 16)
+    other = comera.tensorize_(other, config)
+    other.load_state_dict(small.state_dict(), assign=True)
+    assert torch.equal(other(torch.arange(300)), small(torch.arange(300)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"scatter_rows": False}, {"hot_rows": 7}], ids=str)
+def test_an_index_out_of_range_is_no_row_when_compiled_either(settings):
+    layer = TTEmbedding(50, 12, rank=4, **settings)
+    look_up = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(look_up(torch.tensor([0, 49])), layer(torch.tensor([0, 49])))
+    for index in (50, -1):
+        with pytest.raises(IndexError, match=f"index {index} at 1 is out of range"):
+            look_up(torch.tensor([0, index]))
+
+
+def test_gradients_of_gradients(layer):
+    """The second derivative, against autograd's of the dense table."""
+    params = [param for param in layer.parameters() if param.numel()]
+    indices = torch.tensor([[3, 49, 3], [0, 6, 7]], device=params[0].device)
+    found = []
+    for rows in (layer(indices), layer.weight[indices]):
+        first = torch.autograd.grad(rows.pow(3).sum(), params, create_graph=True)
+        second = sum(grad.pow(2).sum() for grad in first)
+        found.append(torch.autograd.grad(second, params))
+    torch.testing.assert_close(*found)
+
+
+def test_a_table_can_be_looked_at_without_numbers():
+    with FakeTensorMode():
+        layer = TTEmbedding(50, 12, rank=4)
+        assert layer(torch.zeros(3, 2, dtype=torch.long)).shape == (3, 2, 12)
+
+
+def test_a_table_without_rows_is_refused():
+    with pytest.raises(ValueError, match="num_embeddings=0 must be at least 1"):
+        TTEmbedding(0, 8)

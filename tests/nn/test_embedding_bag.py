@@ -209,3 +209,51 @@ def test_a_bag_is_captured_in_a_graph():
     x.copy_(torch.randint(ROWS, (4, 5)))
     graph.replay()
     torch.testing.assert_close(y, bag.to_dense()(x))
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding_idx"),  # of maxima with padding torch's graph takes one number of bags alone
+    [("sum", None), ("mean", None), ("max", None), ("sum", 5), ("mean", 5)],
+)
+def test_an_exported_bag_takes_any_number_of_bags(mode, padding_idx):
+    bag = make(mode, padding_idx=padding_idx)
+    count = torch.export.Dim("count", min=2)
+    made = torch.export.export(bag, (torch.arange(10).view(5, 2),), dynamic_shapes=({0: count},))
+    indices = torch.randint(0, ROWS, (9, 2))
+    torch.testing.assert_close(made.module()(indices), bag(indices))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_entries_after_the_last_offset_are_in_no_bag(mode):
+    bag = make(mode, include_last_offset=True)
+    indices, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 4])
+    torch.testing.assert_close(bag(indices, offsets), bag(indices[:4], offsets))
+    if mode == "sum":  # torch itself is not of one mind about the others
+        dense = bag.float().to_dense()
+        torch.testing.assert_close(bag(indices, offsets), dense(indices, offsets))
+
+
+def test_weights_after_the_last_offset_are_of_no_bag():
+    bag = make(include_last_offset=True)
+    indices, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 4])
+    weights = torch.rand(5, dtype=torch.float64)
+    want = bag(indices[:4], offsets, weights[:4])
+    torch.testing.assert_close(bag(indices, offsets, weights), want)
+
+
+def test_gradients_of_gradients_of_weighted_bags():
+    bag = make()
+    indices, offsets = torch.tensor([1, 2, 3, 4, 1]), torch.tensor([0, 2, 2])
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    params = [*bag.parameters(), weights]
+    found = []
+    for dense in (False, True):
+        if dense:
+            at = torch.tensor([0, 0, 2, 2, 2])
+            rows = bag.weight[indices] * weights[:, None]
+            sums = rows.new_zeros(3, WIDTH).index_add(0, at, rows)
+        else:
+            sums = bag(indices, offsets, weights)
+        first = torch.autograd.grad(sums.pow(3).sum(), params, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.pow(2).sum() for g in first), params))
+    torch.testing.assert_close(*found)

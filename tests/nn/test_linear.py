@@ -7,6 +7,8 @@ import torch
 from tensorly.decomposition import tensor_train
 from torch import nn
 
+import comera
+from comera.nn.fused import feed_forward, linears
 from comera.nn.linear import TTLinear
 from comera.shapes import TTShape
 
@@ -249,3 +251,36 @@ def test_the_planner_decides_by_rank_and_batch():
     assert low.is_thin(many)
     assert not high.is_thin(many)
     assert high.is_thin(many[:1])
+
+
+def test_an_exported_layer_takes_any_batch():
+    """Also one for which the dense weight would be formed here."""
+    layer = comera.TTLinear(64, 64, rank=32)
+    rows = torch.export.Dim("rows")
+    made = torch.export.export(layer, (torch.randn(8, 64),), dynamic_shapes=({0: rows},))
+    x = torch.randn(100_000, 64)
+    assert not layer.is_thin(x)
+    torch.testing.assert_close(made.module()(x), layer(x))
+
+
+def test_what_it_returns_lies_as_from_nn_linear():
+    layer = comera.TTLinear(256, 256, rank=16)
+    assert layer(torch.randn(256, 1024).T).is_contiguous()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_lie_in_memory_as_graphs_are_promised(turned):
+    """Where products are large enough for oneDNN, whose results may lie transposed."""
+    query, key = TTLinear(256, 256, rank=16), TTLinear(256, 256, rank=16)
+    wide, narrow = TTLinear(256, 1024, rank=16), TTLinear(1024, 256, rank=16)
+    x = torch.randn(256, 1024).T if turned else torch.randn(1024, 256)
+
+    def run(x):
+        hidden = feed_forward(x, wide, narrow, "relu")
+        return [*linears(x, [query, key]), hidden]
+
+    compiled = torch.compile(run, backend="aot_eager")  # what a graph is told ...
+    for made, found in zip(compiled(x), run(x), strict=True):
+        assert made.is_contiguous()
+        assert found.is_contiguous()  # ... and what it gets
+        torch.testing.assert_close(made, found)

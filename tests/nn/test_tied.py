@@ -36,15 +36,6 @@ def test_a_tie_to_a_layer_that_is_no_target_can_be_cut():
     assert type(model["head"]) is nn.Linear
 
 
-def test_frozen_layers_stay_frozen():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model[0].weight.requires_grad_(False)
-    tensorize_(model, TTConfig(rank=4))
-    assert not any(p.requires_grad for p in [*model[0].cores, *model[0].gates])
-    assert model[0].bias.requires_grad
-    assert all(p.requires_grad for p in model[1].parameters())
-
-
 def test_going_back_leaves_the_random_state_alone():
     model = nn.Sequential(nn.Embedding(200, 32), nn.Linear(32, 64))
     tensorize_(model, TTConfig(rank=4))

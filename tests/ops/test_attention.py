@@ -95,3 +95,12 @@ def test_what_is_added_to_scores_can_be_made_once_for_all_layers(dtype):
     keep[1] = False
     want = attend(q, k, v, keep, 0.4, 0.0)
     torch.testing.assert_close(attend(q, k, v, score_bias(keep, dtype), 0.4, 0.0), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_a_mask_may_be_of_whole_numbers(dtype):
+    """Ones for what is kept, as Hugging Face has it."""
+    q, k, v, keep = make()
+    assert not keep.all()
+    want = attend(q, k, v, keep, 0.4, 0.0)
+    torch.testing.assert_close(attend(q, k, v, keep.to(dtype), 0.4, 0.0), want)

@@ -1,0 +1,79 @@
+"""What a layer has beside its numbers: hooks, whether it trains, weights that are made anew."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import comera
+
+
+def test_frozen_layers_stay_frozen_there_and_back():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    before = {name: param.requires_grad for name, param in model.named_parameters()}
+    comera.tensorize_(model, comera.TTConfig(rank=4))
+    assert not any(p.requires_grad for p in [*model[0].cores, *model[0].gates])
+    assert model[0].bias.requires_grad
+    assert all(p.requires_grad for p in model[1].parameters())
+    comera.densify_(model)
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("hot", [{}, {"hot_rows": 10}, {"hot_rows": 10, "hot_rank": 4}], ids=str)
+def test_layers_made_from_frozen_ones_are_frozen(hot):
+    weight = torch.randn(200, 32)
+    table = comera.TTEmbedding.from_embedding(nn.Embedding.from_pretrained(weight), rank=4, **hot)
+    bag = comera.TTEmbeddingBag.from_embedding_bag(
+        nn.EmbeddingBag.from_pretrained(weight), rank=4, **hot
+    )
+    linear = comera.TTLinear.from_linear(nn.Linear(64, 64).requires_grad_(False), rank=4)
+    for layer in (table, bag, linear):
+        assert not any(param.requires_grad for param in layer.parameters())
+        assert not any(param.requires_grad for param in layer.to_dense().parameters())
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "svd"])
+def test_hooks_are_called_as_before(init):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    called = []
+    handle = model[0].register_forward_hook(lambda *_: called.append("after"))
+    model[0].register_forward_pre_hook(lambda *_, **__: called.append("before"), with_kwargs=True)
+    model[0].register_full_backward_hook(lambda *_: called.append("backward"))
+    for change in (
+        lambda m: comera.tensorize_(m, comera.TTConfig(rank=4, init=init)),
+        comera.densify_,
+    ):
+        change(model)
+        called.clear()
+        model(torch.randn(2, 64, requires_grad=True)).sum().backward()
+        assert called == ["before", "after", "backward"]
+    handle.remove()
+    called.clear()
+    model(torch.randn(2, 64))
+    assert called == ["before"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    ],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+def test_weights_that_are_made_from_others_are_left_and_named(make, caplog):
+    model = nn.Sequential(nn.Linear(64, 64), make(nn.Linear(64, 64)))
+    comera.tensorize_(model, comera.TTConfig(rank=4))
+    assert [type(layer) for layer in model] == [comera.TTLinear, nn.Linear]
+    assert "tensorize_ leaves 1 dense: the weight is made from others" in caplog.text
+
+
+def test_layers_without_a_shape_yet_are_left_and_named(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    comera.tensorize_(model, comera.TTConfig(rank=(4, 4, 4, 4, 4)))
+    assert type(model[1]) is nn.LazyLinear
+    assert "tensorize_ leaves 1 dense: a subclass" in caplog.text
+    assert model[0].ranks == (4, 4, 4, 4, 4)
