@@ -79,7 +79,7 @@ class GaLore(Optimizer):
     Note:
         Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
-        Subspaces and projected moments are float32 whatever the parameters are. A gradient that
+        Subspaces and projected moments are float32, or wider where parameters are. A gradient that
         is not finite leaves the subspace as it was; one of zeros finds none, and the parameter
         waits. A step can be captured in a CUDA graph after one eager step, if the inner
         optimizer's can; see :meth:`refresh_`.
@@ -105,8 +105,7 @@ class GaLore(Optimizer):
     ) -> None:
         if projection not in METHODS:
             raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
-        groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
-        groups = [{**g, "params": _as_list(g["params"])} for g in groups]
+        groups = _as_groups(params)
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
         self._inner = inner([self._for_inner(g) for g in groups], **settings)
@@ -118,7 +117,8 @@ class GaLore(Optimizer):
         self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
         self._built = False
         theirs = self._inner.param_groups
-        super().__init__([_merged(*pair) for pair in zip(groups, theirs, strict=True)], {})
+        merged = [_merged(*pair) for pair in zip(groups, theirs, strict=True)]
+        super().__init__(merged, dict(self._inner.defaults))
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -365,8 +365,10 @@ class GaLore(Optimizer):
         """Take over what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: If a subspace does not fit its parameter; nothing is changed.
+            ValueError: If a subspace does not fit its parameter, or the state is one of an
+                optimizer that does not project the same groups; nothing is changed.
         """
+        _check_projects_alike(state_dict["param_groups"], self.param_groups)
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
         state = state_dict["state"]
@@ -413,9 +415,28 @@ def _give_back(begun: list[_Begun | None]) -> None:
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Nothing is kept between two steps but what the optimizer keeps."""
-    stand_in.data = stand_in.data.new_zeros(0)
+    """Nothing is kept between two steps but its shape, and what the optimizer keeps."""
+    stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
+
+
+def _check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]) -> None:
+    for number, (theirs, ours) in enumerate(zip(saved, mine, strict=False)):
+        if ("rank" in theirs) != ("rank" in ours):
+            there, here = ("is", "is not") if "rank" in theirs else ("is not", "is")
+            raise ValueError(
+                f"group {number} {there} projected in the state and {here} here: it comes from "
+                "another optimizer, or from GaLore with other groups"
+            )
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """As torch has them: parameters without a group are one together."""
+    given = list(params)
+    if not any(isinstance(one, dict) for one in given):
+        return [{"params": given}]
+    groups = [one if isinstance(one, dict) else {"params": [one]} for one in given]
+    return [{**group, "params": _as_list(group["params"])} for group in groups]
 
 
 def _as_list(params: Any) -> list[Tensor]:

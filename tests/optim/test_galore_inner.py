@@ -1,0 +1,100 @@
+"""GaLore as any optimizer is used: around others, resumed, and by torch's schedules."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+
+from ..states import assert_equal
+
+
+def make_layer():
+    torch.manual_seed(0)
+    return nn.Linear(32, 64)
+
+
+def groups_of(layer, **settings):
+    return [{"params": [layer.weight], **settings}, {"params": [layer.bias]}]
+
+
+def train(layer, optimizer, first, last):
+    for k in range(first, last):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(k))
+        layer(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("inner", "settings"),
+    [
+        (comera.CAME, {}),
+        (comera.CAME, {"state_dtype": "8bit"}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Muon, {}),
+    ],
+    ids=str,
+)
+def test_a_run_is_resumed_exactly_around_every_optimizer(inner, settings):
+    def make(layer):
+        groups = [{"params": [layer.weight], "rank": 4, "update_proj_gap": 3}]
+        return comera.GaLore(groups, inner, lr=1e-2, **settings)
+
+    whole = make_layer()
+    optimizer = make(whole)
+    train(whole, optimizer, 0, 5)
+    part = copy.deepcopy(whole)
+    other = make(part)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = whole.weight.detach().clone()
+    for layer, one in ((whole, optimizer), (part, other)):
+        train(layer, one, 5, 10)
+    assert not torch.equal(whole.weight, before)
+    assert torch.equal(whole.weight, part.weight)
+
+
+@pytest.mark.parametrize("projected", [True, False])
+def test_the_state_of_an_optimizer_that_projects_other_groups_is_refused(projected):
+    layer = make_layer()
+    plain = torch.optim.AdamW(groups_of(layer), lr=1e-3)
+    galore = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=1e-3)
+    other = comera.GaLoreAdamW(groups_of(layer), lr=1e-3)
+    for optimizer in (plain, galore, other):
+        train(layer, optimizer, 0, 2)
+    source, target = (galore, other) if projected else (plain, galore)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ValueError, match=r"group 0 is (not )?projected in the state and is"):
+        target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), before)
+    weight = layer.weight.detach().clone()
+    train(layer, target, 2, 3)
+    assert not torch.equal(layer.weight, weight)
+
+
+def test_schedules_that_change_the_momentum_too():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    train(layer, optimizer, 0, 1)
+    schedule.step()
+    theirs = optimizer.inner.param_groups
+    train(layer, optimizer, 1, 2)
+    for mine, inner in zip(optimizer.param_groups, theirs, strict=True):
+        assert (inner["lr"], inner["betas"]) == (mine["lr"], mine["betas"])
+        assert mine["betas"][0] != 0.9
+
+
+def test_parameters_without_a_group_are_one():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(layer.parameters(), lr=1e-3)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+    before = layer.bias.detach().clone()
+    train(layer, optimizer, 0, 1)
+    assert not torch.equal(layer.bias, before)
