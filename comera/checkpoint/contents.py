@@ -193,7 +193,8 @@ def _square(tensor: Tensor, other: Tensor | None) -> float:
 
 def _is_finite(tensor: Tensor) -> bool:
     """Whether all entries are finite, in one pass that makes nothing of its size."""
-    return bool(tensor.sum(dtype=torch.float64).isfinite())
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # as it will be written
+    return bool(narrow.sum(dtype=torch.float64).isfinite())
 
 
 # ── the index ────────────────────────────────────────────────────────────────────────────────────

@@ -51,12 +51,17 @@ class Policy:
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
         """Of the tensor of that name; ``lossy`` says whether its kind may be."""
         for pattern, treatment in self._patterns:
-            if pattern.fullmatch(name):
+            if pattern.fullmatch(name) and (treatment != "lossy" or _can_be_lossy(tensor)):
                 return treatment
         if not lossy or self._lossless or not tensor.is_floating_point():
             return "exact"
-        matrix = tensor.ndim > 1 and tensor.numel() >= SMALLEST_LOSSY and tensor.itemsize > 1
-        return "lossy" if matrix else "exact"
+        matrix = tensor.ndim > 1 and tensor.numel() >= SMALLEST_LOSSY
+        return "lossy" if matrix and _can_be_lossy(tensor) else "exact"
+
+
+def _can_be_lossy(tensor: Tensor) -> bool:
+    """Whether it holds real numbers, of more than eight bits each, that are to be approximated."""
+    return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
 
 
 @dataclass
