@@ -21,10 +21,19 @@ log = logging.getLogger("comera")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a run's settings; ``auto`` is a GPU where there is one."""
+    """The device of a run's settings; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ValueError: If it is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise ValueError(f"device={name!r} cannot be used here: {problem}") from None
+    return device
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:

@@ -142,16 +142,16 @@ def _verify(options: Namespace, console: Console) -> int:
 def _export(options: Namespace, console: Console) -> int:
     chain = CheckpointChain(_archive(options.folder).folder)
     saved = chain.load(_step(options.step))
-    path = write_weights(Path(options.out), saved.model)
+    path = write_weights(Path(options.out).expanduser(), saved.model)
     console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}")
     return 0
 
 
 def _compress(options: Namespace, console: Console) -> int:
-    folder = Path(options.out)
-    if folder.resolve() == Path(options.source).resolve():
+    folder = Path(options.out).expanduser()
+    if folder.resolve() == Path(options.source).expanduser().resolve():
         raise ValueError(f"out={options.out} is where the series is: choose another folder")
-    series = _series(Path(options.source))
+    series = _series(Path(options.source).expanduser())
     settings = {key: value for key, value in options.items() if key not in ("source", "out")}
     with (
         CheckpointChain(folder, background=False, **settings) as chain,
@@ -181,7 +181,7 @@ def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:
 
 
 def _evaluate(options: Namespace, console: Console) -> int:
-    run = Path(options.run)
+    run = Path(options.run).expanduser()
     archive = _archive(options.chain or options.run)
     chain = CheckpointChain(archive.folder)
     steps = [_number("at", part) for part in options.at.split(",")] if options.at else chain.steps()

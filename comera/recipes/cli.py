@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = _FILE_WIDTH
     try:
         if chosen.command == "report":
-            console.print(f"wrote {write_report(Path(chosen.report.run))}")
+            written = write_report(Path(chosen.report.run).expanduser())
+            console.print(f"wrote {written}", markup=False)
             return 0
         if chosen.command == "sweep":
             options = chosen.sweep
@@ -77,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # where there is nothing to save
         console.print("interrupted")
         return INTERRUPTED
-    except (ValueError, FileNotFoundError, NonFiniteLossError, FolderInUseError) as problem:
-        console.print(f"[bold red]error:[/] {problem}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError, NonFiniteLossError, FolderInUseError) as problem:
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(str(problem), highlight=False, soft_wrap=True, markup=False)
         return 1
 
 

@@ -3,15 +3,17 @@
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
-from comera.checkpoint.archive import Archive
+from comera.checkpoint.archive import Archive, FolderInUseError
 from comera.files import replacing
 from comera.recipes.config import RunConfig
-from comera.recipes.parse import parse_settings
+from comera.recipes.parse import parse_settings, read_yaml
 
 _WRITTEN_BY_A_RUN = (
     "checkpoints", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
@@ -19,36 +21,86 @@ _WRITTEN_BY_A_RUN = (
 )  # fmt: skip
 
 
-def claim(config: RunConfig) -> None:
-    """Make the folder of a run its own, or make sure that it is.
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Be the one process that writes to the folder of a run.
 
     Raises:
-        ValueError: If it holds a run with other settings, and ``overwrite`` is not set.
+        FolderInUseError: If another one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FolderInUseError(
+            f"{folder} is being written to by another process: let that run end, or choose another "
+            "--out"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_folder(config: RunConfig) -> None:
+    """Make sure that a run may have its folder; nothing is written or deleted.
+
+    Raises:
+        ValueError: If it holds a run with other settings, and ``overwrite`` is not set, or what no
+            run wrote would be in the way.
     """
     folder = Path(config.out)
-    if not config.overwrite:
-        difference = other_settings(config)
-        if difference is not None:
-            raise ValueError(
-                f"{folder} holds a run with other settings ({difference}); "
-                "choose another --out, or start again with --overwrite=true"
-            )
-        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-            _write(config)  # how checkpoints are kept may have changed
-            return
-    for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    _write(config)
+    difference = None if config.overwrite else other_settings(config)
+    if difference is not None:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({difference}); "
+            "choose another --out, or start again with --overwrite=true"
+        )
+    foreign = [name for name in _WRITTEN_BY_A_RUN if _holds(folder / name)]
+    if (folder / "config.yaml").is_file():
+        foreign = ["dense"] if config.twin and "dense" in foreign and not _had_twin(folder) else []
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {', '.join(foreign)} that no run here has written: "
+            "choose another --out, or move that away"
+        )
 
 
-def _write(config: RunConfig) -> None:
-    with replacing(Path(config.out) / "config.yaml") as temporary:
+def claim(config: RunConfig) -> None:
+    """Make the folder of a run its own, after :func:`check_folder`.
+
+    What an earlier run with other settings, or none to go on from, has left there is deleted.
+    """
+    folder = Path(config.out)
+    begun = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+    if config.overwrite or not begun:
+        had_twin = _had_twin(folder)
+        for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
+            path = folder / name
+            if name == "dense" and not had_twin:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_settings(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
+
+
+def _holds(path: Path) -> bool:
+    """Whether there is a file, or a folder with anything in it but a lock."""
+    if path.is_dir():
+        return any(entry.name != ".lock" for entry in path.iterdir())
+    return path.exists()
+
+
+def _had_twin(folder: Path) -> bool:
+    try:
+        return bool(read_yaml(folder / "config.yaml").get("twin"))
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def other_settings(config: RunConfig) -> str | None:
@@ -61,7 +113,10 @@ def other_settings(config: RunConfig) -> str | None:
     begun = Archive(folder / "checkpoints").steps() or (folder / "result.json").exists()
     if not begun or not file.is_file():
         return None
-    there, here = yaml.safe_load(file.read_text(encoding="utf-8")), _settings(config)
+    try:
+        there, here = read_yaml(file), _settings(config)
+    except ValueError as problem:
+        return str(problem)
     with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
         there = _settings(parse_settings(RunConfig, there))
     for settings in (there, here):

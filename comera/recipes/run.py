@@ -21,7 +21,7 @@ from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.config import RankConfig, RunConfig
-from comera.recipes.folder import claim
+from comera.recipes.folder import check_folder, claim, held
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.tasks import Task, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
@@ -80,26 +80,42 @@ def run(
 
     Raises:
         ValueError: If the folder holds a run with other settings, or settings contradict.
+        FolderInUseError: If another process trains into the folder; a RuntimeError.
     """
+    config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
-    if config.ranks is not None or config.optimizer_for(config.train.steps).name != "adamw":
-        planned_memory(config)  # what does not fit is said before anything is written
     console = console or Console()
     folder = Path(config.out)
-    claim(config)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
     device = find_device(config.device)
-    console.print(f"run folder {folder}, device {device}: preparing data", soft_wrap=True)
-    task = prepare_task(config, device)
-    if began is not None:
-        began(task.steps)
+    console.print(
+        f"run folder {folder}, device {device}: preparing data", soft_wrap=True, markup=False
+    )
+    planned_memory(config)  # what does not fit is said before anything is written
+    check_folder(config)
+    with held(folder):
+        check_folder(config)  # another process may just have ended
+        task = prepare_task(config, device)
+        claim(config)
+        if config.train.threads:
+            torch.set_num_threads(config.train.threads)
+        if began is not None:
+            began(task.steps)
+        return _train_all(config, task, device, console, quiet)
+
+
+def _train_all(
+    config: RunConfig, task: Task, device: torch.device, console: Console, quiet: bool
+) -> list[Outcome]:
+    """The models of a run, one after the other; none if it was interrupted."""
+    folder = Path(config.out)
     outcomes: list[Outcome] = []
     for number, (name, settings) in enumerate(_jobs(config)):
         place = folder / name if number else folder
         outcome = _train_one(name, place, settings, task, device, console, quiet, outcomes)
         if outcome is None:
-            console.print(f"interrupted; the same command resumes the run in {folder}")
+            console.print(
+                f"interrupted; the same command resumes the run in {folder}", markup=False
+            )
             return []
         outcomes.append(outcome)
     console.print(outcome_table(outcomes))

@@ -98,7 +98,9 @@ def run_sweep(
     jobs = make_jobs(sweep)
     settle(jobs, overwrite)
     done = sum(job.state == "finished" for job in jobs)
-    console.print(f"{len(jobs)} runs in {sweep.out}, {done} of them finished", highlight=False)
+    console.print(
+        f"{len(jobs)} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
+    )
     with watching(jobs, sweep.metric, console) as watcher:
         completed = carry_out(jobs, at_once, overwrite, watcher)
     _report(sweep, jobs, console)

@@ -38,9 +38,9 @@ def work(config: RunConfig, threads: int, messages: Connection) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
     folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_to(folder / "log.txt")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_to(folder / "log.txt")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -54,7 +54,7 @@ def work(config: RunConfig, threads: int, messages: Connection) -> None:
         said = "stopped", ""
     except Exception as problem:
         traceback.print_exc()
-        plain = isinstance(problem, ValueError | FileNotFoundError)
+        plain = isinstance(problem, ValueError | OSError)
         said = "failed", str(problem) if plain else f"{type(problem).__name__}: {problem}"
     for number in SIGNALS:  # nothing is left to stop
         signal.signal(number, signal.SIG_IGN)

@@ -87,42 +87,55 @@ def train(
     if chain is None:
         chain = CheckpointChain(folder / "checkpoints", mode="lossless", key_every=1, keep_last=2)
     chain.lock()  # before anything in the folder is touched that another process may write
-    seconds, saved_at = 0.0, -1
-    result = LoopResult(0, 0.0)
-    total, count = torch.zeros(()), 0
-    if not resume:
-        chain.rewind(-1)
-    elif chain.steps():
-        extra = load_checkpoint(chain, step)
-        saved_at = step.steps_done
-        seconds, result.ranks = extra["seconds"], extra["ranks"]
-        result.metrics = extra["metrics"]
-        total, count = extra["unlogged"]
-    run_log = RunLog(folder, step.steps_done, tensorboard)
-
-    def save() -> None:
-        nonlocal saved_at
-        if step.steps_done == saved_at:
-            return
-        extra = {
-            "seconds": seconds,
-            "ranks": result.ranks,
-            "metrics": result.metrics,
-            "unlogged": (total, count),
-        }
-        save_checkpoint(chain, step, extra)
-        saved_at = step.steps_done
-
-    def note_loss() -> float:
-        nonlocal total, count
-        mean = float(total) / max(1, count)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(chain.close)  # whatever happened: what was handed over is written
+        seconds, saved_at = 0.0, -1
+        result = LoopResult(0, 0.0)
         total, count = torch.zeros(()), 0
-        if not math.isfinite(mean):
-            raise NonFiniteLossError(f"the loss is {mean} at or before step {step.steps_done}")
-        run_log.write(step.steps_done, loss=mean, seconds=round(seconds, 3), **_figures(step))
-        return mean
+        if not resume:
+            chain.rewind(-1)
+        elif chain.steps():
+            extra = load_checkpoint(chain, step)
+            saved_at = step.steps_done
+            seconds, result.ranks = extra["seconds"], extra["ranks"]
+            result.metrics = extra["metrics"]
+            total, count = extra["unlogged"]
+        run_log = RunLog(folder, step.steps_done, tensorboard)
+        at_end.callback(run_log.close)
 
-    try:
+        def save() -> None:
+            nonlocal saved_at
+            if step.steps_done == saved_at:
+                return
+            extra = {
+                "seconds": seconds,
+                "ranks": result.ranks,
+                "metrics": result.metrics,
+                "unlogged": (total, count),
+            }
+            save_checkpoint(chain, step, extra)
+            saved_at = step.steps_done
+
+        def note_loss() -> float:
+            nonlocal total, count
+            mean = float(total) / max(1, count)
+            total, count = torch.zeros(()), 0
+            if not math.isfinite(mean):
+                raise NonFiniteLossError(f"the loss is {mean} at or before step {step.steps_done}")
+            run_log.write(step.steps_done, loss=mean, seconds=round(seconds, 3), **_figures(step))
+            return mean
+
+        def measure() -> None:
+            assert evaluate is not None, "asked for only where there is one"
+            try:
+                result.metrics = evaluated(step, evaluate)
+                figures = {f"eval/{key}": value for key, value in result.metrics.items()}
+                run_log.write(step.steps_done, **figures)
+            except Exception:  # what has been trained is not lost with it
+                result.metrics = {}
+                save()
+                raise
+
         with _stop_signals() as stopped, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             step.model.train()
@@ -146,15 +159,13 @@ def train(
                     result.ranks = ranks.finish_(step.optimizer)
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
-                    result.metrics = evaluated(step, evaluate)
-                    run_log.write(done, **{f"eval/{k}": v for k, v in result.metrics.items()})
+                    measure()
                 if save_every and done % save_every == 0 and done < steps:
                     save()
             result.interrupted = step.steps_done < steps
+            if evaluate and not result.interrupted and not result.metrics:  # it failed last time
+                measure()
         save()
-    finally:
-        run_log.close()
-        chain.close()  # whatever happened: what was handed over is written
     result.steps, result.seconds = step.steps_done, seconds
     return result
 
@@ -179,7 +190,8 @@ def evaluated(
     step.model.eval()
     try:
         with torch.no_grad(), step.merged:  # the cores are joined once for all batches
-            return evaluate(step.model)
+            found = evaluate(step.model)
+        return {name: float(value) for name, value in found.items()}
     finally:
         step.model.train()
 

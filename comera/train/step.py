@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.memory import return_freed_memory
@@ -108,6 +108,11 @@ class TrainStep:
         if precision is not None:
             _check_precision(precision, autocast)
             autocast = None if precision == "fp32" else torch.bfloat16
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
+                "call scheduler.step(metric) after each evaluation"
+            )
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler

@@ -4,9 +4,12 @@ import math
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import grouped
 from comera.nn.module import tensor_trains
@@ -243,3 +246,37 @@ def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
 
     run(tmp_path, steps=2, evaluate=many)
     assert joined == ["together"] * 3  # two steps and one evaluation
+
+
+@pytest.mark.parametrize("at", [7, STEPS])
+def test_an_evaluation_that_fails_loses_nothing(tmp_path, at):
+    want, straight = run(tmp_path / "straight", save_every=0)
+
+    def fail(model):
+        if step.steps_done == at:
+            raise RuntimeError("no metric")
+        return evaluate(model)
+
+    step = make_step()
+    with pytest.raises(RuntimeError, match="no metric"):
+        run(tmp_path / "run", step, evaluate=fail, save_every=0)
+    again, outcome = run(tmp_path / "run", save_every=0)
+    assert_equal(state_of(again), state_of(want))
+    assert outcome.metrics == straight.metrics
+
+
+def test_metrics_may_be_tensors_and_numpys_numbers(tmp_path):
+    found = {"one": torch.tensor(1.5), "two": np.float32(2.5)}
+    _, outcome = run(tmp_path, evaluate=lambda model: found, steps=3)
+    assert outcome.metrics == {"one": 1.5, "two": 2.5}
+    assert read_metrics(tmp_path)[-1]["eval/one"] == 1.5
+
+
+def test_a_folder_is_free_again_after_a_checkpoint_that_does_not_fit(tmp_path):
+    run(tmp_path, steps=3)
+    wide = comera.TrainStep(nn.Linear(3, 4), loss_fn, torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    with pytest.raises(ValueError, match="belongs to another model") as kept:
+        run(tmp_path, wide)
+    assert kept  # as a notebook keeps it, and with it all that it holds
+    _, outcome = run(tmp_path)
+    assert outcome.steps == STEPS

@@ -1,0 +1,134 @@
+"""Whose a folder is: nothing is deleted that no run has written, nor while one is running."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from comera.checkpoint.archive import FolderInUseError
+from comera.checkpoint.chain import CheckpointChain
+from comera.data.text import TextData
+from comera.recipes.cli import main
+from comera.recipes.config import ModelConfig, RunConfig, TrainConfig
+from comera.recipes.folder import held
+from comera.recipes.run import run
+from tests.texts import write_functions
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> RunConfig:
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    write_functions(tmp_path / "text", 6, 30)
+    return RunConfig(
+        out=str(tmp_path / "run"),
+        masked_text=TextData(str(tmp_path / "text"), vocab_size=300, length=16, heldout=0.2),
+        model=ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32),
+        train=TrainConfig(steps=4, batch_size=4, eval_batches=1, save_every=0),
+    )
+
+
+def quiet_run(config, **changes):
+    return run(dataclasses.replace(config, **changes), Console(quiet=True), quiet=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_no_run_has_written_is_not_deleted(config, overwrite):
+    folder = Path(config.out)
+    with CheckpointChain(folder / "checkpoints") as chain:
+        chain.save(1000, torch.nn.Linear(4, 4))
+    before = contents(folder)
+    with pytest.raises(ValueError, match="run holds checkpoints that no run here has written"):
+        quiet_run(config, overwrite=overwrite)
+    assert contents(folder) == before
+
+
+def test_the_variant_of_a_sweep_is_not_deleted(config):
+    """One may be named ``dense``, as the folder of a twin is."""
+    quiet_run(config, out=f"{config.out}/dense/seed-0")
+    folder = Path(config.out)
+    before = contents(folder)
+    with pytest.raises(ValueError, match="holds dense that no run here has written"):
+        quiet_run(config)
+    shutil.copytree(folder / "dense" / "seed-0", folder, dirs_exist_ok=True)  # a run itself
+    quiet_run(config, seed=5, overwrite=True)
+    with pytest.raises(ValueError, match="holds dense that no run here has written"):
+        quiet_run(config, seed=5, overwrite=True, twin=True)
+    kept = contents(folder)
+    assert {name: kept[name] for name in before} == before
+
+
+def test_a_second_run_changes_nothing_of_one_that_goes_on(config):
+    quiet_run(config)
+    before = contents(Path(config.out))
+    with held(Path(config.out)):
+        for changes in ({}, {"seed": 7, "overwrite": True}):
+            with pytest.raises(FolderInUseError, match="is being written to by another process"):
+                quiet_run(config, **changes)
+    assert contents(Path(config.out)) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"masked_text": TextData("/nowhere/at/all")}, "/nowhere/at/all"),
+        ({"model": ModelConfig(d_model=16, num_heads=3)}, "num_heads"),
+        pytest.param(
+            {"device": "cuda"},
+            "device='cuda' cannot be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it can"),
+        ),
+    ],
+    ids=["data", "model", "device"],
+)
+def test_a_run_is_deleted_only_once_another_can_begin(config, changes, message):
+    quiet_run(config)
+    before = contents(Path(config.out))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        quiet_run(config, overwrite=True, **changes)
+    assert contents(Path(config.out)) == before
+
+
+def test_home_is_expanded(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    quiet_run(config, out="~/mine")
+    assert (tmp_path / "home" / "mine" / "result.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("damaged", ["", "a: [1"])
+def test_damaged_settings_are_named_and_can_be_replaced(config, damaged):
+    quiet_run(config)
+    file = Path(config.out) / "config.yaml"
+    file.write_text(damaged)
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        quiet_run(config)
+    quiet_run(config, overwrite=True)
+    assert yaml.safe_load(file.read_text())["seed"] == 0
+
+
+@pytest.mark.parametrize("name", ["[best] run", "[/x]"])
+def test_errors_repeat_what_was_typed(tmp_path, capsys, name):
+    assert main(["report", str(tmp_path / name)]) == 1
+    assert f"{name} is not a run" in capsys.readouterr().out
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    settings = dataclasses.asdict(config) | {"out": str(tmp_path / "file")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 1
+    assert "error:" in (said := capsys.readouterr().out)
+    assert str(tmp_path / "file") in said
