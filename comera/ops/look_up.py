@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import is_free_on_cpu
+from comera.ops.index_range import check_range
 from comera.ops.kernels.look_up import (
     read,
     reads_by_kernel,
@@ -25,7 +26,7 @@ from comera.ops.kernels.look_up import (
     sums_by_kernel,
     weight_grads,
 )
-from comera.ops.operator import is_plain, operator
+from comera.ops.operator import operator
 from comera.ops.slots import Slots, make_slots, sorted_rows, sum_by, sum_by_sorted
 
 
@@ -386,23 +387,3 @@ def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
 
 def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
     return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)
-
-
-def check_range(indices: Tensor, num_embeddings: int) -> None:
-    """Raise ``IndexError`` that names the first index that is no row; on a CPU only.
-
-    And ``TypeError`` where indices are no whole numbers, everywhere.
-    """
-    if indices.is_floating_point() or indices.is_complex():
-        raise TypeError(f"indices are {indices.dtype}; they must be whole numbers, such as int64")
-    if not is_free_on_cpu(indices) or not is_plain(indices) or not indices.numel():
-        return
-    low, high = (int(bound) for bound in torch.aminmax(indices))
-    if low >= 0 and high < num_embeddings:
-        return
-    place = ((indices < 0) | (indices >= num_embeddings)).nonzero()[0].tolist()
-    where = f" at {place[0] if len(place) == 1 else tuple(place)}" if place else ""
-    raise IndexError(
-        f"index {int(indices[tuple(place)])}{where} is out of range for an embedding of "
-        f"{num_embeddings} rows (0 to {num_embeddings - 1})"
-    )

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from comera.ops.chain import merge_chain
 from comera.ops.fixed_sizes import is_free_on_cpu
+from comera.ops.index_range import check_range
 from comera.ops.kernels.choose import runs_kernel
 from comera.ops.kernels.look_up import FILE
-from comera.ops.look_up import check_range, look_up
+from comera.ops.look_up import look_up
 from comera.ops.operator import is_plain
 from comera.ops.rank_gate import rank_gate
 from comera.ops.table_halves import merge_tables

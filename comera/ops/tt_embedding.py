@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import sizes_are_fixed
+from comera.ops.index_range import check_range
 from comera.ops.kernels.look_up import reads_by_kernel, sums_by_kernel
-from comera.ops.look_up import check_range, count_hot, hot_rows, look_up
+from comera.ops.look_up import count_hot, hot_rows, look_up
 from comera.ops.read_slices import Asked, read_halves
 from comera.ops.table_halves import merge_table_halves
 

@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 
 from comera.optim import layout
 from comera.optim.galore_checks import (
-    DEFAULTS,
     KEYS,
     OURS,
     check_gradient,
     check_group,
     check_projected,
+    check_projects_alike,
     check_subspaces,
     listed,
 )
+from comera.optim.galore_groups import as_groups, as_list, merged
 from comera.optim.galore_state import joined, parted
 from comera.optim.partial import step_on
 from comera.optim.projection import (
@@ -105,7 +106,7 @@ class GaLore(Optimizer):
     ) -> None:
         if projection not in METHODS:
             raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
-        groups = _as_groups(params)
+        groups = as_groups(params)
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
         self._inner = inner([self._for_inner(g) for g in groups], **settings)
@@ -117,17 +118,17 @@ class GaLore(Optimizer):
         self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
         self._built = False
         theirs = self._inner.param_groups
-        merged = [_merged(*pair) for pair in zip(groups, theirs, strict=True)]
-        super().__init__(merged, dict(self._inner.defaults))
+        together = [merged(*pair) for pair in zip(groups, theirs, strict=True)]
+        super().__init__(together, dict(self._inner.defaults))
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's; a group with the key ``rank`` is projected."""
         if self._built:
-            param_group = {**param_group, "params": _as_list(param_group["params"])}
+            param_group = {**param_group, "params": as_list(param_group["params"])}
             check_group(param_group, self._inner)
             self._inner.add_param_group(self._for_inner(param_group))
-            param_group = _merged(param_group, self._inner.param_groups[-1])
+            param_group = merged(param_group, self._inner.param_groups[-1])
         super().add_param_group(param_group)
         if "rank" in self.param_groups[-1]:
             for param in self.param_groups[-1]["params"]:
@@ -368,7 +369,7 @@ class GaLore(Optimizer):
             ValueError: If a subspace does not fit its parameter, or the state is one of an
                 optimizer that does not project the same groups; nothing is changed.
         """
-        _check_projects_alike(state_dict["param_groups"], self.param_groups)
+        check_projects_alike(state_dict["param_groups"], self.param_groups)
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
         state = state_dict["state"]
@@ -402,11 +403,6 @@ def _captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """A group with all settings: the inner optimizer's, ours, and what the user said."""
-    return {**theirs, **(DEFAULTS if "rank" in mine else {}), **mine}
-
-
 def _give_back(begun: list[_Begun | None]) -> None:
     """To parameters that are not projected their own gradients, without the penalty in them."""
     for one in begun:
@@ -418,26 +414,3 @@ def _release(stand_in: nn.Parameter) -> None:
     """Nothing is kept between two steps but its shape, and what the optimizer keeps."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None
-
-
-def _check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]) -> None:
-    for number, (theirs, ours) in enumerate(zip(saved, mine, strict=False)):
-        if ("rank" in theirs) != ("rank" in ours):
-            there, here = ("is", "is not") if "rank" in theirs else ("is not", "is")
-            raise ValueError(
-                f"group {number} {there} projected in the state and {here} here: it comes from "
-                "another optimizer, or from GaLore with other groups"
-            )
-
-
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """As torch has them: parameters without a group are one together."""
-    given = list(params)
-    if not any(isinstance(one, dict) for one in given):
-        return [{"params": given}]
-    groups = [one if isinstance(one, dict) else {"params": [one]} for one in given]
-    return [{**group, "params": _as_list(group["params"])} for group in groups]
-
-
-def _as_list(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)

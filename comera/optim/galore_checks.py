@@ -102,6 +102,17 @@ def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str
         )
 
 
+def check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if groups to load project what these do not, or the other way round."""
+    for number, (theirs, ours) in enumerate(zip(saved, mine, strict=False)):
+        if ("rank" in theirs) != ("rank" in ours):
+            there, here = ("is", "is not") if "rank" in theirs else ("is not", "is")
+            raise ValueError(
+                f"group {number} {there} projected in the state and {here} here: it comes from "
+                "another optimizer, or from GaLore with other groups"
+            )
+
+
 def listed(names: Iterable[str]) -> str:
     """Names in quotes, for an error."""
     return ", ".join(map(repr, names))

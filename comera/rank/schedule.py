@@ -30,6 +30,7 @@ from comera.rank.settings import (
     DEFAULTS,
     Choice,
     check_settings,
+    check_stages,
     check_steps,
     settled_choice,
     target_entries,
@@ -134,22 +135,7 @@ class TwoStage:
             target=target, min_rank=min_rank, canonical=canonical, spare=spare,
             gamma=gamma, beta=beta, rho_loss=rho_loss, rho_size=rho_size,
         )  # fmt: skip
-        if choose == "sensitivity":
-            if late_steps or gamma:
-                raise ValueError(
-                    f'late_steps={late_steps} and gamma={gamma} must be 0 with choose="sensitivity"'
-                    ": nothing presses on the gates, ranks are cut when the early stage ends"
-                )
-            if early_steps < 1:
-                raise ValueError(
-                    f'early_steps={early_steps} must be at least 1 with choose="sensitivity": they '
-                    "tell what a rank is worth"
-                )
-        if canonical and not early_steps:
-            raise ValueError(
-                "canonical=True needs early_steps, after which ranks are brought into canonical "
-                "form; call comera.canonicalize_(model) to do so before training"
-            )
+        check_stages(choose, early_steps, late_steps, gamma, canonical)
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta

@@ -64,6 +64,26 @@ def check_steps(name: str, steps: Any) -> None:
         raise ValueError(f"{name}={steps!r} must be a whole number of steps, from 0")
 
 
+def check_stages(choose: Choice, early: int, late: int, gamma: float, canonical: bool) -> None:
+    """Of :class:`~comera.TwoStage`: what goes together, once each is known to be sound."""
+    if choose == "sensitivity":
+        if late or gamma:
+            raise ValueError(
+                f'late_steps={late} and gamma={gamma} must be 0 with choose="sensitivity": '
+                "nothing presses on the gates, ranks are cut when the early stage ends"
+            )
+        if early < 1:
+            raise ValueError(
+                f'early_steps={early} must be at least 1 with choose="sensitivity": they '
+                "tell what a rank is worth"
+            )
+    if canonical and not early:
+        raise ValueError(
+            "canonical=True needs early_steps, after which ranks are brought into canonical "
+            "form; call comera.canonicalize_(model) to do so before training"
+        )
+
+
 def check_min_rank(min_rank: Any) -> None:
     if min_rank not in (0, 1):
         raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
