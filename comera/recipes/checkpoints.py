@@ -143,7 +143,7 @@ def _export(options: Namespace, console: Console) -> int:
     chain = CheckpointChain(_archive(options.folder).folder)
     saved = chain.load(_step(options.step))
     path = write_weights(Path(options.out).expanduser(), saved.model)
-    console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}")
+    console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}", markup=False)
     return 0
 
 

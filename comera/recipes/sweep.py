@@ -287,7 +287,7 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
         comparison = compare(runs, list(sweep.variants), sweep.seeds, sweep.reference, sweep.metric)
         write_comparison(comparison, runs, sweep.out)
         console.print(comparison_text(comparison), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"wrote results.json, results.md and pareto.png to {sweep.out}")
+        console.print(f"wrote results.json, results.md and pareto.png to {sweep.out}", markup=False)
     for job in jobs:
         if job.state == "failed":
             console.print(f"[bold red]failed:[/] {job.name}: ", end="")
