@@ -159,6 +159,7 @@ class TwoStage:
         self._optimizer: Optimizer | OptimizerInBackward | None = None  # of the last step
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
+        self._least_loss: Tensor | None = None  # follows from it
 
     def _watch(self) -> Sensitivities:
         sensitivities = Sensitivities(self.size.layers)
@@ -212,23 +213,29 @@ class TwoStage:
 
     def _late_objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
         relaxed = self.size.relaxed(gates).to(loss.device)
-        # Never in the dtype of the loss: in halves of a number a size may be infinite.
-        exact = self.size.exact(gates).clamp_min(1).to(loss.device)
-        early = self._early_loss(seen)
-        scale = seen.abs().maximum(_SMALLEST_SHARE * early.abs())  # some losses are negative
+        # Not in the dtype of the loss: in float16 a size may be infinite.
+        exact = self.size.exact(gates).clamp_min(1).to(relaxed)
+        early, least = self._early_loss(seen)
+        scale = seen.abs().maximum(least)  # some losses are negative
         goal = early if self.loss_goal is None else self.loss_goal
-        size_is_worse = (seen - goal) / scale <= 1 - self.target_size / exact
-        press = (size_is_worse & (exact > self.target_size) & ~self._reached).to(relaxed)
+        too_much = exact - self.target_size
+        size_is_worse = (seen - goal) * exact <= scale * too_much  # both relative, multiplied out
+        press = (size_is_worse & ((too_much > 0) > self._reached)).to(relaxed)  # and not reached
         for_loss = 1 + self.rho_loss - press
         for_size = self.rho_size + press
-        return for_loss * loss + for_size * scale * (relaxed / exact).to(relaxed)
+        return for_loss * loss + for_size * scale * (relaxed / exact)
 
-    def _early_loss(self, value: Tensor) -> Tensor:
-        """Running mean at the end of the early stage; the first loss if there was none."""
+    def _early_loss(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Running mean at the end of the early stage; the first loss if there was none.
+
+        And the least that a loss is weighed as.
+        """
         if self._late_goal is None:
             seen = value if self._running_loss is None else self._running_loss
             self._late_goal = seen.clone()
-        return self._late_goal
+        if self._least_loss is None:
+            self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
+        return self._late_goal, self._least_loss
 
     def step(self, loss: Tensor, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
@@ -353,7 +360,7 @@ class TwoStage:
     def identity(self) -> tuple[object, ...]:
         """What :meth:`objective` and :meth:`follow_` depend on beside the numbers in tensors."""
         seen = None if self._sensitivities is None else self._sensitivities.mean
-        held = (self._running_loss, self._late_goal, self._reached, seen)
+        held = (self._running_loss, self._late_goal, self._least_loss, self._reached, seen)
         return (
             self.stage, self.target_size, self.start_size, self.loss_goal, self.min_rank,
             self.gamma, self.beta, self.rho_loss, self.rho_size,
@@ -387,6 +394,7 @@ class TwoStage:
             self._sensitivities = self._sensitivities or self._watch()
             seen = state.get("sensitivities")
             self._sensitivities.mean = None if seen is None else seen.to(device, copy=True)
+        self._least_loss = None
         for name in ("running_loss", "late_goal"):
             value = state[name]
             setattr(self, f"_{name}", None if value is None else value.to(device, copy=True))
