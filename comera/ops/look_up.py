@@ -224,44 +224,43 @@ def _differentiable_grads(
     left, right, hot, basis, weights, offsets = tensors
     assert left is not None, "a table has a left half"
     assert right is not None, "a table has a right half"
-    y_BD = look_up_plainly(indices_N, left, right, hot, basis, weights, offsets, grad_BD.shape[1])
+    y_BD = every_row(indices_N, left, right, hot, basis, grad_BD.shape[1])
+    if offsets is not None:  # torch's own bags can be differentiated once
+        rows_ND = y_BD if weights is None else y_BD * weights[:, None]
+        bag_N = _bag_of_entries(offsets, indices_N.shape[0])
+        y_BD = rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
     given = [left, right, hot, basis, weights]
     wanted = [x for x in given if x is not None and x.requires_grad]
     grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=True))
     return [next(grads) if x is not None and x.requires_grad else None for x in given]
 
 
-def look_up_plainly(
+def every_row(
     indices_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HK: Tensor | None,
     basis_KD: Tensor | None,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
     embedding_dim: int,
 ) -> Tensor:
-    """The same as :func:`look_up`, every row laid out, differentiable as often as one likes."""
-    hot = count_hot(hot_HK)
-    number_N = (indices_N - hot).clamp(min=0)
-    left, right = (
-        half.index_select(0, at)
-        for half, at in (
-            (left_VPR, number_N // right_WRQ.shape[0]),
-            (right_WRQ, number_N % right_WRQ.shape[0]),
-        )
-    )
+    """Every entry's row for itself, all sizes fixed by the arguments.
+
+    By operations of torch alone, so it can be differentiated as often as one likes.
+    """
+    num_hot = count_hot(hot_HK)
+    cold = (indices_N.long() - num_hot).clamp(min=0)
+    left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
+    turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
+    if turned_WQR.is_contiguous():  # gathered as it lies: otherwise that takes half as long again
+        right = turned_WQR.index_select(0, at).mT
+    else:
+        right = right_WRQ.index_select(0, at)
     with without_autocast(left_VPR):
-        rows_ND = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if hot_HK is not None:
-            hot_ND = hot_rows(indices_N.clamp(max=hot - 1), hot_HK, basis_KD)
-            rows_ND = torch.where((indices_N < hot)[:, None], hot_ND, rows_ND)
-    if offsets_B is None:
-        return rows_ND
-    if weights_N is not None:
-        rows_ND = rows_ND * weights_N[:, None]
-    bag_N = _bag_of_entries(offsets_B, indices_N.shape[0])
-    return rows_ND.new_zeros(offsets_B.shape[0], embedding_dim).index_add(0, bag_N, rows_ND)
+        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
+        if hot_HK is None:
+            return rows
+        hot = hot_rows(indices_N.long().clamp(max=num_hot - 1), hot_HK, basis_KD)
+    return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
 
 
 look_up.register_autograd(_backward, setup_context=_setup_context)

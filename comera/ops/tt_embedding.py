@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.autocast import without_autocast
 from comera.ops.fixed_sizes import sizes_are_fixed
 from comera.ops.index_range import check_range
 from comera.ops.kernels.look_up import reads_by_kernel, sums_by_kernel
-from comera.ops.look_up import count_hot, hot_rows, look_up
+from comera.ops.look_up import count_hot, every_row, look_up
 from comera.ops.read_slices import Asked, read_halves
 from comera.ops.table_halves import merge_table_halves
 
@@ -72,7 +71,7 @@ def tt_embedding(
     flat, left_VPR, right_WRQ, num_read = read_halves(asked)
     halves = left_VPR, right_WRQ
     if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
-        rows = _every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
+        rows = every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
     else:
         rows, _, _ = look_up(flat, *halves, hot_HK, basis_KD, None, None, num_read, embedding_dim)
     return rows.reshape(*indices.shape, embedding_dim)
@@ -134,7 +133,7 @@ def sums_of_rows(
     offsets_B = offsets_B.long()
     others = hot_HK, basis_KD, weights_N
     if sizes_are_fixed(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
-        rows = _every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+        rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
     sums, _, _ = look_up(
@@ -156,28 +155,3 @@ def ttm_to_dense(
 def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
     """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
     return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
-
-
-def _every_row(
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    embedding_dim: int,
-) -> Tensor:
-    """Every entry's row for itself, all sizes fixed by the arguments."""
-    num_hot = count_hot(hot_HK)
-    cold = (indices_N.long() - num_hot).clamp(min=0)
-    left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
-    turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
-    if turned_WQR.is_contiguous():  # gathered as it lies: otherwise that takes half as long again
-        right = turned_WQR.index_select(0, at).mT
-    else:
-        right = right_WRQ.index_select(0, at)
-    with without_autocast(left_VPR):
-        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if hot_HK is None:
-            return rows
-        hot = hot_rows(indices_N.long().clamp(max=num_hot - 1), hot_HK, basis_KD)
-    return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from comera.ops.look_up import look_up
+from comera.ops.look_up import every_row, look_up
 from comera.ops.slots import make_slots, sorted_rows, sum_by
-from comera.ops.tt_embedding import _every_row
 
 
 @pytest.mark.parametrize("hot", [0, 3])
@@ -46,7 +45,7 @@ def test_the_form_of_fixed_sizes_is_the_same(hot):
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
     want, _, _ = look_up(indices, left, right, given, basis, None, None, rows, 4)
-    torch.testing.assert_close(_every_row(indices, left, right, given, basis, 4), want)
+    torch.testing.assert_close(every_row(indices, left, right, given, basis, 4), want)
 
 
 def test_tables_of_a_milliard_rows():
