@@ -107,6 +107,19 @@ class FolderInUseError(RuntimeError):
     """Another process writes to a folder of checkpoints."""
 
 
+def take(lock: FileLock, folder: Path, advice: str) -> None:
+    """Take a lock in a folder, which is made if it is not there.
+
+    Raises:
+        FolderInUseError: If another process has it; the message ends with ``advice``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FolderInUseError(f"{folder} is being written to by another process{advice}") from None
+
+
 class Archive:
     """The checkpoints in a folder. Reading needs no lock; writing takes one for this process."""
 
@@ -199,14 +212,12 @@ class Archive:
         """
         if self._lock.is_locked:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise FolderInUseError(
-                f"{self.folder} is being written to by another process, or by another "
-                "CheckpointChain of this one: close() that one, or choose another folder"
-            ) from None
+        take(
+            self._lock,
+            self.folder,
+            ", or by another CheckpointChain of this one: close() that one, or choose another "
+            "folder",
+        )
         for left in self.folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(left)
 

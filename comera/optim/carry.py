@@ -76,12 +76,16 @@ def _spans(value: Tensor, scale: Tensor) -> bool:
     return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
 
 
+def follows(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor has the dimensions of a parameter, some of them of size one."""
+    return tensor.dim() == len(shape) and all(
+        mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
+    )
+
+
 def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
     """Select along every kept dimension in which the tensor has the parameter's size."""
-    like = tensor.dim() == len(old_shape) and all(
-        mine in (1, theirs) for mine, theirs in zip(tensor.shape, old_shape, strict=True)
-    )
-    if not like:
+    if not follows(tensor, old_shape):
         raise ValueError(
             f"{what} has shape {tuple(tensor.shape)}, which does not follow the parameter's "
             f"shape {tuple(old_shape)}: it cannot be cut along with it"

@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from comera.nn.hot import HotRows
 from comera.nn.table import TTTable
+from comera.optim.carry import follows
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
 from comera.optim.layout import pack_state_, unpack_state_
@@ -88,7 +89,9 @@ def _set_rows_(
     unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
     for key, value in state.items():
-        if not isinstance(value, Tensor) or not _has_rows(value, param, dim):
+        if not isinstance(value, Tensor) or not follows(value, param.shape):
+            continue
+        if value.shape[dim] != param.shape[dim]:  # nothing for each row
             continue
         if key == "row_mean_square":  # from zero the first steps would be far too large
             mean = value.mean(dim, keepdim=True).expand_as(value)
@@ -96,13 +99,3 @@ def _set_rows_(
         else:
             value.index_fill_(dim, places, 0)
     pack_state_(optimizer, param)
-
-
-def _has_rows(value: Tensor, param: Tensor, dim: int) -> bool:
-    """Whether state has a number, or as many as the parameter, for each of its rows."""
-    sizes = zip(value.shape, param.shape, strict=False)
-    return (
-        value.dim() == param.dim()
-        and value.shape[dim] == param.shape[dim]
-        and all(mine in (1, theirs) for mine, theirs in sizes)
-    )

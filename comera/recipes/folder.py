@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from comera.checkpoint.archive import Archive, FolderInUseError
+from comera.checkpoint.archive import Archive, take
 from comera.files import replacing
 from comera.recipes.config import RunConfig
 from comera.recipes.parse import parse_settings, read_yaml
@@ -28,15 +28,8 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         FolderInUseError: If another one does.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise FolderInUseError(
-            f"{folder} is being written to by another process: let that run end, or choose another "
-            "--out"
-        ) from None
+    take(lock, folder, ": let that run end, or choose another --out")
     try:
         yield
     finally:
