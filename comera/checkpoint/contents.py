@@ -192,8 +192,8 @@ def _square(tensor: Tensor, other: Tensor | None) -> float:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite, in one pass that makes nothing of its size."""
-    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # as it will be written
+    """Whether all entries are finite as they will be written: those of float64 in float32."""
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor
     return bool(narrow.sum(dtype=torch.float64).isfinite())
 
 

@@ -53,7 +53,7 @@ class Policy:
         for pattern, treatment in self._patterns:
             if pattern.fullmatch(name) and (treatment != "lossy" or _can_be_lossy(tensor)):
                 return treatment
-        if not lossy or self._lossless or not tensor.is_floating_point():
+        if not lossy or self._lossless:
             return "exact"
         matrix = tensor.ndim > 1 and tensor.numel() >= SMALLEST_LOSSY
         return "lossy" if matrix and _can_be_lossy(tensor) else "exact"

@@ -133,7 +133,6 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
     settings = _settings(name, module, config)
     try:
         new = _build(module, settings, config.init)
-        new.freeze_like_(module)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     stored = sum(param.numel() for param in [*new.cores, *new.gates])
@@ -203,6 +202,7 @@ def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -
             )
     if module.weight.device.type != "meta" and init != "svd":
         _take_scale(new, module, init)
+    new.freeze_like_(module)
     return new.train(module.training)
 
 

@@ -91,9 +91,8 @@ def run(
         f"run folder {folder}, device {device}: preparing data", soft_wrap=True, markup=False
     )
     planned_memory(config)  # what does not fit is said before anything is written
-    check_folder(config)
     with held(folder):
-        check_folder(config)  # another process may just have ended
+        check_folder(config)
         task = prepare_task(config, device)
         claim(config)
         if config.train.threads:

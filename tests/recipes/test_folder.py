@@ -87,7 +87,7 @@ def test_a_second_run_changes_nothing_of_one_that_goes_on(config):
         pytest.param(
             {"device": "cuda"},
             "device='cuda' cannot be used here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it can"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
     ids=["data", "model", "device"],
