@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -54,8 +55,25 @@ def scatter_(
     if dist.get_rank() == 0 and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    _make_room_(model, saved.model if saved is not None else {})
     # One after the other: set_state_dict takes an empty dict of weights for none to be loaded.
     set_model_state_dict(model, saved.model if saved is not None else {}, options=options)
     if optimizer is not None:
         states = (saved.optimizer if saved is not None else None) or {}
         set_optimizer_state_dict(model, optimizer, states, options=options)
+
+
+def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Let buffers be there that are None here and not in the checkpoint: torch loads no others.
+
+    ``row_order`` of a table is one, if rows were moved after the model was made.
+    """
+    like = {name: (x.shape, x.dtype) for name, x in saved.items() if isinstance(x, torch.Tensor)}
+    told: list[Any] = [like]
+    dist.broadcast_object_list(told)
+    device = next(model.parameters()).device
+    for prefix, module in getattr(model, "module", model).named_modules():
+        for key, buffer in module._buffers.items():
+            shape, dtype = told[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
+            if buffer is None and shape is not None:
+                setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))

@@ -27,7 +27,7 @@ class TTTable(TensorTrainModule):
             :func:`~comera.update_hot_rows_` has moved some or :func:`~comera.order_rows_` all; None
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
-            golden section, which costs no memory. A state dict tells, as ``row_step``: k or 1.
+            golden section, which costs no memory. A state dict tells, as extra state.
         twins: The other tables that were tied to this one and read the same cores and hot rows.
     """
 
@@ -159,17 +159,31 @@ class TTTable(TensorTrainModule):
         keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
         return table * keep[:, None]
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.hot_rows:  # else rows are never scattered
-            destination[f"{prefix}row_step"] = torch.tensor(self._step or 1)
+    def get_extra_state(self) -> Tensor:
+        """How far apart neighbours are kept: k of ``scatter_rows`` or 1; int64, ``()``."""
+        return torch.tensor(self._step or 1)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Keep rows where ``state`` says; it may have been cast to any dtype with its state dict.
+
+        Raises:
+            ValueError: If no table of that many rows keeps them so.
+        """
+        if state.is_meta:
+            return
+        golden = _golden_step(self.num_embeddings)
+        known = [step for step in (1, golden) if state == torch.tensor(step).to(state.dtype)]
+        if not known:
+            raise ValueError(
+                f"the state dict keeps row i at i * {state.item()}, and a table of "
+                f"{self.num_embeddings} rows keeps it at i or at i * {golden}"
+            )
+        self.scatter_rows = known[0] != 1
+        self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Rows may have been moved in the file and not here, or the other way round."""
-        step = state_dict.pop(f"{prefix}row_step", None)
-        if step is not None and not step.is_meta and not self.hot_rows:
-            self.scatter_rows = int(step) != 1
-            self._step = int(step) if self.scatter_rows else None
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # none in old files
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)

@@ -10,6 +10,9 @@ from comera.nn.module import tensor_trains
 from comera.train.random_state import random_state, set_random_state
 from comera.train.step import TrainStep
 
+_PLACES = ("row_order", "_extra_state")
+"""What the state dict of a table says of where it keeps its rows."""
+
 
 def save_checkpoint(
     chain: CheckpointChain, step: TrainStep, extra: dict[str, Any] | None = None
@@ -69,16 +72,19 @@ def load_checkpoint(
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Every tensor's shape, with the bonds of tensor trains left open: those may be truncated."""
+    """Every tensor's shape, but for what training may change: bonds, and where rows are kept."""
+    layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")
-        for layer, module in tensor_trains(model).items()
+        for layer, module in layers.items()
         for part in ("cores", "gates")
         for k in range(len(getattr(module, part)))
     }
+    places = {f"{layer}.{key}".lstrip(".") for layer in layers for key in _PLACES}
     return {
         name: list(tensor.shape[1:-1]) if name in bonds else list(tensor.shape)
         for name, tensor in model.state_dict().items()
+        if name not in places
     }
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
+import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.distributed import gathered, scatter_
 
@@ -45,12 +46,12 @@ def whole(model):
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
 
 
-def _process(rank, path, wrap):
+def _process(rank, path, work, *given):
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # says where, if they wait for each other
     torch.set_num_threads(1)
     store = dist.FileStore(f"{path}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    _save_and_resume(rank, path, wrap)
+    work(rank, path, *given)
     gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
     dist.barrier()
     dist.destroy_process_group()
@@ -81,7 +82,7 @@ def _save_and_resume(rank, path, wrap):
 
 @pytest.mark.parametrize("wrap", [sharded, replicated])
 def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
-    multiprocessing.spawn(_process, (str(tmp_path), wrap), WORLD)
+    multiprocessing.spawn(_process, (str(tmp_path), _save_and_resume, wrap), WORLD)
     weights = torch.load(tmp_path / "resumed.pt")
     alone = make_model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
@@ -93,6 +94,36 @@ def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
     train(alone, optimizer, 2)
     for name, tensor in alone.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+class Tables(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scattered = comera.TTEmbedding(60, 8, rank=2)
+        self.moved = comera.TTEmbedding(60, 8, rank=2, hot_rows=10)
+
+    def forward(self, indices):
+        return torch.cat([self.scattered(indices), self.moved(indices)])
+
+
+def _move_rows_and_resume(rank, path):
+    indices = torch.arange(60)
+    for wrap in (sharded, replicated):
+        model = Tables()
+        comera.update_hot_rows_(model.moved, (indices > 40).float())
+        rows = model(indices)
+        parts = gathered(wrap(model))
+        with CheckpointChain(f"{path}/{wrap.__name__}", mode="lossless", background=False) as chain:
+            if parts is not None:
+                chain.save(1, **parts)
+            again = wrap(Tables(seed=1))
+            scatter_(again, saved=chain.load() if rank == 0 else None)
+        assert torch.equal(again(indices), rows)
+
+
+def test_tables_keep_their_rows_where_they_were_moved_to(tmp_path):
+    multiprocessing.spawn(_process, (str(tmp_path), _move_rows_and_resume), WORLD)
 
 
 def test_a_lossy_chain_knows_the_weights_of_gathered_moments(tmp_path):

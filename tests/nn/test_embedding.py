@@ -253,10 +253,29 @@ def test_a_file_says_whether_its_rows_are_scattered(scattered, assign):
         again = other.state_dict()
         assert again.keys() == state.keys()
         assert all(torch.equal(again[key], state[key]) for key in state)
-    del state["row_step"]  # a file from before there was one
+    del state["_extra_state"]  # a file from before there was one
     same = TTEmbedding(300, 16, rank=4, scatter_rows=scattered)
     same.load_state_dict(state)
     assert torch.equal(same(indices), kept(indices))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32], ids=str
+)
+@pytest.mark.parametrize("rows", [2, 3, 30522, 340553])
+def test_a_state_dict_of_another_dtype_finds_the_rows(rows, dtype):
+    kept = TTEmbedding(rows, 8, rank=2)
+    cast = {key: value.to(dtype) for key, value in kept.state_dict().items()}
+    other = TTEmbedding(rows, 8, rank=2, scatter_rows=False)
+    other.load_state_dict(cast)
+    assert torch.equal(other._kept_at(torch.arange(rows)), kept._kept_at(torch.arange(rows)))
+
+
+def test_a_state_dict_of_rows_in_another_order_is_refused():
+    layer = TTEmbedding(300, 16, rank=4)
+    state = layer.state_dict() | {"_extra_state": torch.tensor(150)}
+    with pytest.raises(ValueError, match=r"row i at i \* 150, and a table of 300 rows"):
+        layer.load_state_dict(state)
 
 
 def test_a_table_by_svd_loads_into_one_made_without_memory():
