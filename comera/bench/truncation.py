@@ -19,7 +19,7 @@ def truncation(session: Session, encoders: Encoders, batch: int, keep: float) ->
         raise ValueError(f"keep={keep} must be in (0, 1]: the share of the cores that remains")
     masked, data = encoders.model("comera", session.device), encoders.batch(batch, session.device)
     cores = sum(core.numel() for m in tensor_trains(masked).values() for core in m.cores)
-    prune_to_(masked, keep * cores)
+    prune_to_(tensor_trains(masked), keep * cores)
     cut = copy.deepcopy(masked)
     truncate_(cut)
     session.check(compare_model(f"{encoders}, batch {batch}", masked, loss_of_rows, data))

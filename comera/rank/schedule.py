@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.nn.targets import listed
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.canonical import canonicalize_
 from comera.rank.sensitivity import Sensitivities
@@ -68,8 +69,9 @@ class TwoStage:
     two calls. Training goes on afterwards, with the small model.
 
     Args:
-        model: Holds tensor-train layers; those it holds now are the ones that are learned.
-        target: Size of all cores at the end, as a share of their size now, in (0, 1].
+        model: Holds tensor-train layers; those it holds now are the ones that are learned, but for
+            those whose gates are frozen.
+        target: Size of their cores at the end, as a share of their size now, in (0, 1].
         early_steps: Steps before the late stage begins.
         late_steps: Steps of the late stage; afterwards the objective is the loss alone.
         choose: Which ranks go. ``"sensitivity"``, the default without late stage and ``gamma``:
@@ -104,7 +106,7 @@ class TwoStage:
             own set it themselves.
 
     Raises:
-        ValueError: If the model has no tensor-train layer or a setting is out of range.
+        ValueError: If the model has no tensor-train layer to learn or a setting is out of range.
     """
 
     def __init__(
@@ -143,6 +145,11 @@ class TwoStage:
         self.loss_goal, self.min_rank = loss_goal, min_rank
         self.canonical, self.spare, self.choose = canonical, spare, choose
         self.size = SizeOfRanks(model, min_rank)
+        if self.size.frozen:
+            log.warning(
+                "TwoStage leaves the ranks of %s as they are: their gates are frozen",
+                listed(self.size.frozen),
+            )
         self.process_group: ProcessGroup | None = None
         self._sensitivities: Sensitivities | None = None
         if choose == "sensitivity":
@@ -312,8 +319,9 @@ class TwoStage:
                     "layer are cut"
                 )
         closed = prune_to_(
-            self.model, self.target_size, min_rank=self.min_rank, worth=worth, spare=self.spare
-        )
+            self.size.layers, self.target_size,
+            min_rank=self.min_rank, worth=worth, spare=self.spare,
+        )  # fmt: skip
         self.forced = sum(value > _OPEN for value in closed)
         truncate_(self.model, optimizer or self._optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
@@ -338,7 +346,7 @@ class TwoStage:
         Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
         ``1 / lr`` steps.
         """
-        if self._sensitivities is not None:
+        if self.choose == "sensitivity" or self.forced is not None:
             return  # they need not
         gates = {id(gate) for gate in self.size.gates}
         rates = [

@@ -53,9 +53,9 @@ class Sensitivities:
         for number, gate in enumerate(self._gates):
             if not gate.requires_grad:
                 raise ValueError(
-                    f"the rank gates of {self._owner(gate)} are frozen (requires_grad=False), as "
-                    "they are where a frozen layer is tensorised: without their gradients there is "
-                    "no telling what its ranks are worth. Let them train, or give late_steps"
+                    f"the rank gates of {self._owner(gate)} have been frozen (requires_grad=False) "
+                    "since rank learning began: without their gradients there is no telling what "
+                    "its ranks are worth. Let them train, or make a new TwoStage, which leaves them"
                 )
             watched, hook = self._watched.get(number, (None, None))
             if watched is gate:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Collection
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 from comera.nn.module import TensorTrainModule
+from comera.shapes import is_number
 
 Choice = Literal["objective", "sensitivity"]
 
@@ -46,7 +47,7 @@ def check_settings(
     *, target: Any, min_rank: Any, canonical: Any, spare: Any, **weights: Any
 ) -> None:
     """Of :class:`~comera.TwoStage`, with its defaults filled in; the rest are weights of terms."""
-    if not _is_number(target) or not 0 < target <= 1:
+    if not is_number(target) or not 0 < target <= 1:
         raise ValueError(
             f"target={target!r} must be in (0, 1]: the share of the present size to end at"
         )
@@ -55,7 +56,7 @@ def check_settings(
     if not isinstance(canonical, bool):
         raise ValueError(f"canonical={canonical!r} must be True, False or None for what does best")
     for name, weight in weights.items():
-        if not _is_number(weight) or not weight >= 0:
+        if not is_number(weight) or not weight >= 0:
             raise ValueError(f"{name}={weight!r} must be a number of at least 0")
 
 
@@ -90,7 +91,7 @@ def check_min_rank(min_rank: Any) -> None:
 
 
 def check_spare(spare: Any) -> None:
-    if not _is_number(spare) or not 0 <= spare <= 1:
+    if not is_number(spare) or not 0 <= spare <= 1:
         raise ValueError(f"spare={spare!r} must be in [0, 1]")
 
 
@@ -115,7 +116,3 @@ def target_entries(
             f"{math.ceil(1e4 * smallest / start_size) / 1e4:g}"
         )
     return allowed
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's too

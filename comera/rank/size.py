@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.shared_gates import gates_together
+from comera.nn.targets import listed
 
 
 class Gates(NamedTuple):
@@ -31,18 +32,34 @@ class SizeOfRanks:
     ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
 
     Args:
-        model: Its tensor-train layers are found once, here.
+        model: Its tensor-train layers are found once, here. Those with a frozen gate keep their
+            ranks and are not counted.
         min_rank: The relaxed size does not press on a bond that has no more live gates than this.
 
+    Attributes:
+        layers: Those that are counted, by name.
+        frozen: Names of those that are not.
+
     Raises:
-        ValueError: If the model holds no tensor-train layer.
+        ValueError: If the model holds no tensor-train layer, or none whose gates train.
     """
 
     def __init__(self, model: nn.Module, min_rank: int = 1) -> None:
-        self.layers: dict[str, TensorTrainModule] = tensor_trains(model)
-        if not self.layers:
+        found = tensor_trains(model)
+        if not found:
             raise ValueError(
                 f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
+            )
+        self.layers: dict[str, TensorTrainModule] = {
+            name: layer
+            for name, layer in found.items()
+            if all(gate.requires_grad for gate in layer.gates)
+        }
+        self.frozen = [name for name in found if name not in self.layers]
+        if not self.layers:
+            raise ValueError(
+                f"the rank gates of {listed(self.frozen)} are frozen (requires_grad=False), as "
+                "they are where a frozen layer is tensorised, and there are no others to learn"
             )
         self.min_rank = min_rank
         self._indexed: tuple[Any, ...] = ()

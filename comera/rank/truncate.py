@@ -98,7 +98,7 @@ class _Bond:
 
 @torch.no_grad()
 def prune_to_(
-    model: nn.Module,
+    named: Mapping[str, TensorTrainModule],
     budget: float,
     *,
     min_rank: int = 1,
@@ -112,7 +112,7 @@ def prune_to_(
     gone as a whole. Gates are set to zero, nothing is cut.
 
     Args:
-        model: Its tensor-train layers are pruned.
+        named: Layers to prune, by name.
         budget: Entries the cores may have afterwards.
         min_rank: Ranks a bond must keep; at 0 a whole layer may go.
         worth: From the ``id`` of a gate to what each of its ranks is worth, ``(R,)``, in one unit
@@ -130,7 +130,6 @@ def prune_to_(
     """
     check_min_rank(min_rank)
     check_spare(spare)
-    named = tensor_trains(model)
     layers = list(named.values())
     ranks = [list(layer.live_ranks) for layer in layers]
     bonds = [
@@ -226,12 +225,9 @@ def _rank_bonds(
     number: int, name: str, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
 ) -> list[_Bond]:
     """For each bond its live ranks by what they are worth."""
-    values = _norms(layer) if worth is None else [_worth_of(gate, worth) for gate in layer.gates]
-    if not all(of_bond.isfinite().all() for of_bond in values):
-        raise ValueError(
-            f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
-            "telling its ranks apart. Go back to a checkpoint from before"
-        )
+    values = (
+        _norms(name, layer) if worth is None else [_worth_of(gate, worth) for gate in layer.gates]
+    )
     out = []
     for k, gate in enumerate(layer.gates):
         alive = torch.nonzero(gate > layer.prune_below).flatten()
@@ -250,7 +246,7 @@ def _worth_of(gate: Tensor, worth: Mapping[int, Tensor]) -> Tensor:
     return found
 
 
-def _norms(layer: TensorTrainModule) -> list[Tensor]:
+def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
     """For each bond, the share of the squared norm of the weight that each of its ranks carries."""
     cores = [core.double() for core in layer.gated_cores()]
     cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
@@ -258,7 +254,13 @@ def _norms(layer: TensorTrainModule) -> list[Tensor]:
     right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
     total = float((left[0] * right[0]).sum()) if left else 0.0
     pairs = zip(left, right, strict=True)
-    return [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
+    norms = [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
+    if not all(of_bond.isfinite().all() for of_bond in norms):
+        raise ValueError(
+            f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
+            "telling its ranks apart. Go back to a checkpoint from before"
+        )
+    return norms
 
 
 def _grams(cores: Sequence[Tensor]) -> list[Tensor]:

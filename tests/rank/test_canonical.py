@@ -273,7 +273,7 @@ def test_the_weight_that_is_left_is_the_nearest_of_its_rank():
             core.normal_()
     dense = layer.to_dense().weight.detach()
     comera.canonicalize_(layer)
-    prune_to_(layer, 8 * (24 + 36))
+    prune_to_(tensor_trains(layer), 8 * (24 + 36))
     comera.truncate_(layer)
     assert layer.ranks == (8,)
     error = layer.to_dense().weight.detach() - dense

@@ -217,3 +217,43 @@ def test_a_target_below_the_smallest_model_is_refused_at_once(model):
     smallest = float(str(e.value).rsplit(" ", 1)[1])
     comera.TwoStage(model, smallest, 1, 1).finish_()
     comera.TwoStage(make_model(), 0.001, 1, 1, min_rank=0)
+
+
+@pytest.mark.parametrize("stages", [(8, 0), (4, 30)], ids=["sensitivity", "objective"])
+def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, stages, caplog):
+    model[1].requires_grad_(False)
+    before = copy.deepcopy(model[1].state_dict())
+    ranks = comera.TwoStage(model, 0.5, *stages)
+    assert "leaves the ranks of 1 as they are: their gates are frozen" in caplog.text
+    others = [layer for name, layer in tensor_trains(model).items() if name != "1"]
+    assert ranks.start_size == sum(core.numel() for layer in others for core in layer.cores)
+    optimizer = optimizer_for(model)
+    learn(model, batch, ranks, optimizer, sum(stages))
+    assert ranks.finish_()["size"] == sum(c.numel() for layer in others for c in layer.cores)
+    assert sum(c.numel() for layer in others for c in layer.cores) <= 0.5 * ranks.start_size
+    torch.testing.assert_close(model[1].state_dict(), before, rtol=0, atol=0)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"rank gates of 0, 0\.hot, 1, 3 are frozen.*no others"):
+        comera.TwoStage(model, 0.5, *stages)
+
+
+def test_gates_of_frozen_cores_are_learned(model, batch):
+    """To choose among the ranks of a model that is trained already."""
+    for layer in tensor_trains(model).values():
+        layer.cores.requires_grad_(False)
+    ranks = comera.TwoStage(model, 0.5, 5)
+    learn(model, batch, ranks, optimizer_for(model), 5)
+    assert ranks.finish_()["size"] <= 0.5 * ranks.start_size
+
+
+@pytest.mark.parametrize("stages", [(3, 0), (2, 3)], ids=["sensitivity", "objective"])
+def test_a_schedule_that_is_over_is_not_warned_about(model, batch, stages, caplog):
+    ranks = comera.TwoStage(model, 0.5, *stages)
+    optimizer = optimizer_for(model)
+    learn(model, batch, ranks, optimizer, sum(stages))
+    ranks.finish_()
+    caplog.clear()
+    again = comera.TwoStage(model, 0.5, *stages)
+    again.load_state_dict(ranks.state_dict())
+    comera.TrainStep(model, loss_fn, optimizer_for(model, gate_lr=1e-3), again)
+    assert not caplog.text

@@ -104,7 +104,7 @@ def test_what_is_worth_least_goes_first(model):
     layer = model[1]
     worth[id(layer.gates[0])][2] = 1e-6
     size = sum(m.shape.num_params for m in tensor_trains(model).values())
-    prune_to_(model, size - 1, worth=worth)
+    prune_to_(tensor_trains(model), size - 1, worth=worth)
     assert layer.gates[0][2] == 0
     assert sum(int((gate == 0).sum()) for gate in gates_of(model)) == 1
 
@@ -113,7 +113,7 @@ def test_dear_ranks_go_before_cheap_ones_of_equal_worth():
     cheap, dear = comera.TTLinear(16, 16, rank=8, order=1), comera.TTLinear(64, 64, rank=8, order=1)
     model = torch.nn.Sequential(cheap, dear)
     worth = {id(gate): torch.ones(8) for gate in gates_of(model)}
-    prune_to_(model, 8 * 32 + 5 * 128, worth=worth)
+    prune_to_(tensor_trains(model), 8 * 32 + 5 * 128, worth=worth)
     assert (cheap.live_ranks, dear.live_ranks) == ((8,), (5,))
 
 
@@ -199,7 +199,7 @@ def test_a_layer_that_is_frozen_meanwhile_is_named(model, batch):
     ranks = comera.TwoStage(model, 0.5, 5, choose="sensitivity")
     ranks.objective(loss_fn(model, batch))
     model[3].requires_grad_(False)
-    with pytest.raises(ValueError, match="rank gates of 3 are frozen"):
+    with pytest.raises(ValueError, match="rank gates of 3 have been frozen"):
         ranks.objective(loss_fn(model, batch))
 
 
@@ -273,19 +273,20 @@ def test_without_a_step_it_says_what_it_does_instead(model, caplog):
     ranks = comera.TwoStage(model, 0.5, 9, choose="sensitivity")
     outcome = ranks.finish_()
     assert "no step has told what a rank is worth" in caplog.text
-    prune_to_(twin, outcome["target_size"])
+    prune_to_(tensor_trains(twin), outcome["target_size"])
     comera.truncate_(twin)
     assert [m.ranks for m in tensor_trains(model).values()] == [
         m.ranks for m in tensor_trains(twin).values()
     ]
 
 
-def test_a_layer_made_afterwards_is_named(model):
+def test_a_layer_made_afterwards_is_left_as_it_is(model):
     ranks = comera.TwoStage(model, 0.5, 9, choose="sensitivity")
     learn(model, ranks, 2)
     model[4] = comera.TTLinear(24, 5, rank=3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="the worth of a gate of 3 ranks is nothing"):
-        ranks.finish_()
+    before = model[4].ranks
+    assert ranks.finish_()["size"] <= 0.5 * ranks.start_size
+    assert model[4].ranks == before
 
 
 @pytest.mark.parametrize(
@@ -316,6 +317,3 @@ def test_wrong_settings_are_named(model):
         comera.TwoStage(model, 0.5, 5, choose="sensitivity", gamma=0.1)
     with pytest.raises(ValueError, match="early_steps=0 must be at least 1"):
         comera.TwoStage(model, 0.5, 0, choose="sensitivity")
-    gates_of(model)[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"rank gates of .* are frozen \(requires_grad"):
-        comera.TwoStage(model, 0.5, 5, choose="sensitivity")

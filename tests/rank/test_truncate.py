@@ -83,7 +83,7 @@ def test_a_vanished_layer_leaves_its_bias(model, batch):
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.12])
 def test_a_budget_is_met(model, batch, share):
     budget = share * sum(layer.shape.num_params for layer in tensor_trains(model).values())
-    closed = prune_to_(model, budget)
+    closed = prune_to_(tensor_trains(model), budget)
     before = loss_fn(model, batch)
     comera.truncate_(model)
     cores = sum(c.numel() for layer in tensor_trains(model).values() for c in layer.cores)
@@ -99,15 +99,15 @@ def test_the_least_important_rank_goes_first(model):
     with torch.no_grad():
         layer.cores[0][..., 2] *= 1e-4
     size = sum(m.shape.num_params for m in tensor_trains(model).values())
-    prune_to_(model, size - 1)
+    prune_to_(tensor_trains(model), size - 1)
     assert layer.gates[0][2] == 0
     assert sum(int((g == 0).sum()) for m in tensor_trains(model).values() for g in m.gates) == 1
 
 
 def test_an_impossible_budget_is_named(model):
     with pytest.raises(ValueError, match="cannot fit 3 entries"):
-        prune_to_(model, 3)
-    prune_to_(make_model(), 0, min_rank=0)
+        prune_to_(tensor_trains(model), 3)
+    prune_to_(tensor_trains(make_model()), 0, min_rank=0)
 
 
 def test_min_rank_is_checked(model):
@@ -122,11 +122,11 @@ def test_small_ranks_that_fit_again_beside_a_large_one_stay():
         small.cores[0][..., 4:] *= 1e-3  # twelve that hardly matter, 32 entries each
     model = torch.nn.Sequential(small, large)
     size = sum(core.numel() for layer in model for core in layer.cores)
-    closed = prune_to_(model, size - 500)
+    closed = prune_to_(tensor_trains(model), size - 500)
     assert len(closed) == 1
     assert small.live_ranks == (16,)
     assert large.live_ranks == (7,)  # 512 entries
-    closed = prune_to_(model, size - 600)
+    closed = prune_to_(tensor_trains(model), size - 600)
     assert len(closed) == 3
     assert small.live_ranks == (13,)
     assert (small.gates[0][4:] == 0).sum() == 3
@@ -146,7 +146,7 @@ def test_what_is_spared_of_every_layer():
         of_cut = {
             id(a.gates[0]): worth[id(b.gates[0])] for a, b in zip(trains, layers, strict=True)
         }
-        prune_to_(cut, budget, worth=of_cut, **settings)
+        prune_to_(tensor_trains(cut), budget, worth=of_cut, **settings)
         return [layer.live_ranks[0] for layer in trains]
 
     assert left() == left(spare=0.0) == [1, 7, 16]
@@ -157,13 +157,13 @@ def test_what_is_spared_of_every_layer():
 def test_what_cannot_be_spared_is_not():
     """Five ranks are not the same for three layers: one goes below its share."""
     model = torch.nn.Sequential(*(comera.TTLinear(32, 32, rank=4, order=1) for _ in range(3)))
-    prune_to_(model, 5 * 64, spare=1.0)
+    prune_to_(tensor_trains(model), 5 * 64, spare=1.0)
     assert sorted(layer.live_ranks[0] for layer in tensor_trains(model).values()) == [1, 2, 2]
 
 
 def test_a_wrong_share_to_spare_is_named(model):
     with pytest.raises(ValueError, match=r"spare=1\.5 must be in \[0, 1\]"):
-        prune_to_(model, 10**6, spare=1.5)
+        prune_to_(tensor_trains(model), 10**6, spare=1.5)
     with pytest.raises(ValueError, match=r"spare=-1 must be in \[0, 1\]"):
         comera.TwoStage(model, 0.5, 5, 5, spare=-1)
 
@@ -190,7 +190,7 @@ def test_cores_that_are_no_numbers_are_named(model):
     with torch.no_grad():
         model[3].cores[1][0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match="the cores of 3 hold numbers that are not finite"):
-        prune_to_(model, 1000)
+        prune_to_(tensor_trains(model), 1000)
 
 
 def test_an_optimizer_with_one_history_of_all_is_refused(model, batch):
