@@ -6,6 +6,7 @@ from typing import Literal
 
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
+from comera.shapes import whole_number
 
 Rank = int | list[int]
 
@@ -46,9 +47,9 @@ class TTConfig:
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
-        tokens: Rows of a training batch, that is batch size times length. Layers that are
-            predicted to be slower or larger than dense at this batch are named in the log, with a
-            rank that would not be.
+        tokens: Rows of a training batch, that is batch size times length; 4096 if None, and in a
+            run what it has. Layers that are predicted to be slower or larger than dense at this
+            batch are named in the log, with a rank that would not be.
     """
 
     rank: Rank | None = None
@@ -69,20 +70,24 @@ class TTConfig:
     init: Init | Literal["svd"] = "orthogonal"
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
-    tokens: int = 4096
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("init", self.init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
         for name, rank in self._ranks():
-            if any(bond < 1 for bond in ([rank] if isinstance(rank, int) else rank)):
+            try:
+                bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]
+            except TypeError:
+                raise ValueError(f"{name}={rank!r} must be an int or a list of ints") from None
+            if any(bond < 1 for bond in bonds):
                 raise ValueError(f"{name}={rank} must be at least 1 on every bond")
         for pattern, hot in self.hot_pattern.items():
             if len(hot) != 2 or hot[0] is None:
                 raise ValueError(
                     f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
                 )
-        if self.tokens < 1:
+        if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")
         if self.scatter_rows and self.init == "svd":
             raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
@@ -29,6 +29,9 @@ log = logging.getLogger("comera")
 
 _WORTH_SAYING = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
+
+_TOKENS = 4096
+"""Rows of a training batch where nothing is said."""
 
 
 def tensorize_(
@@ -82,7 +85,8 @@ def tensorize_(
     for reason, names in skipped.items():
         log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     name_of = {id(module): name for name, module in targets.items()}
-    _say_what_loses({name_of[key]: new for key, new in replacements.items()}, config.tokens)
+    made = {name_of[key]: new for key, new in replacements.items()}
+    _say_what_loses(made, config.tokens or _TOKENS)
     return _swap(model, replacements)
 
 
@@ -229,7 +233,7 @@ def _convert_tied(
         if k == first:
             continue
         if isinstance(module, nn.Linear) and isinstance(lead, TTTable):
-            made[id(module)] = TiedTTLinear(lead, _clone(module.bias)).train(module.training)
+            made[id(module)] = TiedTTLinear(lead, module.bias).train(module.training)
         else:
             twin = _convert(names[first], module, config)
             assert isinstance(twin, TensorTrainModule), "the leading module of the group converted"
@@ -243,10 +247,6 @@ def _convert_tied(
     return made
 
 
-def _clone(bias: Tensor | None) -> nn.Parameter | None:
-    return None if bias is None else nn.Parameter(bias.detach().clone())
-
-
 def _swap(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over."""
     if id(model) in replacements:
@@ -255,7 +255,10 @@ def _swap(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
         for name, child in parent._modules.items():
             if id(child) in replacements:
                 assert child is not None
-                setattr(parent, name, _with_hooks_of(child, replacements[id(child)]))
+                new = _with_hooks_of(child, replacements[id(child)])
+                if getattr(child, "bias", None) is not None:
+                    new.bias = child.bias  # it may be another module's too
+                setattr(parent, name, new)
     return model
 
 

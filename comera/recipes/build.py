@@ -41,7 +41,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 
     Numbers are drawn on the CPU, since a GPU draws others.
     """
-    settings = config.tensorize
+    settings = config.tt_config
     if settings is not None and task.lean and settings.init != "svd":
         with torch.device("meta"):
             model = task.make_model()

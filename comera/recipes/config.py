@@ -136,15 +136,16 @@ class RankConfig:
                     f"ranks.gamma={self.gamma} must be 0 or null: with ranks.choose=sensitivity "
                     "nothing presses on the gates"
                 )
-            if steps is not None and self.stages(steps)[0] < 1:
-                raise ValueError(
-                    f"ranks.early_share={early} of train.steps={steps} is no step: with "
-                    "ranks.choose=sensitivity they tell what a rank is worth"
-                )
         if self.canonical and not early:
             raise ValueError(
                 "ranks.canonical=true needs ranks.early_share, after which ranks are brought into "
                 "canonical form"
+            )
+        needs_early = self.choose == "sensitivity" or self.canonical
+        if steps is not None and needs_early and self.stages(steps)[0] < 1:
+            raise ValueError(
+                f"ranks.early_share={early} of {steps} steps is no step: ranks.choose=sensitivity "
+                "and ranks.canonical=true need some, which tell the ranks apart"
             )
         if not 0 < early + late <= 1 or min(early, late) < 0:
             raise ValueError(
@@ -302,6 +303,19 @@ class RunConfig:
     def width(self) -> int:
         """Of the model."""
         return self.model.d_model if self.text is not None else self.dlrm.embedding_dim
+
+    @property
+    def tokens(self) -> int:
+        """Rows that a layer sees at once: of a batch, or of the part that it is split into."""
+        rows = max(1, self.train.batch_size // self.train.accumulate)
+        return rows if self.text is None else rows * self.text.length
+
+    @property
+    def tt_config(self) -> TTConfig | None:
+        """The section ``tensorize``, its ``tokens`` those of the run where it says nothing."""
+        if self.tensorize is None or self.tensorize.tokens is not None:
+            return self.tensorize
+        return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
     @property
     def metrics(self) -> tuple[str, ...]:

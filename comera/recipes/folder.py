@@ -21,6 +21,9 @@ _WRITTEN_BY_A_RUN = (
 )  # fmt: skip
 
 
+_IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
+
+
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Be the one process that writes to the folder of a run.
@@ -44,19 +47,24 @@ def check_folder(config: RunConfig) -> None:
             run wrote would be in the way.
     """
     folder = Path(config.out)
+    ours = _written_by_a_run(folder)
+    foreign = [
+        name
+        for name in ("config.yaml", *_WRITTEN_BY_A_RUN)
+        if name not in ours and _holds(folder / name)
+    ]
+    if ours and not config.twin:  # nothing will be written there
+        foreign = [name for name in foreign if name != "dense"]
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {', '.join(foreign)} that no run here has written: "
+            "choose another --out, or move that away"
+        )
     difference = None if config.overwrite else other_settings(config)
     if difference is not None:
         raise ValueError(
             f"{folder} holds a run with other settings ({difference}); "
             "choose another --out, or start again with --overwrite=true"
-        )
-    foreign = [name for name in _WRITTEN_BY_A_RUN if _holds(folder / name)]
-    if (folder / "config.yaml").is_file():
-        foreign = ["dense"] if config.twin and "dense" in foreign and not _had_twin(folder) else []
-    if foreign:
-        raise ValueError(
-            f"{folder} holds {', '.join(foreign)} that no run here has written: "
-            "choose another --out, or move that away"
         )
 
 
@@ -66,16 +74,12 @@ def claim(config: RunConfig) -> None:
     What an earlier run with other settings, or none to go on from, has left there is deleted.
     """
     folder = Path(config.out)
-    begun = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
-    if config.overwrite or not begun:
-        had_twin = _had_twin(folder)
-        for name in _WRITTEN_BY_A_RUN:  # nothing else that may lie there
+    if config.overwrite or not (folder / "checkpoints").is_dir():
+        for name in _written_by_a_run(folder):
             path = folder / name
-            if name == "dense" and not had_twin:
-                continue
             if path.is_dir():
                 shutil.rmtree(path)
-            else:
+            elif name != "config.yaml":  # replaced at once
                 path.unlink(missing_ok=True)
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_settings(config), sort_keys=False)
@@ -89,11 +93,26 @@ def _holds(path: Path) -> bool:
     return path.exists()
 
 
-def _had_twin(folder: Path) -> bool:
+def _written_by_a_run(folder: Path) -> set[str]:
+    """Names in the folder that are a run's: all or none, by what ``config.yaml`` says.
+
+    That is a common name: one that lacks what every run writes into it belongs to somebody else.
+    One that cannot be read is taken for a run's where there is something else of a run.
+    """
     try:
-        return bool(read_yaml(folder / "config.yaml").get("twin"))
-    except (FileNotFoundError, ValueError):
-        return False
+        settings = read_yaml(folder / "config.yaml")
+    except FileNotFoundError:
+        return set()
+    except ValueError:
+        settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if _begun(folder) else {}
+    if not settings.keys() >= _IN_EVERY_CONFIG:
+        return set()
+    names = {"config.yaml", *_WRITTEN_BY_A_RUN}
+    return names if settings["twin"] else names - {"dense"}
+
+
+def _begun(folder: Path) -> bool:
+    return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
 
 
 def other_settings(config: RunConfig) -> str | None:
@@ -103,8 +122,7 @@ def other_settings(config: RunConfig) -> str | None:
     """
     folder = Path(config.out)
     file = folder / "config.yaml"
-    begun = Archive(folder / "checkpoints").steps() or (folder / "result.json").exists()
-    if not begun or not file.is_file():
+    if not _begun(folder) or not file.is_file():
         return None
     try:
         there, here = read_yaml(file), _settings(config)

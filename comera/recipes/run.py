@@ -94,6 +94,8 @@ def run(
     with held(folder):
         check_folder(config)
         task = prepare_task(config, device)
+        if config.ranks is not None:
+            config.ranks.check(task.steps)
         claim(config)
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
@@ -127,12 +129,10 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     Nothing is allocated and no data is read.
     """
     model = planned_model(config)
-    tokens = max(1, config.train.batch_size // config.train.accumulate)
-    tokens *= 1 if config.text is None else config.text.length
-    report = compression_report(model, tokens)
+    report = compression_report(model, config.tokens)
     if config.tensorize is None:
         return report, None, None
-    layers = plan_model(model, tokens)
+    layers = plan_model(model, config.tokens)
     assert isinstance(layers, ModelPlan), "the model is not one layer"
     if config.ranks is None:
         return report, layers, None
@@ -173,7 +173,7 @@ def planned_model(config: RunConfig) -> nn.Module:
     config.check()
     with torch.device("meta"):
         model = planned_dense_model(config)
-    return model if config.tensorize is None else tensorize_(model, config.tensorize)
+    return model if config.tt_config is None else tensorize_(model, config.tt_config)
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:

@@ -20,6 +20,23 @@ def test_frozen_layers_stay_frozen_there_and_back():
     assert {name: param.requires_grad for name, param in model.named_parameters()} == before
 
 
+def test_biases_stay_the_same_parameters():
+    """As those of a masked language model's head, of which one is the other."""
+    head, table = nn.Linear(32, 300), nn.Embedding(300, 32)
+    head.weight = table.weight
+    model = nn.ModuleDict({"table": table, "head": head, "other": nn.Linear(32, 300)})
+    model["other"].bias = bias = head.bias
+    bias.requires_grad_(False)
+    for change in (
+        lambda m: comera.tensorize_(m, comera.TTConfig(rank=4, tied="share")),
+        comera.densify_,
+    ):
+        change(model)
+        assert model["head"].bias is bias
+        assert model["other"].bias is bias
+    assert not bias.requires_grad
+
+
 @pytest.mark.parametrize("hot", [{}, {"hot_rows": 10}, {"hot_rows": 10, "hot_rank": 4}], ids=str)
 def test_layers_made_from_frozen_ones_are_frozen(hot):
     weight = torch.randn(200, 32)

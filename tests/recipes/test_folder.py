@@ -9,11 +9,12 @@ import torch
 import yaml
 from rich.console import Console
 
+import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.config import ModelConfig, RunConfig, TrainConfig
+from comera.recipes.config import ModelConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.folder import held
 from comera.recipes.run import run
 from tests.texts import write_functions
@@ -52,6 +53,31 @@ def test_what_no_run_has_written_is_not_deleted(config, overwrite):
     with pytest.raises(ValueError, match="run holds checkpoints that no run here has written"):
         quiet_run(config, overwrite=overwrite)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_settings_of_something_else_are_no_run(config, overwrite):
+    folder = Path(config.out)
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "tensorboard" / "events").write_text("theirs")
+    (folder / "config.yaml").write_text("train: {lr: 0.1}\nmy: project\n")
+    (folder / "result.json").write_text("{}")
+    before = contents(folder)
+    with pytest.raises(
+        ValueError, match=r"holds config\.yaml, result\.json, tensorboard that no run"
+    ):
+        quiet_run(config, overwrite=overwrite)
+    assert contents(folder) == before
+
+
+def test_stages_are_checked_before_a_run_is_deleted(config):
+    config.tensorize = comera.TTConfig(rank=4)
+    quiet_run(config)
+    before = contents(Path(config.out))
+    ranks = RankConfig(target=0.5, early_share=0.1, late_share=0.5, canonical=True)
+    with pytest.raises(ValueError, match=r"early_share=0\.1 of 4 steps is no step"):
+        quiet_run(config, ranks=ranks, overwrite=True)
+    assert contents(Path(config.out)) == before
 
 
 def test_the_variant_of_a_sweep_is_not_deleted(config):

@@ -128,7 +128,7 @@ def test_a_dense_run_needs_no_other_section(config):
         ),
         (
             {"ranks": RankConfig(choose="sensitivity", early_share=0.001)},
-            "ranks.early_share=0.001 of train.steps=50 is no step",
+            "ranks.early_share=0.001 of 50 steps is no step",
         ),
         ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr=-1.0 must be at least 0"),
         ({"optimizer": OptimizerConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
