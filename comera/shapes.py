@@ -10,7 +10,8 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from numbers import Real
+from typing import Any, Self, TypeVar
 
 from comera.modes import balanced_modes, order_for, table_modes
 
@@ -58,7 +59,7 @@ class _Chain:
         try:
             listed = isinstance(rank, Sequence) and not isinstance(rank, str)
             given = tuple(rank) if listed else (rank,) * len(most)  # type: ignore[arg-type]
-            wanted = tuple(map(operator.index, given))  # type: ignore[arg-type]
+            wanted = tuple(map(whole_number, given))
         except TypeError:
             raise ValueError(f"rank={rank!r} must be an int or a list of ints") from None
         if len(wanted) != len(most):
@@ -86,9 +87,9 @@ class _Chain:
         Raises:
             ValueError: If even rank one is too large, or ``compression`` is not above 1.
         """
-        if not compression > 1:
+        if not (is_number(compression) and compression > 1):
             raise ValueError(
-                f"compression={compression} must be above 1: 10 means ten times fewer parameters"
+                f"compression={compression!r} must be above 1: 10 means ten times fewer parameters"
             )
         budget = self.num_dense / compression
         smallest = self.with_rank(1)
@@ -178,6 +179,7 @@ class TTShape(_Chain):
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
+        _check_whole(in_features=in_features, out_features=out_features, order=order)
         if isinstance(shape, TTShape):
             given = shape
         elif shape is not None:
@@ -261,6 +263,7 @@ class TTMShape(_Chain):
         of the chain gets more of the rows and less of the width: look-ups are fastest so.
         """
         only_one(rank=rank, compression=compression)
+        _check_whole(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
         if isinstance(shape, TTMShape):
             given = shape
         elif shape is not None:
@@ -331,6 +334,30 @@ def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
             f"the modes {shown} multiply to {product}, more than {name}={width} needs; "
             f"{better} would do"
         )
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, numpy's too, and neither a boolean nor text."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_number(value: Any) -> int:
+    """As an int, of whatever integer type.
+
+    Raises:
+        TypeError: If it is something else; booleans and ``2.0`` are.
+    """
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no number")
+    return operator.index(value)
+
+
+def _check_whole(**given: Any) -> None:
+    for name, value in given.items():
+        try:
+            whole_number(value)
+        except TypeError:
+            raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
 def only_one(**given: object) -> None:

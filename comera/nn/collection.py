@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.hot import HotRows
+from comera.nn.module import is_hooked
 from comera.ops.operator import is_plain
 from comera.ops.read_slices import Asked, read_halves_of
 from comera.ops.tt_embedding_bags import TableBags, places, tt_embedding_bags
@@ -140,7 +141,7 @@ def _named(table: str) -> Iterator[None]:
 
 def _kind(table: nn.Module) -> Any:
     """Tables of one kind can be read together; None for a table that cannot."""
-    if not isinstance(table, TTEmbeddingBag) or table.mode == "max":
+    if not isinstance(table, TTEmbeddingBag) or table.mode == "max" or is_hooked(table):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):
         return None

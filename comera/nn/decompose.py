@@ -5,12 +5,10 @@ randomised factorisation for wide layers, and no process-wide choice of backend.
 ``tensor_train`` is what the tests hold it to. Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-from comera.shapes import TTMShape, TTShape
+from comera.shapes import TTMShape, TTShape, is_number
 
 _OVERSAMPLE = 10
 _POWER_ITERATIONS = 3
@@ -55,8 +53,8 @@ def tt_svd(
     Args:
         tensor: Any number of dimensions.
         ranks: The inner bonds; cut where a factor has fewer columns.
-        tolerance: Instead of ranks: the relative Frobenius error of the whole train. Below the
-            precision of the dtype it counts as that, so that 0 finds the numerical ranks.
+        tolerance: Instead of ranks: bound on the relative Frobenius error of the whole train. Below
+            the precision of the dtype it counts as that, so that 0 finds the numerical ranks.
 
     Raises:
         ValueError: If the tensor holds a value that is not finite.
@@ -65,15 +63,18 @@ def tt_svd(
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError("a weight with NaN or infinite entries cannot be decomposed")
     sizes = tensor.shape
-    allowed = 0.0
+    allowed = 0.0  # squares of errors, which add up: every cut is orthogonal to those before
     if tolerance is not None:
-        share = max(tolerance, 4 * torch.finfo(tensor.dtype).eps)
-        allowed = share * float(tensor.norm()) / math.sqrt(max(1, len(sizes) - 1))
+        allowed = (max(tolerance, 4 * torch.finfo(tensor.dtype).eps) * float(tensor.norm())) ** 2
     cores, left, rest = [], 1, tensor.reshape(1, -1)
     for k, size in enumerate(sizes[:-1]):
         rest = rest.reshape(left * size, -1)
         u, s = _leading_directions(rest, None if ranks is None else ranks[k])
-        rank = _cut(s, allowed) if ranks is None else min(ranks[k], len(s))
+        if ranks is None:  # an equal share for each bond to come of what is left
+            rank, lost = _cut(s, allowed / (len(sizes) - 1 - k))
+            allowed = max(0.0, allowed - lost)
+        else:
+            rank = min(ranks[k], len(s))
         cores.append(u[:, :rank].reshape(left, size, rank))
         left, rest = rank, u[:, :rank].T @ rest
     return [*cores, rest.reshape(left, sizes[-1], 1)]
@@ -124,10 +125,13 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
     return u, s
 
 
-def _cut(singular_values: Tensor, allowed: float) -> int:
-    """The smallest rank, at least one, whose discarded tail has norm at most ``allowed``."""
-    tail = singular_values.double().square().flip(0).cumsum(0).sqrt().flip(0)
-    return max(1, int((tail > allowed).sum()))
+def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
+    """The smallest rank, at least one, that loses a squared norm of ``allowed`` at most, and what
+    it loses.
+    """
+    tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
+    rank = max(1, int((tail > allowed).sum()))
+    return rank, float(tail[rank]) if rank < len(tail) else 0.0
 
 
 def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
@@ -136,5 +140,5 @@ def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _check_tolerance(tolerance: float | None) -> None:
-    if tolerance is not None and not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance={tolerance} must be in [0, 1): a relative Frobenius error")
+    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
+        raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
+from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.autocast import autocast_together
 from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
@@ -171,11 +172,7 @@ def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
         return None
     bias = trains[0].bias is not None
     for layer in trains:
-        hooks = (
-            layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks,
-            layer._backward_pre_hooks,
-        )  # fmt: skip
-        if any(hooks) or (layer.bias is not None) != bias or not layer.is_thin(x):
+        if is_hooked(layer) or (layer.bias is not None) != bias or not layer.is_thin(x):
             return None
     if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
         return None  # a frozen layer needs fewer products by itself

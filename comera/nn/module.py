@@ -10,10 +10,19 @@ from torch import Tensor, nn
 from comera.nn.init import Init, init_
 from comera.ops.rank_gate import rank_gate
 from comera.params import set_data_
-from comera.shapes import TTMShape, TTShape
+from comera.shapes import TTMShape, TTShape, is_number
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something is called before or after its passes: then it must run by itself."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks)
 
 
 class Gates(nn.ParameterList):
@@ -71,6 +80,8 @@ class TensorTrainModule(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         if not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype} is not a floating-point type")
+        if not (is_number(prune_below) and 0 <= prune_below < 1):
+            raise ValueError(f"prune_below={prune_below!r} must be in [0, 1): gates start at 1")
         wide = torch.promote_types(dtype, torch.float32)
         self._modes = shape
         self.prune_below = prune_below

@@ -221,7 +221,10 @@ def _differentiable_grads(
     grad_BD: Tensor, indices_N: Tensor, tensors: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Of all tensors but the offsets, through operations that autograd knows."""
-    left, right, hot, basis, weights, offsets = tensors
+    # One tensor may have been made from another: aliases, so that this way is not counted here too.
+    left, right, hot, basis, weights, offsets = (
+        None if x is None else x.view_as(x) for x in tensors
+    )
     assert left is not None, "a table has a left half"
     assert right is not None, "a table has a right half"
     y_BD = every_row(indices_N, left, right, hot, basis, grad_BD.shape[1])

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from comera.nn.hot import HotRows
 from comera.nn.table import TTTable
-from comera.optim.carry import follows
+from comera.optim.carry import FIRST_MOMENTS, follows
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
 from comera.optim.layout import pack_state_, unpack_state_
@@ -81,7 +81,7 @@ def update_hot_rows_(
 def _set_rows_(
     param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
 ) -> None:
-    """New rows of a parameter, as if they had never been trained."""
+    """New rows of a parameter: nothing drives them yet, and their steps are as large as others'."""
     moved = param.data.movedim(dim, 0)
     moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
     if param.grad is not None:
@@ -93,9 +93,9 @@ def _set_rows_(
             continue
         if value.shape[dim] != param.shape[dim]:  # nothing for each row
             continue
-        if key == "row_mean_square":  # from zero the first steps would be far too large
+        if key in FIRST_MOMENTS:
+            value.index_fill_(dim, places, 0)
+        else:  # what steps are divided by: from zero the first ones would be far too large
             mean = value.mean(dim, keepdim=True).expand_as(value)
             value.index_copy_(dim, places, mean.index_select(dim, places))
-        else:
-            value.index_fill_(dim, places, 0)
     pack_state_(optimizer, param)

@@ -226,3 +226,15 @@ def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     again = torch.autograd.grad(loss(got), list(collection.parameters()))
     torch.testing.assert_close(again, grads, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_of_a_table_are_called():
+    collection = tables()
+    asked, called = ask(collection), []
+    want = collection(asked)
+    handle = collection["mean"].register_forward_hook(lambda *_: called.append("mean"))
+    torch.testing.assert_close(collection(asked), want)
+    assert called == ["mean"]
+    handle.remove()
+    collection(asked)
+    assert called == ["mean"]

@@ -284,3 +284,9 @@ def test_results_lie_in_memory_as_graphs_are_promised(turned):
         assert made.is_contiguous()
         assert found.is_contiguous()  # ... and what it gets
         torch.testing.assert_close(made, found)
+
+
+@pytest.mark.parametrize("prune_below", [1.5, -0.1, "0.1"])
+def test_a_threshold_that_would_close_every_gate_is_refused(prune_below):
+    with pytest.raises(ValueError, match=r"prune_below=.* must be in \[0, 1\): gates start at 1"):
+        comera.TTLinear(24, 36, rank=3, prune_below=prune_below)

@@ -98,6 +98,30 @@ def test_state_is_the_same_with_updates_in_backward(kind):
         torch.testing.assert_close(got[key], want[key])
 
 
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda groups: torch.optim.AdamW(groups, 1e-3),
+        lambda groups: torch.optim.Adafactor(groups, 1e-3),
+        lambda groups: comera.CAME(groups, 1e-3, bias_correction=True),
+        lambda groups: comera.MuonAdamW(groups, 1e-3, row_power=0.5),
+        lambda groups: torch.optim.RMSprop(groups, 1e-3, momentum=0.9),
+    ],
+    ids=["adamw", "adafactor", "came", "muon", "rmsprop"],
+)
+def test_the_first_step_of_new_rows_is_no_larger_than_those_of_the_others(make_optimizer):
+    table = make()
+    optimizer = make_optimizer(comera.param_groups(table, 1e-3))
+    train(table, optimizer, 60)
+    comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20), optimizer)
+    before = table.hot.detach().clone()
+    optimizer.zero_grad()
+    table(torch.arange(ROWS)).square().sum().backward()
+    optimizer.step()
+    steps = (table.hot.detach() - before).square().mean(1).sqrt()
+    assert 0 < steps[4] < 2 * steps[:4].max()
+
+
 def test_rows_whose_steps_are_evened_out_begin_like_the_others():
     table = make(3)
     optimizer = comera.MuonAdamW(comera.param_groups(table, 1e-2), row_power=0.5)
