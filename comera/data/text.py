@@ -106,6 +106,8 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
     files = [
         path

@@ -56,8 +56,11 @@ def tensorize_(
     Raises:
         ValueError: If no module matches, or a rank or shape does not fit one; the message names
             the module. The model is then unchanged.
+        TypeError: If ``config`` is something else.
     """
-    config = config or TTConfig()
+    config = TTConfig() if config is None else config
+    if not isinstance(config, TTConfig):
+        raise TypeError(f"config={config!r} must be a comera.TTConfig")
     targets = find_targets(model, config, filter_fn)
     check_patterns(config, targets)
     groups = tied_groups(targets)
@@ -141,7 +144,7 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     stored = sum(param.numel() for param in [*new.cores, *new.gates])
     if stored >= new.num_dense:
-        return f"a tensor train at this rank would hold {stored} numbers for {new.num_dense}"
+        return f"as a tensor train it would hold {stored} numbers for {new.num_dense}"
     return new
 
 

@@ -214,14 +214,19 @@ class TTLinear(TensorTrainModule):
             shape: As in the constructor.
             order: As in the constructor.
             compression: As in the constructor.
-            tolerance: Instead of a rank: the relative Frobenius error allowed.
+            tolerance: Instead of a rank: bound on the relative Frobenius error. Weights that are
+                trained already come out smallest with ``order=1``.
             prune_below: As in the constructor.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given.
+            TypeError: If ``linear`` is something else.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
-        out_features, in_features = linear.weight.shape
+        weight = getattr(linear, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
+            raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
+        out_features, in_features = weight.shape
         fitted = TTShape.fit(
             in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
         )

@@ -210,6 +210,8 @@ class TTTable(TensorTrainModule):
         **settings: Any,
     ) -> Self:
         only_one(rank=rank, compression=compression, tolerance=tolerance)
+        if not isinstance(dense, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(f"nn.Embedding or nn.EmbeddingBag is needed, not {dense!r}")
         num_rows, width = dense.weight.shape
         cold = _cold_rows(num_rows, hot_rows)
         shape = TTMShape.fit(cold, width, rank=rank, compression=compression, **fit)

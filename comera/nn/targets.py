@@ -2,13 +2,18 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from comera.nn.config import TTConfig
+from comera.nn.module import TensorTrainModule, tensor_trains
 
 log = logging.getLogger("comera")
+
+_WORTH_SAYING = 0.1
+"""Share of a model's parameters in layers that cannot be converted above which they are named."""
 
 _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
     "all": (nn.Linear, nn.Embedding, nn.EmbeddingBag),
@@ -56,15 +61,43 @@ def find_targets(
         if names:
             log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     _warn_of_unused_exclusions(config.exclude_modules, known)
+    if config.target_modules in ("all", "all-linear"):
+        _name_other_kinds(model)
     if not chosen:
+        already = list(tensor_trains(model))
         raise ValueError(
             f"target_modules={config.target_modules!r} with "
             f"exclude_modules={config.exclude_modules!r}"
             f"{' and filter_fn' if filter_fn else ''} matches no layer that can be converted"
             f"{f' and has min_size={config.min_size} entries' if small else ''}; "
             f"the model's linear and embedding layers are {listed(known) or 'none at all'}"
+            f"{f', and {listed(already)} are tensor trains already' if already else ''}"
         )
     return chosen
+
+
+def _name_other_kinds(model: nn.Module) -> None:
+    """What no target can be and yet is much of the model, such as transformers' ``Conv1D``."""
+    skip = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, (*_NAMED_TARGETS["all"], TensorTrainModule, nn.MultiheadAttention))
+        for part in module.modules()
+    }
+    kinds: Counter[str] = Counter()
+    size = 0
+    for module in model.modules():
+        matrices = [param for param in module.parameters(recurse=False) if param.dim() > 1]
+        if matrices and id(module) not in skip:
+            kinds[type(module).__name__] += 1
+            size += sum(param.numel() for param in matrices)
+    share = size / max(1, sum(param.numel() for param in model.parameters()))
+    if share > _WORTH_SAYING:
+        found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
+        log.warning(
+            "tensorize_ leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
+            "nn.Embedding or nn.EmbeddingBag", found, 100 * share,
+        )  # fmt: skip
 
 
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """The command ``comera``: ``train``, ``plan``, ``sweep``, ``report``, ``checkpoint`` and others."""
 
+import dataclasses
 import difflib
 import logging
 import re
@@ -21,7 +22,7 @@ from comera.memory import reuse_freed_memory
 from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
 from comera.recipes.doctor import examine
-from comera.recipes.parse import parse_settings, spelled_out
+from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.report.run import write_report
@@ -41,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     parser = make_parser()
-    chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     try:
+        chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
         if chosen.command == "report":
             written = write_report(Path(chosen.report.run).expanduser())
             console.print(f"wrote {written}", markup=False)
@@ -177,10 +178,19 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
         for k in range(1, len(words)):
             alone = k == 1 or not words[k - 1].startswith("-") or "=" in words[k - 1]
             if alone and not words[k].startswith("-"):
+                _check_file(Path(words[k]))
                 words[k] = f"--config={words[k]}"
                 words.insert(1, words.pop(k))  # first, so that keys before it count too
                 break
     return [_OPTIMIZER.sub(r"--optimizer.name=\1", word) for word in words]
+
+
+def _check_file(path: Path) -> None:
+    """What jsonargparse would say of a file without naming it, or a section without a guess."""
+    sections = [field.name for field in dataclasses.fields(RunConfig)]
+    for key in read_yaml(path):
+        if str(key).split(".")[0] not in sections:
+            raise ValueError(f"{path}: {key} is not a setting{did_you_mean(key, sections)}")
 
 
 def _show_plan(config: RunConfig, console: Console) -> None:

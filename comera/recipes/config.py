@@ -328,9 +328,12 @@ class RunConfig:
         """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
         sections = ("masked_text", "causal_text", "nli", "clicks")
-        if sum(getattr(self, name) is not None for name in sections) != 1:
+        given = [name for name in sections if getattr(self, name) is not None]
+        if len(given) != 1:
             raise ValueError(
-                f"give exactly one of the sections {', '.join(sections[:-1])} and {sections[-1]}"
+                f"give exactly one of the sections {', '.join(sections[:-1])} and {sections[-1]}, "
+                f"in the file of the run or as --causal_text.folder=...: there is "
+                f"{' and '.join(given) or 'none'}"
             )
         if self.causal_text is not None and self.model.norm != "pre":
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")

@@ -91,8 +91,9 @@ def run(
         f"run folder {folder}, device {device}: preparing data", soft_wrap=True, markup=False
     )
     planned_memory(config)  # what does not fit is said before anything is written
+    check_folder(config)  # before there is anything in it
     with held(folder):
-        check_folder(config)
+        check_folder(config)  # nobody has been here meanwhile
         task = prepare_task(config, device)
         if config.ranks is not None:
             config.ranks.check(task.steps)

@@ -98,6 +98,8 @@ def test_the_standard_library_is_the_default_corpus(tmp_path, monkeypatch):
 
 
 def test_too_little_or_no_text_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
+        TextStreams.prepare(TextData(str(tmp_path / "nowhere")))
     with pytest.raises(FileNotFoundError, match=r"no file matches '\*\.txt' under"):
         TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt"))
     (tmp_path / "a.txt").write_text("short")

@@ -1,0 +1,47 @@
+"""What is said of layers that are not converted."""
+
+import logging
+
+import pytest
+from torch import nn
+
+import comera
+
+
+def test_other_kinds_of_layers_are_named_where_they_are_much_of_the_model(caplog):
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.GRU(8, 8), nn.Linear(64, 64)
+    )
+    with caplog.at_level(logging.WARNING, "comera"):
+        comera.tensorize_(model, comera.TTConfig(rank=4))
+    assert "leaves 2 Conv2d, 1 GRU dense, with 90 % of all parameters" in caplog.text
+    caplog.clear()
+    comera.tensorize_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(64, 64)), comera.TTConfig(rank=4))
+    assert "Conv2d" not in caplog.text
+
+
+def test_layers_that_are_tensor_trains_already_are_named():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    comera.tensorize_(model, comera.TTConfig(rank=4))
+    with pytest.raises(ValueError, match="none at all, and 0, 1 are tensor trains already"):
+        comera.tensorize_(model, comera.TTConfig(rank=4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: comera.tensorize_(nn.Linear(64, 64), {"rank": 4}),
+        lambda: comera.TTLinear.from_linear(nn.Conv2d(3, 4, 2), rank=3),
+        lambda: comera.TTLinear.from_linear(nn.Embedding(30, 4), rank=3),
+        lambda: comera.TTEmbedding.from_embedding(nn.Linear(30, 4), rank=3),
+    ],
+)
+def test_things_of_another_type_are_shown(call):
+    with pytest.raises(TypeError, match=r"rank.*: 4|Conv2d\(3, 4|Embedding\(30, 4|Linear\(in_feat"):
+        call()
+
+
+@pytest.mark.parametrize("rank", ["8", 2.5, True, [4, "x"]])
+def test_a_rank_of_another_type_is_shown(rank):
+    with pytest.raises(ValueError, match=r"rank=.* must be an int or a list of ints"):
+        comera.TTConfig(rank=rank)
