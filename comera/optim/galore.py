@@ -7,6 +7,7 @@ an inner optimizer, and its state is that of the stand-in.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from comera.optim.galore_checks import (
     check_subspaces,
     listed,
 )
-from comera.optim.galore_groups import as_groups, as_list, merged
+from comera.optim.galore_groups import as_groups, as_list, merged, replaced
 from comera.optim.galore_state import joined, parted
 from comera.optim.partial import step_on
 from comera.optim.projection import (
@@ -342,8 +343,8 @@ class GaLore(Optimizer):
         own = {key: value for key, value in group.items() if key not in KEYS}
         if "rank" not in group:
             return own
-        members = [self._make_stand_in(param, group) for param in group["params"]]
-        return {**own, "params": members}
+        stand_in = partial(self._make_stand_in, group=group)
+        return {**own, "params": replaced(group["params"], stand_in)}
 
     def _make_stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         proj_type = group.get("proj_type", "std")

@@ -1,6 +1,6 @@
 """Parameter groups as GaLore and the optimizer inside of it have them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,11 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 def as_list(params: Any) -> list[Tensor]:
     """The parameters of one group."""
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def replaced(params: Iterable[Any], by: Callable[[Tensor], Tensor]) -> list[Any]:
+    """The parameters of one group, each replaced; of ``(name, parameter)`` the name stays."""
+    return [(one[0], by(one[1])) if isinstance(one, tuple) else by(one) for one in params]
 
 
 def merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

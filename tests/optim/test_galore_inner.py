@@ -98,3 +98,16 @@ def test_parameters_without_a_group_are_one():
     before = layer.bias.detach().clone()
     train(layer, optimizer, 0, 1)
     assert not torch.equal(layer.bias, before)
+
+
+def test_parameters_may_have_names():
+    layer, twin = make_layer(), make_layer()
+    named = [
+        {"params": [("weight", layer.weight)], "rank": 4},
+        {"params": [("bias", layer.bias)]},
+    ]
+    optimizer = comera.GaLoreAdamW(named, lr=1e-3)
+    train(layer, optimizer, 0, 3)
+    train(twin, comera.GaLoreAdamW(groups_of(twin, rank=4), lr=1e-3), 0, 3)
+    assert torch.equal(layer.weight, twin.weight)
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
