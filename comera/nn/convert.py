@@ -142,9 +142,8 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
         new = _build(module, settings, config.init)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
-    stored = sum(param.numel() for param in [*new.cores, *new.gates])
-    if stored >= new.num_dense:
-        return f"as a tensor train it would hold {stored} numbers for {new.num_dense}"
+    if new.num_stored >= new.num_dense:
+        return f"as a tensor train it would hold {new.num_stored} numbers for {new.num_dense}"
     return new
 
 

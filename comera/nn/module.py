@@ -115,6 +115,11 @@ class TensorTrainModule(nn.Module):
         """Entries of the dense weight this module stands for."""
         raise NotImplementedError
 
+    @property
+    def num_stored(self) -> int:
+        """Entries of the cores and gates."""
+        return sum(param.numel() for param in (*self.cores, *self.gates))
+
     def to_dense(self) -> nn.Module:
         """The torch layer this module stands for."""
         raise NotImplementedError
@@ -190,8 +195,8 @@ class TensorTrainModule(nn.Module):
         return f"{self._get_name()}({self.extra_repr()})"
 
     def _describe_ranks(self) -> str:
-        cores = sum(core.numel() for core in self.cores)
-        smaller = f"{self.num_dense / cores:.1f}x smaller" if cores else "weight vanished"
+        stored = self.num_stored
+        smaller = f"{self.num_dense / stored:.1f}x smaller" if stored else "weight vanished"
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {smaller}"
 
 
