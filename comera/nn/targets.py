@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from comera.nn.config import TTConfig
 from comera.nn.module import TensorTrainModule, tensor_trains
@@ -87,11 +88,13 @@ def _name_other_kinds(model: nn.Module) -> None:
     kinds: Counter[str] = Counter()
     size = 0
     for module in model.modules():
-        matrices = [param for param in module.parameters(recurse=False) if param.dim() > 1]
+        params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
+        matrices = [param for param in params if param.dim() > 1]
         if matrices and id(module) not in skip:
             kinds[type(module).__name__] += 1
             size += sum(param.numel() for param in matrices)
-    share = size / max(1, sum(param.numel() for param in model.parameters()))
+    whole = sum(param.numel() for param in model.parameters() if not is_lazy(param))
+    share = size / max(1, whole)
     if share > _WORTH_SAYING:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         log.warning(

@@ -243,7 +243,7 @@ def test_weights_after_the_last_offset_are_of_no_bag():
 
 def test_weights_may_be_made_of_the_rows_themselves():
     """As in attention over one table: each way to the rows counts once."""
-    bag = make(hot_rows=3)
+    bag = make(hot_rows=3, shape=((2, 4), (2, 3)))
     indices, offsets = torch.tensor([1, 2, 0, 4, 1]), torch.tensor([0, 2])
     sums = bag(indices, offsets, bag(indices[:, None]).tanh().sum(1)).square().sum()
     params = [param for param in bag.parameters() if param.requires_grad]
