@@ -189,7 +189,7 @@ def _through_weight(layer: TensorTrainModule, grad: Tensor) -> dict[str, Tensor]
         for name, param in layer.named_parameters()
         if name.startswith(("cores.", "gates."))
     }
-    weight: Tensor = layer.weight  # type: ignore[assignment]
+    weight = layer.dense_weight()
     found = torch.autograd.grad(weight, list(parts.values()), grad, materialize_grads=True)
     return dict(zip(parts, found, strict=True))
 
@@ -208,7 +208,7 @@ def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tenso
     cold = made[:, : layer.embedding_dim, 0]
     if layer.hot is None:
         return cold
-    hot = layer.hot.weight if isinstance(layer.hot, HotRows) else layer.hot
+    hot = layer.hot.dense_weight() if isinstance(layer.hot, HotRows) else layer.hot
     is_hot = (indices < layer.hot_rows).unsqueeze(1)
     return torch.where(is_hot, hot[indices.clamp(max=layer.hot_rows - 1)], cold)
 

@@ -22,7 +22,7 @@ from comera.nn.targets import (
     other_holders,
     tied_groups,
 )
-from comera.nn.tied import TiedTTLinear
+from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
@@ -42,8 +42,10 @@ def tensorize_(
 ) -> nn.Module:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
-    Build the optimizer afterwards: the parameters are new. What must not be swapped, or would
-    not become smaller, is left alone and named in one line on the ``comera`` logger.
+    Build the optimizer afterwards: the parameters are new. Cores are drawn anew, to be trained,
+    unless ``init="svd"`` approximates the present weights: a line on the ``comera`` logger says so.
+    What must not be swapped, is frozen, or would not become smaller, is left alone and named in one
+    line there.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
@@ -89,8 +91,12 @@ def tensorize_(
         log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
+    if config.init != "svd":
+        _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
     _say_what_loses(made, config.tokens or _TOKENS)
-    return _swap(model, replacements)
+    model = _swap(model, replacements)
+    rename_tied_weights_(model)
+    return model
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -114,7 +120,23 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    return _swap(model, replacements)
+    model = _swap(model, replacements)
+    rename_tied_weights_(model)
+    return model
+
+
+def _holds_numbers(layer: nn.Module) -> bool:
+    return not any(param.is_meta for param in layer.parameters())
+
+
+def _say_what_is_lost(names: list[str]) -> None:
+    """A model that was trained would lose what it has learned."""
+    if names:
+        log.warning(
+            "tensorize_ draws new cores for %s; the weights that were there are gone "
+            '(init="svd" approximates them instead)',
+            listed(names, most=2),
+        )
 
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
@@ -133,6 +155,8 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
 
 def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
     """The layer that replaces ``module``, or why it should not be replaced."""
+    if config.init != "svd" and not _may_be_drawn_anew(module):
+        return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):
@@ -145,6 +169,11 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
     if new.num_stored >= new.num_dense:
         return f"as a tensor train it would hold {new.num_stored} numbers for {new.num_dense}"
     return new
+
+
+def _may_be_drawn_anew(module: Any) -> bool:
+    """Whether training can make something of new cores in the place of a weight, or has to."""
+    return module.weight.requires_grad or module.weight.is_meta
 
 
 def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:

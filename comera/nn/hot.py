@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.rank_gate import rank_gate
@@ -54,10 +55,15 @@ class HotRows(TensorTrainModule):
         """``(rank, width)``, the gates multiplied in; differentiable."""
         return rank_gate(self.cores[1].squeeze(-1).T, self.gates[0], self.prune_below).T
 
-    @property
-    def weight(self) -> Tensor:
+    def dense_weight(self) -> Tensor:
         """The dense ``(rows, width)`` matrix, computed anew; differentiable."""
         return self.coordinates @ self.basis
+
+    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        self.set_cores_(decompose_matrix(weight.T, self.shape, tolerance))
+
+    def _weight_size(self) -> tuple[int, int]:
+        return self.shape.in_width, self.shape.out_width
 
     @property
     def num_dense(self) -> int:

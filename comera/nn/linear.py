@@ -180,14 +180,16 @@ class TTLinear(TensorTrainModule):
     def _middle_rank(self) -> int:
         return self.gates[self._modes.split - 1].shape[0]
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, computed anew; differentiable.
-
-        Read-only: train the cores instead.
-        """
+    def dense_weight(self) -> Tensor:
+        """The dense ``(out_features, in_features)`` weight, computed anew; differentiable."""
         dense = tt_to_dense(self.gated_cores(), self._modes.split)
         return dense[: self.out_features, : self.in_features]
+
+    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        self.set_cores_(decompose_matrix(weight, self.shape, tolerance))
+
+    def _weight_size(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
 
     @property
     def num_dense(self) -> int:
@@ -253,7 +255,7 @@ class TTLinear(TensorTrainModule):
         dense = nn.Linear(  # on meta, where nothing is drawn
             self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
         ).to_empty(device=like.device)
-        dense.weight.copy_(self.weight)
+        dense.weight.copy_(self.dense_weight())
         dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
         if self.bias is not None:
             dense.bias.copy_(self.bias)

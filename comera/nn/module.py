@@ -1,5 +1,6 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.rank_gate import rank_gate
 from comera.params import set_data_
@@ -14,6 +16,19 @@ from comera.shapes import TTMShape, TTShape, is_number
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
+
+
+log = logging.getLogger("comera")
+
+_WORTH_SAYING = 1e-3
+"""Relative error of an assigned weight above which it is named."""
+
+_WRITTEN = (
+    "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
+    "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
+    "a weight by TT-SVD; comera.densify_(model) makes layers whose weight can be edited, such as "
+    "by the merge of an adapter"
+)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -120,6 +135,89 @@ class TensorTrainModule(nn.Module):
         """Entries of the cores and gates."""
         return sum(param.numel() for param in (*self.cores, *self.gates))
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, computed from the cores in each access; differentiable.
+
+        It cannot be written in place, which would change no core. Assigning to it is
+        :meth:`set_weight_` at the present ranks.
+
+        Raises:
+            RuntimeError: When it is written in place.
+        """
+        return read_only(self.dense_weight, _WRITTEN.format(type(self).__name__))
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        error = self.set_weight_(value)
+        if error > _WORTH_SAYING:
+            log.warning(
+                "%s.weight = ...: ranks %s hold it with a relative error of %.2g; "
+                "set_weight_(weight, tolerance=...) takes the ranks that an error needs",
+                type(self).__name__, list(self.ranks), error,
+            )  # fmt: skip
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; ``layer.weight = nn.Parameter(...)``, which ends here, sets the cores."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
+
+    def dense_weight(self) -> Tensor:
+        """:attr:`weight` as an ordinary tensor, for what reads it in every pass."""
+        raise NotImplementedError
+
+    def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
+        """Approximate a dense weight by TT-SVD, in place; gates become ones.
+
+        Args:
+            weight: Of the shape of :attr:`weight`.
+            tolerance: Bound on the relative Frobenius error of the train, which decides its ranks:
+                parameters change their shapes, and an optimizer has to be made anew. Hot rows keep
+                theirs. The present ranks if None.
+
+        Returns:
+            The relative Frobenius error of what the module now holds.
+
+        Raises:
+            ValueError: If the shape is another one, an entry is not finite, or all ranks were cut.
+            TypeError: If ``weight`` is no tensor.
+        """
+        self._check_weight(weight, tolerance)
+        with torch.no_grad():
+            exact = self._as_read(weight.detach().to(self.cores[0].device))
+            self._decompose_(exact, tolerance)
+            if tolerance is not None:
+                self.start_ranks = self.ranks
+            return _relative_error(self.dense_weight(), exact)
+
+    def _as_read(self, weight: Tensor) -> Tensor:
+        """What of a dense weight the module can ever give back."""
+        return weight
+
+    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        """Set all parameters that make up the weight."""
+        raise NotImplementedError
+
+    def _check_weight(self, weight: Any, tolerance: float | None) -> None:
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight={weight!r} must be a tensor")
+        expected = self._weight_size()
+        if tuple(weight.shape) != expected:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, that of this layer is {expected}"
+            )
+        if tolerance is None and 0 in self.ranks:
+            raise ValueError(
+                "all ranks of this layer were cut, its weight is zero: give a tolerance, by which "
+                "new ones are chosen"
+            )
+
+    def _weight_size(self) -> tuple[int, int]:
+        """The shape of :attr:`weight`."""
+        raise NotImplementedError
+
     def to_dense(self) -> nn.Module:
         """The torch layer this module stands for."""
         raise NotImplementedError
@@ -198,6 +296,14 @@ class TensorTrainModule(nn.Module):
         stored = self.num_stored
         smaller = f"{self.num_dense / stored:.1f}x smaller" if stored else "weight vanished"
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {smaller}"
+
+
+def _relative_error(made: Tensor, weight: Tensor) -> float:
+    """Frobenius norm of the difference, in units of the weight's."""
+    exact = weight.double()
+    size = float(exact.norm())
+    off = float((made.double() - exact).norm())
+    return off / size if size else off
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:

@@ -140,24 +140,45 @@ class TTTable(TensorTrainModule):
             return {**parts, "hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
         return {**parts, "hot_HK": self.hot}
 
-    @property
-    def weight(self) -> Tensor:
+    def dense_weight(self) -> Tensor:
         """The dense ``(num_embeddings, embedding_dim)`` table, computed anew; differentiable.
 
-        Read-only. The padding row is zero.
+        The padding row is zero.
         """
         table = ttm_to_dense(self.gated_cores())
         table = table[: self.num_embeddings - self.hot_rows, : self.embedding_dim]
         if self.hot is not None:
-            hot = self.hot.weight if isinstance(self.hot, HotRows) else self.hot
+            hot = self.hot.dense_weight() if isinstance(self.hot, HotRows) else self.hot
             table = torch.cat([hot, table])
         rows = self._every_row_kept_at()
         if rows is not None:
             table = table.index_select(0, rows)
+        return self._as_read(table)
+
+    def _as_read(self, weight: Tensor) -> Tensor:
         if self.padding_idx is None:
-            return table
-        keep = torch.arange(self.num_embeddings, device=table.device) != self.padding_idx
-        return table * keep[:, None]
+            return weight
+        keep = torch.arange(self.num_embeddings, device=weight.device) != self.padding_idx
+        return weight * keep[:, None]
+
+    def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        rows = self._every_row_kept_at()
+        kept = weight
+        if rows is not None:
+            kept = torch.empty_like(weight).index_copy_(0, rows.long(), weight)
+        self._set_rows_(kept, decompose_table(kept[self.hot_rows :], self.shape, tolerance))
+
+    def _set_rows_(self, weight: Tensor, cores: list[Tensor]) -> None:
+        """Take over cores for the rows of the train, and the hot rows of a weight."""
+        self.set_cores_(cores)
+        hot = weight[: self.hot_rows]
+        if isinstance(self.hot, HotRows):
+            self.hot.set_cores_(decompose_matrix(hot.T, self.hot.shape))
+        elif self.hot is not None:
+            self.hot.copy_(hot)
+
+    def _weight_size(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
         """How far apart neighbours are kept: k of ``scatter_rows`` or 1; int64, ``()``."""
@@ -231,11 +252,7 @@ class TTTable(TensorTrainModule):
             scatter_rows=False,
             **settings,
         ).to_empty(device=dense.weight.device)
-        layer.set_cores_(cores)
-        if isinstance(layer.hot, HotRows):
-            layer.hot.set_cores_(decompose_matrix(dense.weight[:hot_rows].T, layer.hot.shape))
-        elif layer.hot is not None:
-            layer.hot.copy_(dense.weight[:hot_rows])
+        layer._set_rows_(dense.weight, cores)
         layer.freeze_like_(dense)
         return layer.train(dense.training)
 
@@ -251,7 +268,7 @@ class TTTable(TensorTrainModule):
             **settings,
         ).to_empty(device=like.device)
         with torch.no_grad():
-            dense.weight.copy_(self.weight)
+            dense.weight.copy_(self.dense_weight())
         dense.weight.requires_grad_(any(param.requires_grad for param in self.parameters()))
         return dense.train(self.training)
 

@@ -1,4 +1,7 @@
-"""An output layer that works on the cores of the embedding it is tied to."""
+"""An output layer that works on the cores of the embedding it is tied to, and the names of both."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +34,30 @@ class TiedTTLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, which is the embedding's."""
+        """The dense ``(out_features, in_features)`` weight, which is the embedding's.
+
+        As :attr:`TensorTrainModule.weight` it cannot be written in place, and is approximated where
+        it is assigned.
+        """
         return self.embedding.weight
 
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self.embedding.weight = value
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; ``layer.weight = nn.Parameter(...)`` ends here."""
+        if name == "weight" and param is not None:
+            self.weight = param.detach()
+        else:
+            super().register_parameter(name, param)
+
+    def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
+        """Approximate a dense weight by the embedding's cores, see there."""
+        return self.embedding.set_weight_(weight, tolerance=tolerance)
+
     def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input, self.weight, self.bias)
+        return nn.functional.linear(input, self.embedding.dense_weight(), self.bias)
 
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
@@ -47,3 +69,41 @@ class TiedTTLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def rename_tied_weights_(model: nn.Module) -> None:
+    """Correct the lists of tied weights that models of transformers keep, after layers changed.
+
+    Where ``lm_head.weight`` was ``embed_tokens.weight``, the cores of one are those of the other.
+    With that said, ``save_pretrained`` writes them once and ``tie_weights()`` ties them.
+    """
+    for module in model.modules():
+        for kept in ("_tied_weights_keys", "all_tied_weights_keys"):
+            names = getattr(module, kept, None)
+            if isinstance(names, dict):
+                still = {a: b for a, b in names.items() if not _are_gone(module, a, b)}
+                setattr(module, kept, {**still, **dict(_shared_parameters(module))})
+
+
+_PARTS = {"cores", "gates", "hot"}
+
+
+def _are_gone(model: nn.Module, *names: str) -> bool:
+    """Whether one of these was a parameter of a layer that has been replaced; not of patterns."""
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        owner = modules.get(name.removesuffix(".weight"))
+        converted = owner is not None and "weight" not in owner._parameters
+        if converted or (name not in params and not _PARTS.isdisjoint(name.split("."))):
+            return True
+    return False
+
+
+def _shared_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one parameter: a further one, and the first."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known != name:
+            yield name, known

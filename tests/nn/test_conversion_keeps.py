@@ -12,12 +12,35 @@ def test_frozen_layers_stay_frozen_there_and_back():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].weight.requires_grad_(False)
     before = {name: param.requires_grad for name, param in model.named_parameters()}
-    comera.tensorize_(model, comera.TTConfig(rank=4))
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="svd"))
     assert not any(p.requires_grad for p in [*model[0].cores, *model[0].gates])
     assert model[0].bias.requires_grad
     assert all(p.requires_grad for p in model[1].parameters())
     comera.densify_(model)
     assert {name: param.requires_grad for name, param in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("tied", ["share", "untie"])
+def test_frozen_layers_are_not_drawn_anew(tied, caplog):
+    table, head, other = nn.Embedding(300, 32), nn.Linear(32, 300, bias=False), nn.Linear(32, 32)
+    head.weight = table.weight.requires_grad_(False)
+    model = nn.ModuleList([table, head, other])
+    kept = table.weight.clone()
+    comera.tensorize_(model, comera.TTConfig(rank=4, tied=tied))
+    assert model[0] is table
+    assert model[1] is head
+    torch.testing.assert_close(table.weight, kept, rtol=0, atol=0)
+    assert isinstance(model[2], comera.TTLinear)
+    assert "leaves 0, 1 dense: it is frozen" in caplog.text
+
+
+def test_new_cores_are_announced_where_weights_are_lost(caplog):
+    comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=4))
+    assert "draws new cores for 0; the weights that were there are gone" in caplog.text
+    caplog.clear()
+    comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=4, init="svd"))
+    comera.tensorize_(nn.Sequential(nn.Linear(64, 64, device="meta")), comera.TTConfig(rank=4))
+    assert "draws new cores" not in caplog.text
 
 
 def test_biases_stay_the_same_parameters():

@@ -396,7 +396,7 @@ def test_layers_that_would_be_slower_than_dense_are_named_with_a_rank_that_is_no
     assert "rank=" in said
     caplog.clear()
     tensorize_(nn.Sequential(nn.Linear(768, 768)), TTConfig(rank=16, tokens=4096))
-    assert not caplog.records
+    assert not [r.message for r in caplog.records if "tensor train takes" in r.message]
 
 
 def test_a_batch_without_rows_is_refused():

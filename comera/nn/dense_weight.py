@@ -1,0 +1,115 @@
+"""The dense weight of a tensor train as a tensor that can be read and not written."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DenseWeight(Tensor):
+    """A weight that was computed from cores, which an edit in place would not reach.
+
+    It reads like any tensor; what is computed from it is an ordinary tensor again, except what
+    shares its memory (``.data``, ``detach()``, views), which refuses edits like itself. As an
+    ``nn.Parameter`` it belongs to whoever made it one, and may be written.
+
+    Raises:
+        RuntimeError: When it is written in place, by a method, an ``out=`` argument, assignment
+            to ``.data`` or a list function of an optimizer.
+    """
+
+    _remedy = ""
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """Become what ``nn.Parameter(weight)`` makes of it; torch sets this flag there."""
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # those called here, this one included
+            found = _tensors((args, kwargs.values()))
+            guarded = [tensor for tensor in found if isinstance(tensor, cls)]
+            if func == Tensor.data.__set__ and guarded:  # type: ignore[attr-defined]
+                raise RuntimeError(guarded[0]._remedy)
+            before = [tensor._version for tensor in guarded]
+            result = func(*args, **kwargs)
+            for tensor, version in zip(guarded, before, strict=True):
+                if tensor._version != version:
+                    raise RuntimeError(tensor._remedy)
+            return _guard_views(result, guarded)
+
+
+def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
+    """A freshly computed weight that refuses edits in place.
+
+    While a graph is compiled, in a transform of ``torch.func``, and where it is of another
+    library's type, it comes as an ordinary tensor.
+
+    Args:
+        compute: Makes the weight.
+        remedy: What the error says.
+    """
+    if torch.is_inference_mode_enabled():  # torch does not count how often those tensors change
+        with torch.inference_mode(False), torch.no_grad():
+            weight = compute()
+    else:
+        weight = compute()
+    if torch.compiler.is_compiling() or type(weight) is not Tensor or _is_transformed(weight):
+        return weight
+    return _guarded(weight, remedy)
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _guarded(tensor: Tensor, remedy: str) -> Tensor:
+    made = tensor.as_subclass(DenseWeight)
+    made._remedy = remedy  # type: ignore[attr-defined]
+    return made
+
+
+def _guard_views(result: Any, guarded: list[Any]) -> Any:
+    """The result of a function, guarded where it shares the memory of what was."""
+    if isinstance(result, (list, tuple)) and guarded:
+        views = [_guard_views(part, guarded) for part in result]
+        if all(view is part for view, part in zip(views, result, strict=True)):
+            return result  # keeps a named tuple what it is
+        return type(result)(views)
+    if type(result) is not Tensor:
+        return result
+    memory = _memory(result)
+    for source in guarded:
+        if memory is not None and memory == _memory(source):
+            return _guarded(result, source._remedy)
+    return result
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Equal for tensors that share their storage, also where that is none, as on ``meta``."""
+    has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
+    return tensor.untyped_storage()._cdata if has_storage else None
+
+
+def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors among arguments, those in lists too."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, (list, tuple, type({}.values()))):
+            yield from _tensors(part)
