@@ -16,7 +16,7 @@ from comera.ops.autocast import autocast_dtype
 from comera.ops.halves import merge_halves
 from comera.ops.machine import machine_of
 from comera.ops.tt_linear import thin_linears, tt_to_dense, wide_linear
-from comera.planning.break_even import dense_from
+from comera.planning.crossover import dense_from
 from comera.planning.padding import padded_rank
 from comera.shapes import TTShape, only_one
 

@@ -1,24 +1,16 @@
-"""Where a tensor train stops paying: against its own dense weight, and against nn.Linear."""
+"""Where a tensor train stops paying against nn.Linear, and a shape that would pay."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from comera.planning.linear import (
-    Dims,
-    Layer,
-    dense,
-    dense_products,
-    thin,
-    thin_products,
-    torch_linear,
-)
-from comera.planning.machine import Machine, item_size, load_machine
-from comera.planning.plan import linear_layer, plan_linear
-from comera.planning.step import product_seconds
+from comera.planning.crossover import first_where
+from comera.planning.linear import dense, thin, torch_linear
+from comera.planning.machine import Machine, load_machine
+from comera.planning.plan import plan_linear
+from comera.planning.products import Layer, linear_layer
 from comera.shapes import TTShape
 
-_MOST_TOKENS = 1 << 24
 _MOST_ORDER = 4
 _KEPT = 1024
 
@@ -70,69 +62,6 @@ class BreakEven:
         if self.loses_time:
             return f"{text}; no rank or order is faster than nn.Linear at this batch"
         return text
-
-
-def dense_from(
-    shape: TTShape,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    *,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
-) -> int | None:
-    """The number of tokens from which multiplying by the dense weight beats the two thin halves.
-
-    The dense weight is made anew in each pass, a cost that does not depend on the batch; in
-    return each token is cheaper where ``r (in + out) > in * out``. Only those products are
-    compared in which the two ways differ; nothing is searched, and the result is kept.
-
-    Args:
-        shape: Modes and ranks.
-        dtype: As in :func:`~comera.planning.plan.plan_linear`, and so are the others.
-        machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-
-    Returns:
-        The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
-        if the layer's weight has vanished.
-
-    Raises:
-        ValueError: If a width does not fit the modes, or the machine has no rate for ``dtype``.
-    """
-    layer = linear_layer(shape, 1, in_features, out_features, bias, train)
-    return _dense_from(layer, dtype, machine or load_machine())
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _dense_from(layer: Layer, dtype: str, machine: Machine) -> int | None:
-    machine.rate(dtype)
-    if 0 in layer.shape.ranks:
-        return None
-
-    item, call = item_size(dtype), machine.call_overhead
-    train, bias, high = layer.train, layer.bias, layer.out_features
-
-    def seconds(products: Iterable[Dims]) -> float:
-        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
-
-    w, _, _, _, grad_a, grad_b = dense_products(layer)
-    fixed = seconds([w, grad_a, grad_b] if train else [w])
-
-    def dense_wins(tokens: int) -> bool:
-        here = replace(layer, tokens=tokens)
-        thin_way = seconds(thin_products(here)[: 6 if train else 2])
-        dense_way = seconds(dense_products(here)[1 : 4 if train else 2]) + fixed
-        if bias:  # a column of ones in one way, a sum over rows in the other
-            thin_way += call + machine.moving(tokens * item)
-            dense_way += call + machine.moving(tokens * high * item) if train else 0.0
-        return dense_way < thin_way
-
-    return _first(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
 
 
 def break_even(
@@ -224,7 +153,7 @@ def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
             continue
         widest = max(shape.max_ranks)
         slower = functools.partial(_slower, shape, ratio)
-        rank = widest if not slower(widest) else _first(slower, widest) - 1
+        rank = widest if not slower(widest) else first_where(slower, widest) - 1
         best = shape.with_rank(rank)
         return Suggestion(best, f"{change}rank={rank}", ratio(best))
     return None
@@ -232,19 +161,3 @@ def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
 
 def _slower(shape: TTShape, ratio: Callable[[TTShape], float], rank: int) -> bool:
     return ratio(shape.with_rank(rank)) >= 1
-
-
-def _first(holds: Callable[[int], bool], most: int) -> int:
-    """The smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
-
-    Doubling finds the power of two, halving the number; below the result it holds nowhere as long
-    as it does not come and go.
-    """
-    high = 1
-    while high < most and not holds(high):
-        high *= 2
-    low, high = high // 2, min(high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

@@ -7,55 +7,16 @@ network, so in all of them forward and gradients share every partial product.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from comera.planning.candidate import Candidate, candidate
 from comera.planning.chains import gate_gradients, gates, half_chains
 from comera.planning.machine import Machine
 from comera.planning.network import OUTPUT_GRADIENT, linear_network
-from comera.planning.padding import padded_rank
+from comera.planning.products import Layer, dense_products, thin_products
 from comera.planning.schedule import Schedule, schedule
 from comera.planning.search import find_tree
 from comera.planning.step import Step, product
-from comera.shapes import TTShape
-
-Dims = tuple[int, int, int]
-"""``(rows, depth, columns)`` of one matrix product."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer at one batch.
-
-    Args:
-        shape: Modes and ranks.
-        tokens: Rows of the batch.
-        in_features: True input width, at most the product of the input modes.
-        out_features: True output width.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient.
-        together: How many layers of this shape join their cores in the same calls.
-    """
-
-    shape: TTShape
-    tokens: int
-    in_features: int
-    out_features: int
-    bias: bool = True
-    train: bool = True
-    input_grad: bool = True
-    together: int = 1
-
-    @property
-    def bond(self) -> int:
-        """The bond between the halves as products see it, padded and with room for the bias."""
-        return padded_rank(self.shape.ranks[self.shape.split - 1], self.bias)
-
-    @property
-    def operators(self) -> float:
-        """Python operators in each direction: one joins the cores, one meets the batch."""
-        return 1 + 1 / self.together
 
 
 def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -79,20 +40,6 @@ def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     return _linear("thin", layer, machine, dtype, forward, backward, _cores(layer))
 
 
-def thin_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
-    """The products of ``thin`` that see the batch: t, y, and the gradients of t, x, A and B."""
-    batch, bond = layer.tokens, layer.bond
-    wide, high = layer.in_features, layer.out_features
-    return (
-        (batch, wide, bond),
-        (batch, bond, high),
-        (batch, high, bond),
-        (batch, bond, wide),
-        (wide, batch, bond),
-        (bond, batch, high),
-    )
-
-
 def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """``W = A B``, then the products of an ordinary linear layer."""
     left, right = half_chains(layer.shape)
@@ -111,20 +58,6 @@ def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         *_core_gradients(layer),
     ]
     return _linear("dense", layer, machine, dtype, forward, backward, _cores(layer))
-
-
-def dense_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
-    """The products of ``dense`` after the halves: W, y, and the gradients of x, W, A and B."""
-    batch, bond = layer.tokens, layer.bond
-    wide, high = layer.in_features, layer.out_features
-    return (
-        (wide, bond, high),
-        (batch, wide, high),
-        (batch, high, wide),
-        (wide, batch, high),
-        (wide, high, bond),
-        (bond, wide, high),
-    )
 
 
 def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:

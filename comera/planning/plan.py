@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from comera.planning import linear, look_up
 from comera.planning.candidate import Candidate
-from comera.planning.linear import Layer
 from comera.planning.look_up import LookUp
 from comera.planning.machine import Machine, load_machine
+from comera.planning.products import Layer, check_count, check_width, linear_layer
 from comera.planning.schedule import Schedule
 from comera.planning.table import plan_html, plan_text
 from comera.shapes import TTMShape, TTShape
@@ -150,32 +150,14 @@ def plan_embedding(
     Raises:
         ValueError: As :func:`plan_linear`, or if ``distinct`` is not between one and ``tokens``.
     """
-    _check_count("tokens", tokens)
+    check_count("tokens", tokens)
     if distinct is not None and not 1 <= distinct <= tokens:
         raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
-    rows = _width("num_embeddings", num_embeddings, shape.num_rows)
-    columns = _width("embedding_dim", embedding_dim, shape.num_cols)
+    rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
+    columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
     different = min(tokens, rows) if distinct is None else distinct
     asked = LookUp(shape, tokens, different, rows, columns, train)
     return _plan_embedding(asked, machine or load_machine(), dtype)
-
-
-def linear_layer(
-    shape: TTShape,
-    tokens: int,
-    in_features: int | None,
-    out_features: int | None,
-    bias: bool,
-    train: bool,
-    input_grad: bool = True,
-    together: int = 1,
-) -> Layer:
-    """The checked arguments of :func:`plan_linear`, widths filled in."""
-    _check_count("tokens", tokens)
-    _check_count("together", together)
-    wide = _width("in_features", in_features, shape.in_width)
-    high = _width("out_features", out_features, shape.out_width)
-    return Layer(shape, tokens, wide, high, bias, train, input_grad, together)
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
@@ -226,20 +208,3 @@ def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """Fastest first; of equals the one listed first."""
     return tuple(sorted(candidates, key=lambda one: one.seconds))
-
-
-def _check_count(name: str, count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ValueError(f"{name}={count!r} must be a whole number")
-    if count < 1:
-        raise ValueError(f"{name}={count} must be at least 1")
-
-
-def _width(name: str, width: int | None, modes: int) -> int:
-    if width is None:
-        return modes
-    if not 1 <= width <= modes:
-        raise ValueError(
-            f"{name}={width} must be between 1 and {modes}, what the modes multiply to"
-        )
-    return width

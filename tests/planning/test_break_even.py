@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning import break_even as module
-from comera.planning.break_even import break_even, dense_from, suggest
+from comera.planning.break_even import break_even, suggest
+from comera.planning.crossover import dense_from
 from comera.planning.machine import default_machine
 from comera.planning.plan import plan_linear
+from comera.planning.products import linear_layer
 from comera.shapes import TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")
@@ -56,7 +57,7 @@ def test_by_operations_alone_there_is_one_exactly_where_the_thin_halves_cost_mor
     training, in which each token is paid for three times."""
     wide, high = 128, 192
     shape = TTShape((wide,), (high,), (rank,))
-    bond = module.linear_layer(shape, 1, None, None, False, train).bond
+    bond = linear_layer(shape, 1, None, None, False, train).bond
     threshold = dense_from(shape, machine=IDEAL, bias=False, train=train)
     if bond * (wide + high) <= wide * high:
         assert threshold is None

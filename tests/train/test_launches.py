@@ -7,7 +7,7 @@ import comera
 from comera.models.transformer import Encoder, SequenceClassifier
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.optim.capturable import make_capturable_
-from comera.planning.break_even import _dense_from as planned_dense_from
+from comera.planning.crossover import _dense_from as planned_dense_from
 from tests.train.counting import Launches
 
 

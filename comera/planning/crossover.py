@@ -1,0 +1,92 @@
+"""From how many rows on a batch is multiplied faster by the dense weight than by its factors."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from comera.planning.machine import Machine, item_size, load_machine
+from comera.planning.products import Dims, Layer, dense_products, linear_layer, thin_products
+from comera.planning.step import product_seconds
+from comera.shapes import TTShape
+
+_MOST_TOKENS = 1 << 24
+_KEPT = 1024
+
+
+def dense_from(
+    shape: TTShape,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    *,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+) -> int | None:
+    """The number of tokens from which multiplying by the dense weight beats the two thin halves.
+
+    The dense weight is made anew in each pass, a cost that does not depend on the batch; in
+    return each token is cheaper where ``r (in + out) > in * out``. Only those products are
+    compared in which the two ways differ; nothing is searched, and the result is kept.
+
+    Args:
+        shape: Modes and ranks.
+        dtype: As in :func:`~comera.planning.plan.plan_linear`, and so are the others.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+
+    Returns:
+        The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
+        if the layer's weight has vanished.
+
+    Raises:
+        ValueError: If a width does not fit the modes, or the machine has no rate for ``dtype``.
+    """
+    layer = linear_layer(shape, 1, in_features, out_features, bias, train)
+    return _dense_from(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _dense_from(layer: Layer, dtype: str, machine: Machine) -> int | None:
+    machine.rate(dtype)
+    if 0 in layer.shape.ranks:
+        return None
+
+    item, call = item_size(dtype), machine.call_overhead
+    train, bias, high = layer.train, layer.bias, layer.out_features
+
+    def seconds(products: Iterable[Dims]) -> float:
+        return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
+
+    w, _, _, _, grad_a, grad_b = dense_products(layer)
+    fixed = seconds([w, grad_a, grad_b] if train else [w])
+
+    def dense_wins(tokens: int) -> bool:
+        here = replace(layer, tokens=tokens)
+        thin_way = seconds(thin_products(here)[: 6 if train else 2])
+        dense_way = seconds(dense_products(here)[1 : 4 if train else 2]) + fixed
+        if bias:  # a column of ones in one way, a sum over rows in the other
+            thin_way += call + machine.moving(tokens * item)
+            dense_way += call + machine.moving(tokens * high * item) if train else 0.0
+        return dense_way < thin_way
+
+    return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
+
+
+def first_where(holds: Callable[[int], bool], most: int) -> int:
+    """The smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
+
+    Doubling finds the power of two, halving the number; below the result it holds nowhere as long
+    as it does not come and go.
+    """
+    high = 1
+    while high < most and not holds(high):
+        high *= 2
+    low, high = high // 2, min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
