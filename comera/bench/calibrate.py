@@ -11,7 +11,7 @@ import torch
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
-from comera.planning.plan import plan_linear
+from comera.planning.planner import plan_linear
 
 _DTYPES = {
     "cpu": ("float32", "float64", "bfloat16", "float16"),

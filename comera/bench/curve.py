@@ -12,7 +12,7 @@ from comera.bench.numerics import compare_linear
 from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.ops.machine import machine_of
-from comera.planning.plan import plan_linear
+from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]
 

@@ -16,7 +16,8 @@ from comera.nn.linear import TTLinear
 from comera.ops.machine import machine_of
 from comera.ops.tt_linear import thin_linears, wide_linear
 from comera.planning.network import linear_network
-from comera.planning.plan import Plan, plan_linear
+from comera.planning.plan import Plan
+from comera.planning.planner import plan_linear
 
 _DENSE = "nn.Linear"
 _APART = 1.15

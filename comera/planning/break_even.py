@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from comera.planning.crossover import first_where
 from comera.planning.linear import dense, thin, torch_linear
 from comera.planning.machine import Machine, load_machine
-from comera.planning.plan import plan_linear
+from comera.planning.planner import plan_linear
 from comera.planning.products import Layer, linear_layer
 from comera.shapes import TTShape
 
@@ -78,7 +78,7 @@ def break_even(
 ) -> BreakEven:
     """Whether a tensor-train layer, computed the faster of its ways, beats nn.Linear at a batch.
 
-    Arguments and errors are those of :func:`~comera.planning.plan.plan_linear`.
+    Arguments and errors are those of :func:`~comera.planning.planner.plan_linear`.
     """
     layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
     return _break_even(layer, dtype, machine or load_machine())
@@ -124,7 +124,7 @@ def suggest(
     the balanced modes of other orders, fewest cores first. No order of contraction is searched:
     what counts is the faster of the thin halves and the dense weight.
 
-    Arguments and errors are those of :func:`~comera.planning.plan.plan_linear`.
+    Arguments and errors are those of :func:`~comera.planning.planner.plan_linear`.
 
     Returns:
         The suggestion, or None if nn.Linear is faster than any of them.

@@ -31,7 +31,7 @@ def dense_from(
 
     Args:
         shape: Modes and ranks.
-        dtype: As in :func:`~comera.planning.plan.plan_linear`, and so are the others.
+        dtype: As in :func:`~comera.planning.planner.plan_linear`, and so are the others.
         machine: On which it will run; the profile of this computer's CPU if None.
         in_features: Width of the input if the modes multiply to more.
         out_features: Width of the output if the modes multiply to more.

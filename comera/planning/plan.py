@@ -1,18 +1,19 @@
-"""Which way of computing a layer is predicted to be fastest at a batch, and what it will cost."""
+"""What is predicted of one layer at one batch: the ways to compute it, timed, and against dense."""
 
-import functools
+import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from comera.planning import linear, look_up
 from comera.planning.candidate import Candidate
-from comera.planning.look_up import LookUp
-from comera.planning.machine import Machine, load_machine
-from comera.planning.products import Layer, check_count, check_width, linear_layer
+from comera.planning.machine import Machine
 from comera.planning.schedule import Schedule
-from comera.planning.table import plan_html, plan_text
-from comera.shapes import TTMShape, TTShape
+from comera.planning.step import Step
+from comera.planning.text import show_bytes, show_count, show_seconds, table_html, text_table
 
-_KEPT_PLANS = 1024
+_STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
+_CANDIDATE_HEADER = (
+    "candidate", "operations", "time", "time / dense", "saved", "peak", "peak / dense"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,132 +80,99 @@ class Plan:
         raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
 
     def __str__(self) -> str:
-        return plan_text(self)
+        """Two tables and the verdict, at most 100 columns wide."""
+        steps, candidates = _step_rows(self), _candidate_rows(self)
+        return "\n".join(
+            [
+                f"{self.title}\n{_setting(self)}",
+                _table(f"{self.chosen.name}, step by step", _STEP_HEADER, steps, left=3),
+                _table("candidates", _CANDIDATE_HEADER, candidates, left=1),
+                *verdict(self),
+            ]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        """The same for a notebook."""
+        chosen = f"{self.chosen.name}, step by step"
+        return "".join(
+            [
+                f"<p>{html.escape(self.title)}<br>{html.escape(_setting(self))}</p>",
+                table_html(_STEP_HEADER, _step_rows(self), caption=chosen),
+                table_html(_CANDIDATE_HEADER, _candidate_rows(self), caption="candidates"),
+                f"<p>{'<br>'.join(map(html.escape, verdict(self)))}</p>",
+            ]
+        )
 
 
-def plan_linear(
-    shape: TTShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
-    input_grad: bool = True,
-    together: int = 1,
-) -> Plan:
-    """Plan a linear layer; a second call with the same arguments returns the same plan.
-
-    Args:
-        shape: Modes and ranks.
-        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient; the first layer's does not.
-        together: How many layers of this shape join their cores in the same calls.
-
-    Raises:
-        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
-            the machine has no rate for ``dtype``.
-    """
-    layer = linear_layer(
-        shape, tokens, in_features, out_features, bias, train, input_grad, together
-    )
-    return _plan_linear(layer, machine or load_machine(), dtype)
-
-
-def plan_embedding(
-    shape: TTMShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    distinct: int | None = None,
-    num_embeddings: int | None = None,
-    embedding_dim: int | None = None,
-    train: bool = True,
-) -> Plan:
-    """Plan the look-ups of a table; a second call with the same arguments returns the same plan.
-
-    Args:
-        shape: Modes and ranks.
-        tokens: Indices in the batch.
-        dtype: As in :func:`plan_linear`.
-        machine: As in :func:`plan_linear`.
-        distinct: How many different indices to expect; as many as can be if None.
-        num_embeddings: Rows of the table if the modes multiply to more.
-        embedding_dim: Width if the modes multiply to more.
-        train: Whether a backward pass follows.
-
-    Raises:
-        ValueError: As :func:`plan_linear`, or if ``distinct`` is not between one and ``tokens``.
-    """
-    check_count("tokens", tokens)
-    if distinct is not None and not 1 <= distinct <= tokens:
-        raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
-    rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
-    columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
-    different = min(tokens, rows) if distinct is None else distinct
-    asked = LookUp(shape, tokens, different, rows, columns, train)
-    return _plan_embedding(asked, machine or load_machine(), dtype)
-
-
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
-    machine.rate(dtype)
-    shape = layer.shape
-    title = (
-        f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
-        f"ranks {' '.join(map(str, shape.ranks))}"
-    )
-    dense = linear.torch_linear(layer, machine, dtype)
-    if 0 in shape.ranks:
-        empty = linear.only_bias(layer, machine, dtype)
-        return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
-    optimal, search = linear.sequential(layer, machine, dtype)
-    candidates = [
-        linear.thin(layer, machine, dtype),
-        optimal,
-        linear.dense(layer, machine, dtype),
+def verdict(plan: Plan) -> list[str]:
+    """Lines that compare the chosen candidate with the dense layer and with the best tree."""
+    lines = [
+        f"against {plan.dense.name}: {plan.time_ratio:.2f}x the time "
+        f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)}), "
+        f"{plan.memory_ratio:.2f}x the memory "
+        f"({show_bytes(plan.chosen.peak_bytes)} for {show_bytes(plan.dense.peak_bytes)})"
     ]
-    ranked, runs = _ranked(candidates), ("thin", "dense")
-    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
+    if plan.search is not None:
+        side = "more" if plan.excess >= 0 else "fewer"
+        lines.append(
+            f"best tree by operations: {show_count(plan.search.operations)}; {plan.chosen.name} "
+            f"takes {abs(plan.excess):.1%} {side}"
+        )
+        if plan.search.gradients:
+            separate = plan.search.separate_operations
+            lines.append(
+                f"each gradient planned by itself: {show_count(separate)}, "
+                f"{separate / plan.search.operations:.2f}x"
+            )
+    return lines
 
 
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
-    machine.rate(dtype)
-    shape = asked.shape
-    title = (
-        f"embedding {asked.num_embeddings} x {asked.embedding_dim}, modes "
-        f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
-        f"{asked.distinct} distinct rows"
+def _setting(plan: Plan) -> str:
+    return f"{plan.tokens} tokens, {plan.dtype}, {plan.machine.title}"
+
+
+def _step_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+    total = plan.chosen.seconds
+    for name, steps in (("forward", plan.chosen.forward), ("backward", plan.chosen.backward)):
+        for step in steps:
+            yield (name, *_step_cells(plan, step, total))
+
+
+def _step_cells(plan: Plan, step: Step, total: float) -> tuple[str, ...]:
+    seconds = step.seconds(plan.machine, plan.dtype)
+    return (
+        step.label,
+        step.what,
+        show_count(step.operations),
+        show_bytes(step.bytes(plan.dtype)),
+        show_seconds(seconds),
+        f"{seconds / total:.0%}",
     )
-    dense = look_up.torch_embedding(asked, machine, dtype)
-    if 0 in shape.ranks:
-        empty = look_up.only_zeros(asked, machine, dtype)
-        return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
-    optimal, search = look_up.sequential(asked, machine, dtype)
-    candidates = [
-        look_up.halves(asked, machine, dtype, unique=True),
-        look_up.halves(asked, machine, dtype, unique=False),
-        optimal,
-    ]
-    ranked, runs = _ranked(candidates), (candidates[0].name,)
-    return Plan(title, asked.tokens, dtype, machine, ranked, runs, dense, search)
 
 
-def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
-    """Fastest first; of equals the one listed first."""
-    return tuple(sorted(candidates, key=lambda one: one.seconds))
+def _candidate_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+    for one in (*plan.candidates, plan.dense):
+        note = " (chosen)" if one is plan.chosen else ""
+        if one is not plan.dense and one.name not in plan.runs:
+            note = " (not run)"
+        name = one.name + note
+        yield (name, *_candidate_cells(one, plan.dense))
+
+
+def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
+    return (
+        show_count(one.operations),
+        show_seconds(one.seconds),
+        f"{one.seconds / dense.seconds:.2f}x",
+        show_bytes(one.saved_bytes),
+        show_bytes(one.peak_bytes),
+        f"{one.peak_bytes / dense.peak_bytes:.2f}x",
+    )
+
+
+def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]], left: int) -> str:
+    """Words in the first columns, which may be broken, and numbers in the others."""
+    words, numbers = range(left), range(left, len(header))
+    return text_table(title, header, rows, left=words, keep=numbers)

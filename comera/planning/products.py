@@ -54,7 +54,7 @@ def linear_layer(
     input_grad: bool = True,
     together: int = 1,
 ) -> Layer:
-    """The checked arguments of :func:`~comera.planning.plan.plan_linear`, widths filled in."""
+    """The checked arguments of :func:`~comera.planning.planner.plan_linear`, widths filled in."""
     check_count("tokens", tokens)
     check_count("together", together)
     wide = check_width("in_features", in_features, shape.in_width)

@@ -1,26 +1,25 @@
 """How much smaller a tensorised model is, layer by layer, and what its layers cost."""
 
-import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import TTTable
-from comera.planning.cost import (
-    Cost,
-    dense_embedding_cost,
-    dense_linear_cost,
-    tt_embedding_cost,
-    tt_linear_cost,
-)
-from comera.planning.table import table_html
+from comera.ops.machine import machine_of
+from comera.planning import linear, look_up
+from comera.planning.candidate import Candidate
+from comera.planning.look_up import LookUp
+from comera.planning.products import linear_layer
+from comera.planning.text import table_html, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,10 @@ class CompressionReport:
         """How many times fewer parameters than dense, over the tensor-train layers."""
         return self.tt_dense_params / max(1, self.tt_params) if self.layers else 1.0
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row a layer; columns are the attributes of :class:`LayerReport`."""
+    def to_pandas(self) -> "pd.DataFrame":
+        """One row a layer; columns are the attributes of :class:`LayerReport`. Needs pandas."""
+        import pandas as pd  # takes as long to import as all the rest of this package
+
         return pd.DataFrame([vars(layer) for layer in self.layers])
 
     def summary(self) -> str:
@@ -132,14 +133,10 @@ class CompressionReport:
 
     def __str__(self) -> str:
         header, rows = self.rows()
-        table = Table(title="tensor-train layers", show_lines=False)
-        for k, name in enumerate(header):
-            table.add_column(name, justify="left" if k < 4 else "right", no_wrap=k in (0, 1))
-        for row in rows:
-            table.add_row(*row)
-        out = io.StringIO()
-        Console(file=out, width=200, color_system=None).print(table)
-        return f"{out.getvalue().rstrip()}\n{self.summary()}"
+        table = text_table(
+            "tensor-train layers", header, rows, left=range(4), keep=(0, 1), width=_WIDTH
+        )
+        return f"{table}\n{self.summary()}"
 
     __repr__ = __str__
 
@@ -169,18 +166,10 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     shape = layer.shape
     dense_params = layer.num_dense
     stored = [*layer.cores, *layer.gates]
-    if isinstance(layer, TTLinear):
-        cost = tt_linear_cost(layer.shape, tokens, ranks)
-        dense = dense_linear_cost(layer.in_features, layer.out_features, tokens)
-    elif isinstance(layer, TTTable):
-        cost, dense = tt_embedding_cost(layer.shape, tokens, ranks), dense_embedding_cost(tokens)
-        if isinstance(layer.hot, Tensor):
-            stored.append(layer.hot)
-            dense_params += layer.hot.numel()
-    else:
-        assert isinstance(layer, HotRows), "there are three formats"
-        cost = dense = Cost(0, 0, 0)  # every index is counted as one of the train's
-    width = torch.empty((), dtype=layer.cores[0].dtype).element_size()
+    if isinstance(layer, TTTable) and isinstance(layer.hot, Tensor):
+        stored.append(layer.hot)
+        dense_params += layer.hot.numel()
+    mine, dense = _ways(layer, ranks, tokens)
     return LayerReport(
         name=name,
         kind=type(layer).__name__,
@@ -191,11 +180,39 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
         params=sum(param.numel() for param in stored),
         live_params=shape.size_at(ranks),
         bytes=sum(param.numel() * param.element_size() for param in stored),
-        operations=cost.total,
-        dense_operations=dense.total,
-        saved_bytes=cost.saved * width,
-        dense_saved_bytes=dense.saved * width,
+        operations=mine.operations if mine else 0,
+        dense_operations=dense.operations if dense else 0,
+        saved_bytes=mine.saved_bytes if mine else 0,
+        dense_saved_bytes=dense.saved_bytes if dense else 0,
     )
+
+
+def _ways(
+    layer: TensorTrainModule, ranks: tuple[int, ...], tokens: int
+) -> tuple[Candidate | None, Candidate | None]:
+    """How the layer runs at the given ranks, and the dense one; None for parts of a table."""
+    core = layer.cores[0]
+    dtype, machine = str(core.dtype).removeprefix("torch."), machine_of(core.device)
+    shape: Any = replace(layer.shape, ranks=ranks)
+    if isinstance(layer, TTLinear):
+        wide, high, bias = layer.in_features, layer.out_features, layer.bias is not None
+        asked = linear_layer(shape, tokens, wide, high, bias, train=True)
+        if 0 in ranks:
+            ways = [linear.only_bias(asked, machine, dtype)]
+        else:
+            ways = [way(asked, machine, dtype) for way in (linear.thin, linear.dense)]
+        return min(ways, key=lambda way: way.seconds), linear.torch_linear(asked, machine, dtype)
+    if isinstance(layer, TTTable):
+        rows = layer.num_embeddings - layer.hot_rows
+        batch = LookUp(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
+        mine = (
+            look_up.only_zeros(batch, machine, dtype)
+            if 0 in ranks
+            else look_up.halves(batch, machine, dtype, unique=True)
+        )
+        return mine, look_up.torch_embedding(batch, machine, dtype)
+    assert isinstance(layer, HotRows), "there are three formats"
+    return None, None  # every index is counted as one of the train's
 
 
 def _ranks(layer: LayerReport) -> str:

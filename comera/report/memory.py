@@ -1,10 +1,7 @@
 """What a model and its optimizer keep in memory, counted before training."""
 
-import io
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,10 +9,9 @@ from comera.optim.galore import GaLore
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.layout import stored_bytes
 from comera.optim.state_size import state_bytes
-from comera.planning.table import show_bytes, table_html
+from comera.planning.text import show_bytes, table_html, text_table
 
 _HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
-_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -86,15 +82,8 @@ class MemoryReport:
         )
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.title}, bytes")
-        for k, name in enumerate(_HEADER):
-            table.add_column(name, justify="right" if k else "left", overflow="fold")
-        rows = self.rows()
-        for k, row in enumerate(rows):
-            table.add_row(*row, end_section=k == len(rows) - 2)
-        out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, markup=False).print(table)
-        return f"{out.getvalue().rstrip()}\n{self.summary()}"
+        table = text_table(f"{self.title}, bytes", _HEADER, self.rows(), total=True)
+        return f"{table}\n{self.summary()}"
 
     __repr__ = __str__
 

@@ -1,10 +1,7 @@
 """What the planner says about the layers of a model: which way each runs, and against dense."""
 
-import io
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from comera.nn.hot import HotRows
@@ -14,10 +11,10 @@ from comera.nn.table import TTTable
 from comera.ops.machine import machine_of
 from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
-from comera.planning.plan import Plan, plan_embedding, plan_linear
-from comera.planning.table import show_seconds, table_html
+from comera.planning.plan import Plan
+from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.text import show_seconds, table_html, text_table
 
-_WIDTH = 100
 _HEADER = ("layers", "shape and ranks", "runs", "time", "time / dense", "peak / dense", "instead")
 
 
@@ -86,20 +83,15 @@ class ModelPlan:
         )
 
     def __str__(self) -> str:
-        table = Table(title=f"plan at {self.tokens} tokens")
         rows = self.rows()
         shown = len(_HEADER) if any(row[-1] for row in rows) else len(_HEADER) - 1
-        for k, name in enumerate(_HEADER[:shown]):
-            table.add_column(
-                name,
-                justify="right" if 3 <= k < 6 else "left",
-                overflow="fold",
-            )
-        for row in rows:
-            table.add_row(*row[:shown])
-        out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, markup=False).print(table)
-        return f"{out.getvalue().rstrip()}\n{self.summary()}"
+        table = text_table(
+            f"plan at {self.tokens} tokens",
+            _HEADER[:shown],
+            [row[:shown] for row in rows],
+            left=(0, 1, 2, 6),
+        )
+        return f"{table}\n{self.summary()}"
 
     __repr__ = __str__
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from comera.planning.break_even import break_even, suggest
 from comera.planning.crossover import dense_from
 from comera.planning.machine import default_machine
-from comera.planning.plan import plan_linear
+from comera.planning.planner import plan_linear
 from comera.planning.products import linear_layer
 from comera.shapes import TTShape
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from comera.planning.cost import dense_linear_cost, tt_linear_cost
 from comera.planning.linear import (
     Layer,
     dense,
@@ -16,6 +15,7 @@ from comera.planning.linear import (
 )
 from comera.planning.machine import default_machine
 from comera.shapes import TTShape
+from tests.planning.closed_forms import dense_linear_cost, tt_linear_cost
 from tests.planning.running import count
 
 CPU = default_machine("cpu")

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from comera.ops.tt_embedding import ttm_to_dense
-from comera.planning.cost import tt_embedding_cost
 from comera.planning.look_up import LookUp, halves, only_zeros, sequential, torch_embedding
 from comera.planning.machine import default_machine
 from comera.shapes import TTMShape
+from tests.planning.closed_forms import tt_embedding_cost
 from tests.planning.running import count
 
 CPU = default_machine("cpu")

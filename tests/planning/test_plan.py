@@ -3,8 +3,8 @@ import time
 import pytest
 
 from comera.planning.machine import default_machine
-from comera.planning.plan import plan_embedding, plan_linear
-from comera.planning.table import show_bytes, show_count, show_seconds
+from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.text import show_bytes, show_count, show_seconds
 from comera.shapes import TTMShape, TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")

@@ -7,13 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.nn.linear import TTLinear
 from comera.ops.halves import merge_halves
 from comera.ops.table_halves import merge_table_halves
-from comera.planning.cost import (
+from comera.shapes import TTMShape, TTShape
+from tests.planning.closed_forms import (
     dense_embedding_cost,
     dense_linear_cost,
     tt_embedding_cost,
     tt_linear_cost,
 )
-from comera.shapes import TTMShape, TTShape
 
 LINEAR = [
     TTShape((4,), (3,), (2,)),

@@ -1,4 +1,4 @@
-"""Predicted work and memory of a layer, tensor train against dense.
+"""Work and memory of a layer in closed form, which the planner's lists of steps are held to.
 
 Work is counted in multiply-adds, memory in numbers kept for the backward pass. The orders
 of contraction are those of ``comera.ops``: half-chains joined first, then two thin products.

@@ -1,0 +1,136 @@
+"""Plan a layer at a batch: which way of computing it is predicted to be fastest."""
+
+import functools
+
+from comera.planning import linear, look_up
+from comera.planning.candidate import Candidate
+from comera.planning.look_up import LookUp
+from comera.planning.machine import Machine, load_machine
+from comera.planning.plan import Plan
+from comera.planning.products import Layer, check_count, check_width, linear_layer
+from comera.shapes import TTMShape, TTShape
+
+_KEPT_PLANS = 1024
+
+
+def plan_linear(
+    shape: TTShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    bias: bool = True,
+    train: bool = True,
+    input_grad: bool = True,
+    together: int = 1,
+) -> Plan:
+    """Plan a linear layer; a second call with the same arguments returns the same plan.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+        input_grad: Whether the input needs a gradient; the first layer's does not.
+        together: How many layers of this shape join their cores in the same calls.
+
+    Raises:
+        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
+            the machine has no rate for ``dtype``.
+    """
+    layer = linear_layer(
+        shape, tokens, in_features, out_features, bias, train, input_grad, together
+    )
+    return _plan_linear(layer, machine or load_machine(), dtype)
+
+
+def plan_embedding(
+    shape: TTMShape,
+    tokens: int,
+    *,
+    dtype: str = "float32",
+    machine: Machine | None = None,
+    distinct: int | None = None,
+    num_embeddings: int | None = None,
+    embedding_dim: int | None = None,
+    train: bool = True,
+) -> Plan:
+    """Plan the look-ups of a table; a second call with the same arguments returns the same plan.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Indices in the batch.
+        dtype: As in :func:`plan_linear`.
+        machine: As in :func:`plan_linear`.
+        distinct: How many different indices to expect; as many as can be if None.
+        num_embeddings: Rows of the table if the modes multiply to more.
+        embedding_dim: Width if the modes multiply to more.
+        train: Whether a backward pass follows.
+
+    Raises:
+        ValueError: As :func:`plan_linear`, or if ``distinct`` is not between one and ``tokens``.
+    """
+    check_count("tokens", tokens)
+    if distinct is not None and not 1 <= distinct <= tokens:
+        raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
+    rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
+    columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
+    different = min(tokens, rows) if distinct is None else distinct
+    asked = LookUp(shape, tokens, different, rows, columns, train)
+    return _plan_embedding(asked, machine or load_machine(), dtype)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
+    machine.rate(dtype)
+    shape = layer.shape
+    title = (
+        f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
+        f"ranks {' '.join(map(str, shape.ranks))}"
+    )
+    dense = linear.torch_linear(layer, machine, dtype)
+    if 0 in shape.ranks:
+        empty = linear.only_bias(layer, machine, dtype)
+        return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
+    optimal, search = linear.sequential(layer, machine, dtype)
+    candidates = [
+        linear.thin(layer, machine, dtype),
+        optimal,
+        linear.dense(layer, machine, dtype),
+    ]
+    ranked, runs = _ranked(candidates), ("thin", "dense")
+    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
+    machine.rate(dtype)
+    shape = asked.shape
+    title = (
+        f"embedding {asked.num_embeddings} x {asked.embedding_dim}, modes "
+        f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
+        f"{asked.distinct} distinct rows"
+    )
+    dense = look_up.torch_embedding(asked, machine, dtype)
+    if 0 in shape.ranks:
+        empty = look_up.only_zeros(asked, machine, dtype)
+        return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
+    optimal, search = look_up.sequential(asked, machine, dtype)
+    candidates = [
+        look_up.halves(asked, machine, dtype, unique=True),
+        look_up.halves(asked, machine, dtype, unique=False),
+        optimal,
+    ]
+    ranked, runs = _ranked(candidates), (candidates[0].name,)
+    return Plan(title, asked.tokens, dtype, machine, ranked, runs, dense, search)
+
+
+def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+    """Fastest first; of equals the one listed first."""
+    return tuple(sorted(candidates, key=lambda one: one.seconds))

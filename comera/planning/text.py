@@ -1,0 +1,80 @@
+"""Numbers with their units, and tables as text and as HTML, for whatever prints itself."""
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+
+
+def show_count(number: float) -> str:
+    """A count with three digits and a unit: ``94.4M``."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def show_bytes(number: float) -> str:
+    """Bytes with three digits and a unit: ``12.1 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def show_seconds(number: float) -> str:
+    """A duration with three digits and a unit: ``1.35 ms``."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number / 1e-6:.3g} us"
+
+
+def text_table(
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Sequence[int] = (0,),
+    keep: Sequence[int] = (),
+    total: bool = False,
+    width: int = 100,
+) -> str:
+    """A table of text.
+
+    Args:
+        title: Above it.
+        header: Names of the columns.
+        rows: Their cells.
+        left: Columns that are aligned at the left; the others are at the right.
+        keep: Columns whose cells are never broken into lines.
+        total: Whether a line is drawn above the last row.
+        width: Columns of the terminal at most.
+    """
+    from rich.console import Console  # not needed before somebody prints
+    from rich.table import Table
+
+    table = Table(title=title)
+    for k, name in enumerate(header):
+        justify = "left" if k in left else "right"
+        table.add_column(name, justify=justify, no_wrap=k in keep, overflow="fold")  # type: ignore[arg-type]
+    cells = list(rows)
+    for k, row in enumerate(cells):
+        table.add_row(*row, end_section=total and k == len(cells) - 2)
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, markup=False).print(table)
+    return out.getvalue().rstrip()
+
+
+def table_html(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", note: str = ""
+) -> str:
+    """A plain HTML table for notebooks; all text is escaped, line breaks of the note kept."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    caption = caption and f"<caption>{html.escape(caption)}</caption>"
+    note = note and f"<p>{html.escape(note)}</p>".replace("\n", "<br>")
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
