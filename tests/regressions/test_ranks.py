@@ -1,0 +1,19 @@
+"""Defects of rank learning that were mended, each in a few lines."""
+
+import torch
+from torch import nn
+
+import comera
+from comera.nn.module import tensor_trains
+
+
+def test_the_target_is_met_where_someone_else_has_closed_a_whole_bond():
+    """At ``min_rank=1`` the layer keeps a rank of that bond, and all of its others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(comera.TTLinear(64, 64, rank=8), comera.TTLinear(64, 64, rank=8))
+    ranks = comera.TwoStage(model, 0.3, 1, 1)
+    with torch.no_grad():
+        model[0].gates[1].zero_()
+    outcome = ranks.finish_()
+    cores = sum(core.numel() for m in tensor_trains(model).values() for core in m.cores)
+    assert cores == outcome["size"] <= outcome["target_size"]
