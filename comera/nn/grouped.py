@@ -51,6 +51,15 @@ class GroupedMerge:
         key = [layer.identity() for layer in self._layers]
         if key != self._key:
             self._key, self._calls = key, self._arrange()
+        try:
+            self._share()
+        except BaseException:  # such as one of too little memory: nothing stays lent
+            self.__exit__()
+            raise
+        return self
+
+    def _share(self) -> None:
+        """Join the gates and cores of all layers, and let the layers use what was made."""
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
@@ -58,7 +67,6 @@ class GroupedMerge:
             _lend(groups, halves, "shared_halves")
             if self._autocast is not None and halves[0].dtype != torch.float64:
                 _lend(groups, [half.to(self._autocast) for half in halves], "narrow_halves")
-        return self
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:

@@ -167,6 +167,7 @@ class TwoStage:
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
+        self._goal_is_new = False  # set by the step that is under way
 
     def _watch(self) -> Sensitivities:
         sensitivities = Sensitivities(self.size.layers)
@@ -239,7 +240,7 @@ class TwoStage:
         """
         if self._late_goal is None:
             seen = value if self._running_loss is None else self._running_loss
-            self._late_goal = seen.clone()
+            self._late_goal, self._goal_is_new = seen.clone(), True
         if self._least_loss is None:
             self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
         return self._late_goal, self._least_loss
@@ -273,8 +274,13 @@ class TwoStage:
         return self.early_steps - min(_HEARD, (self.early_steps + 1) // 2)
 
     def discard_(self) -> None:
-        """Forget losses since the last :meth:`step`: their gradients are thrown away."""
+        """Forget losses since the last :meth:`step`: their gradients are thrown away.
+
+        Loops of one's own call it, with ``zero_grad``, after a step that raised before its end.
+        """
         self._live = None
+        if self._goal_is_new:
+            self._late_goal, self._least_loss, self._goal_is_new = None, None, False
         if self._sensitivities is not None:
             self._sensitivities.discard_()
 
@@ -286,6 +292,7 @@ class TwoStage:
         if self._live is not None:
             self._reached |= self.size.hold_(self._live, self.target_size)
             self._live = None
+        self._goal_is_new = False
         if self._running_loss is None:
             self._running_loss = loss.detach().clone()
         else:

@@ -64,6 +64,9 @@ class TrainStep:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
             With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
             always, such a gradient is applied.
+        Exception: Whatever ``loss_fn``, backward or the optimizer raised, Ctrl-C included: gradients
+            are dropped and rank learning is as before the call, so the next one starts clean.
+            What the optimizer had changed by then stays changed.
         ValueError: If a setting is out of range, or per-layer updates cannot go with it.
 
     Note:
@@ -123,6 +126,7 @@ class TrainStep:
         self._device = next(model.parameters()).device
         self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
+        self._in_backward = False
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -148,7 +152,11 @@ class TrainStep:
             The mean loss before the update, detached; without the rank objective. Of several
             processes, the mean of theirs.
         """
-        total = self._update(batch) if self._capture is None else self._capture(batch)
+        try:
+            total = self._update(batch) if self._capture is None else self._capture(batch)
+        except BaseException:  # Ctrl-C too: a caller may catch whatever it is and go on
+            self._break_off_()
+            raise
         if self.scheduler is not None:
             self.scheduler.step()
         if self.ranks is not None:
@@ -161,6 +169,19 @@ class TrainStep:
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)
+
+    def _break_off_(self) -> None:
+        """Leave nothing of a step that raised: no gradients, and nothing that rank learning heard.
+
+        Steps that an optimizer has taken stay, those of single parameters in backward too.
+        """
+        if isinstance(self.optimizer, OptimizerInBackward):
+            self.optimizer.discard_()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ranks is not None:
+            self.ranks.discard_()
+        if self.parallel is not None and self._in_backward:
+            self.parallel.forget()  # its buffers wait for the gradients that did not come
 
     def _make_capture(self, graph: bool | None) -> Capture | None:
         graphs = graphs_on(self._device)
@@ -175,6 +196,7 @@ class TrainStep:
 
     def _update(self, batch: Any) -> Tensor:
         """All that happens on the device: nothing is kept on the host from one call to the next."""
+        self._in_backward = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
         total = torch.zeros((), device=self._device)
@@ -186,7 +208,9 @@ class TrainStep:
                 seen = mean_over(self._group, loss.detach())
                 self._check_finite("loss", seen)
                 objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
+                self._in_backward = True
                 (objective * share).backward()
+                self._in_backward = False
             total += seen * share
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -252,9 +276,6 @@ class TrainStep:
     def _check_finite(self, what: str, value: Tensor) -> None:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
         if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.ranks is not None:
-                self.ranks.discard_()
             found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
 

@@ -1,5 +1,8 @@
 """Defects of rank learning that were mended, each in a few lines."""
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
@@ -17,3 +20,21 @@ def test_the_target_is_met_where_someone_else_has_closed_a_whole_bond():
     outcome = ranks.finish_()
     cores = sum(core.numel() for m in tensor_trains(model).values() for core in m.cores)
     assert cores == outcome["size"] <= outcome["target_size"]
+
+
+def test_a_part_of_a_batch_that_fails_leaves_no_gradients_to_the_next_step():
+    """Such as one that runs out of memory, and a caller who goes on without it."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def loss_fn(model, batch):
+        if batch.isnan().any():
+            raise MemoryError
+        return model(batch).mean()
+
+    step = comera.TrainStep(model, loss_fn, optimizer, accumulate=2)
+    with pytest.raises(MemoryError):
+        step(torch.tensor([[1.0, 2.0], [3.0, math.nan]]))
+    before = model.weight.detach().clone()
+    step(torch.zeros(2, 2))
+    assert torch.equal(model.weight, before)
