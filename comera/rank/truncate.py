@@ -12,6 +12,7 @@ from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.optim.carry import carry_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
+from comera.rank.replicas import renew_, wrappers_of
 from comera.rank.settings import check_min_rank, check_spare
 
 
@@ -26,7 +27,8 @@ def truncate_(
     """Cut pruned ranks out of the cores, in place; the function of the model does not change.
 
     Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
-    so training goes on as if nothing had happened.
+    so training goes on as if nothing had happened. A ``DistributedDataParallel`` around the model
+    is told of the new shapes; all of its processes make the same cut.
 
     Args:
         model: Its tensor-train layers are truncated.
@@ -50,6 +52,9 @@ def truncate_(
         if 0 not in before:  # else it has vanished already
             _truncate_layer(layer, inner, min_rank, absorb)
         changed[name] = (before, layer.ranks)
+    if any(before != after for before, after in changed.values()):
+        for wrapper in wrappers_of(model):
+            renew_(wrapper)
     return changed
 
 

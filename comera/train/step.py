@@ -64,9 +64,9 @@ class TrainStep:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
             With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
             always, such a gradient is applied.
-        Exception: Whatever ``loss_fn``, backward or the optimizer raised, Ctrl-C included: gradients
-            are dropped and rank learning is as before the call, so the next one starts clean.
-            What the optimizer had changed by then stays changed.
+        Exception: What ``loss_fn``, backward or the optimizer raised, Ctrl-C included. Gradients
+            are dropped and rank learning is as before the call, so that the next one starts clean;
+            what the optimizer had changed by then stays changed.
         ValueError: If a setting is out of range, or per-layer updates cannot go with it.
 
     Note:
@@ -137,7 +137,8 @@ class TrainStep:
         if ranks is not None:
             _check_learns_ranks(ranks, model)
             ranks.check_schedule(optimizer)
-            ranks.process_group = self._group or ranks.process_group
+            if self._group is not None:
+                ranks.process_group = self._group
         return_freed_memory()
         self._capture = self._make_capture(graph)
 

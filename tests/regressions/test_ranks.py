@@ -8,6 +8,8 @@ from torch import nn
 
 import comera
 from comera.nn.module import tensor_trains
+from tests.processes import in_two_processes
+from tests.states import assert_equal
 
 
 def test_the_target_is_met_where_someone_else_has_closed_a_whole_bond():
@@ -38,3 +40,26 @@ def test_a_part_of_a_batch_that_fails_leaves_no_gradients_to_the_next_step():
     before = model.weight.detach().clone()
     step(torch.zeros(2, 2))
     assert torch.equal(model.weight, before)
+
+
+def _own_loop(rank):
+    torch.manual_seed(0)
+    model = comera.TTLinear(16, 16, rank=8)
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    ranks = comera.TwoStage(model, 0.5, 3)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = parallel(torch.randn(9, 16).roll(rank, 1) * (1 + rank + number)).square().mean()
+        ranks.objective(loss).backward()
+        optimizer.step()
+        ranks.step(loss.detach(), optimizer)
+        if ranks.due:
+            ranks.finish_(optimizer)
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.slow
+def test_processes_that_average_gradients_keep_one_model_when_ranks_are_cut(tmp_path):
+    mine, theirs = in_two_processes(_own_loop, tmp_path)
+    assert_equal(mine, theirs)
