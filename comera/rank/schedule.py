@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import tensor_trains
+from comera.nn.module import check_whole, tensor_trains
 from comera.nn.targets import listed
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
+from comera.params import is_sharded
 from comera.rank.canonical import canonicalize_
 from comera.rank.replicas import agreed, check_alike, processes_of
 from comera.rank.sensitivity import Sensitivities
@@ -112,7 +113,8 @@ class TwoStage:
         process_group: As given. ``TrainStep`` puts that of its ``DistributedDataParallel`` here.
 
     Raises:
-        ValueError: If the model has no tensor-train layer to learn or a setting is out of range.
+        ValueError: If the model has no tensor-train layer to learn, one is sharded, as by
+            ``fully_shard``, or a setting is out of range.
 
     Note:
         In a loop of one's own each of several processes weighs the size against its own loss, and
@@ -158,6 +160,7 @@ class TwoStage:
                 f"process_group={process_group!r} must be a group of torch.distributed, 'auto' to "
                 "find it, or None for a process that trains a model of its own"
             )
+        check_whole(model, "TwoStage")
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta
@@ -204,6 +207,7 @@ class TwoStage:
         Raises:
             ValueError: In all of them, if they do not.
         """
+        check_whole(self.model, "TwoStage")
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
         settings = {
@@ -240,6 +244,8 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
+        if any(map(is_sharded, self.size.gates)):
+            check_whole(self.model, "TwoStage")  # it was made before the model was sharded
         if self._sensitivities is not None:
             self._sensitivities.watch_()
         gates = self.size.read()

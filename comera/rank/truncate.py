@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
 from comera.optim.carry import carry_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
@@ -42,9 +42,11 @@ def truncate_(
 
     Raises:
         ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
-            stepped: its history is of all parameters together. Nothing is changed.
+            stepped: its history is of all parameters together. Or a tensor train is sharded, as by
+            ``fully_shard``. Nothing is changed.
     """
     check_min_rank(min_rank)
+    check_whole(model, "truncate_")
     inner = inner_optimizer(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():

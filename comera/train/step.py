@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
-from comera.nn.module import tensor_trains
+from comera.nn.module import check_whole, tensor_trains
 from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
 from comera.ops.scaled import scaled_products, why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
@@ -67,7 +67,8 @@ class TrainStep:
         Exception: What ``loss_fn``, backward or the optimizer raised, Ctrl-C included. Gradients
             are dropped and rank learning is as before the call, so that the next one starts clean;
             what the optimizer had changed by then stays changed.
-        ValueError: If a setting is out of range, or per-layer updates cannot go with it.
+        ValueError: If a setting is out of range, per-layer updates cannot go with it, or a tensor
+            train is sharded, as by ``fully_shard``.
 
     Note:
         A graph holds what the GPU was told to do, not Python: hooks, prints and choices of
@@ -116,6 +117,7 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
+        check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler

@@ -63,3 +63,27 @@ def _own_loop(rank):
 def test_processes_that_average_gradients_keep_one_model_when_ranks_are_cut(tmp_path):
     mine, theirs = in_two_processes(_own_loop, tmp_path)
     assert_equal(mine, theirs)
+
+
+def _sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Sequential(comera.TTLinear(16, 16, rank=4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = []
+    for make in (
+        lambda: comera.TrainStep(model, lambda m, x: m(x).mean(), optimizer)(torch.ones(2, 16)),
+        lambda: comera.TwoStage(model, 0.5, 2, 2),
+        lambda: comera.MuonAdamW(comera.param_groups(model, 1e-3)),
+    ):
+        with pytest.raises(ValueError, match="fully_shard") as error:
+            make()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.slow
+def test_what_does_not_go_with_sharded_models_says_so(tmp_path):
+    mine, theirs = in_two_processes(_sharded, tmp_path)
+    assert mine == theirs
+    assert all("DistributedDataParallel" in text for text in mine)
