@@ -128,7 +128,7 @@ class TrainStep:
         self._device = next(model.parameters()).device
         self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
-        self._in_backward = False
+        self._unreduced = False  # whether averages over processes are under way
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -183,7 +183,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ranks is not None:
             self.ranks.discard_()
-        if self.parallel is not None and self._in_backward:
+        if self.parallel is not None and self._unreduced:
             self.parallel.forget()  # its buffers wait for the gradients that did not come
 
     def _make_capture(self, graph: bool | None) -> Capture | None:
@@ -199,21 +199,23 @@ class TrainStep:
 
     def _update(self, batch: Any) -> Tensor:
         """All that happens on the device: nothing is kept on the host from one call to the next."""
-        self._in_backward = False  # one that was broken off has been seen to
+        self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
         total = torch.zeros((), device=self._device)
         parts = self._parts(batch)
         for number, (part, share) in enumerate(parts, 1):
+            # From the last part's forward pass on, whatever backward comes next is averaged.
+            self._unreduced = 1 < number == len(parts)
             with self.merged, self._updates(last=number == len(parts)):
                 loss = self._loss(part)
                 _check_loss(loss)
                 seen = mean_over(self._group, loss.detach())
                 self._check_finite("loss", seen)
                 objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
-                self._in_backward = True
+                self._unreduced = True
                 (objective * share).backward()
-                self._in_backward = False
+                self._unreduced = False
             total += seen * share
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
