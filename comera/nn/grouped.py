@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import tensor_trains
+from comera.nn.module import check_whole, tensor_trains
 from comera.nn.shared_gates import lend_gates, take_back_gates
 from comera.ops.halves import layout_of, merge_groups
 
@@ -25,6 +25,9 @@ class GroupedMerge:
         autocast: Dtype in which the layers will be used: what is joined is brought to it at once,
             for layers that are called while autocast is on.
 
+    Raises:
+        ValueError: If a tensor train is sharded, as by ``fully_shard``.
+
     Note:
         Change no parameter inside, its dtype or device included, and call ``backward`` once for
         each time it is entered; inside, where activation checkpointing is used.
@@ -41,7 +44,8 @@ class GroupedMerge:
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
-        self._autocast = autocast
+        check_whole(model, "GroupedMerge")
+        self._model, self._autocast = model, autocast
         self._trains = list(tensor_trains(model).values())
         self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
         self._key: object = None
@@ -50,7 +54,17 @@ class GroupedMerge:
     def __enter__(self) -> "GroupedMerge":
         key = [layer.identity() for layer in self._layers]
         if key != self._key:
+            check_whole(self._model, "GroupedMerge")  # it may have been sharded since
             self._key, self._calls = key, self._arrange()
+        try:
+            self._share()
+        except BaseException:  # such as one of too little memory: nothing stays lent
+            self.__exit__()
+            raise
+        return self
+
+    def _share(self) -> None:
+        """Join the gates and cores of all layers, and let the layers use what was made."""
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
@@ -58,7 +72,6 @@ class GroupedMerge:
             _lend(groups, halves, "shared_halves")
             if self._autocast is not None and halves[0].dtype != torch.float64:
                 _lend(groups, [half.to(self._autocast) for half in halves], "narrow_halves")
-        return self
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:

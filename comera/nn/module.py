@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.rank_gate import rank_gate
-from comera.params import set_data_
+from comera.params import is_sharded, set_data_
 from comera.shapes import TTMShape, TTShape, is_number
 
 PRUNE_BELOW = 1e-2
@@ -321,6 +321,28 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
         if isinstance(module, TensorTrainModule):
             found.setdefault(id(module.cores), (name, module))
     return dict(found.values())
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Check that no parameter of a tensor-train layer is sharded.
+
+    Args:
+        model: Its tensor-train layers are looked at.
+        what: Needs them whole; for the message.
+
+    Raises:
+        ValueError: If one is.
+    """
+    for name, layer in tensor_trains(model).items():
+        for key, param in layer.named_parameters():
+            if is_sharded(param):
+                raise ValueError(
+                    f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
+                    f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
+                    "the model whole in DistributedDataParallel: tensor trains are small. Sharded, "
+                    "it trains in a loop of your own with torch.optim.AdamW or SGD, without "
+                    "GroupedMerge, TrainStep and TwoStage"
+                )
 
 
 @torch.no_grad()

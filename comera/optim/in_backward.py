@@ -137,6 +137,15 @@ class OptimizerInBackward:
         """Drop the gradients that are left, if any."""
         self.optimizer.zero_grad(set_to_none)
 
+    def discard_(self) -> None:
+        """End an iteration that was broken off: drop its gradients and begin anew.
+
+        Parameters that have been updated stay so.
+        """
+        self._stepped.clear()
+        self._waiting.clear()
+        self.zero_grad()
+
     def remove(self) -> None:
         """Take the hooks away: from now on the optimizer steps as it did before."""
         for handle in self._handles:

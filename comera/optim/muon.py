@@ -18,6 +18,7 @@ from torch import Tensor
 from comera.ops.autocast import without_autocast
 from comera.optim.layout import loading_exactly
 from comera.optim.partial import plain_step
+from comera.params import is_sharded
 
 log = logging.getLogger("comera")
 
@@ -64,7 +65,8 @@ class MuonAdamW(torch.optim.AdamW):
         same calls, in float32 on a CPU and in bfloat16 elsewhere, as :class:`torch.optim.Muon`.
 
     Raises:
-        ValueError: If a setting is out of range, or a Muon group holds a vector.
+        ValueError: If a setting is out of range, or a Muon group holds a vector or what
+            ``fully_shard`` has sharded.
     """
 
     def __init__(
@@ -122,6 +124,14 @@ class MuonAdamW(torch.optim.AdamW):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in a group with muon=True, "
                     "which is for cores and matrices: put it in another group"
+                )
+            if group["muon"] and is_sharded(param):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"MuonAdamW steps whole matrices, and a parameter of shape "
+                    f"{tuple(param.shape)} in a group with muon=True is sharded (a DTensor, as "
+                    "fully_shard makes it): use torch.optim.AdamW, or leave the model whole in "
+                    "DistributedDataParallel"
                 )
 
     @torch.no_grad()

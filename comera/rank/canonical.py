@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
 from comera.optim.forget import forget_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
@@ -54,8 +54,10 @@ def canonicalize_(
             what the first one has.
 
     Raises:
-        ValueError: If the optimizer is an LBFGS that has stepped. Nothing is changed.
+        ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
+            by ``fully_shard``. Nothing is changed.
     """
+    check_whole(model, "canonicalize_")
     inner = inner_optimizer(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]

@@ -23,9 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.nn.module import check_whole, tensor_trains
 from comera.nn.targets import listed
 from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import inner_optimizer
+from comera.params import is_sharded
 from comera.rank.canonical import canonicalize_
+from comera.rank.replicas import agreed, check_alike, processes_of
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.settings import (
     DEFAULTS,
@@ -37,7 +41,7 @@ from comera.rank.settings import (
     target_entries,
 )
 from comera.rank.size import Gates, SizeOfRanks
-from comera.rank.truncate import prune_to_, truncate_
+from comera.rank.truncate import kept_ranks, prune_to_, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,17 +100,29 @@ class TwoStage:
         spare: What every layer keeps at least, as a share of what it would have if all were cut
             alike, in ``[0, 1]``: 0.5 with ``choose="sensitivity"``, else 0. Early in training the
             loss hardly depends on layers that are needed later, such as feed-forward ones.
+        process_group: Processes that train copies of the model together, each on its own rows. They
+            cut the same ranks or, with an error, none, and all of them make the same calls of
+            :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
+            ``DistributedDataParallel``, else all that ``torch.distributed`` knows of. None where
+            each trains a model of its own.
 
     Attributes:
         start_size: Entries of the cores when this object was made.
         target_size: Entries allowed at the end.
         forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
-        process_group: Processes that train together, each on its own rows: with
-            ``choose="sensitivity"`` they agree on the ranks. ``TrainStep`` sets it; loops of one's
-            own set it themselves.
+        process_group: As given. ``TrainStep`` puts that of its ``DistributedDataParallel`` here.
 
     Raises:
-        ValueError: If the model has no tensor-train layer to learn or a setting is out of range.
+        ValueError: If the model has no tensor-train layer to learn, one is sharded, as by
+            ``fully_shard``, or a setting is out of range.
+
+    Note:
+        In a loop of one's own each of several processes weighs the size against its own loss, and
+        the mean of their gradients is the mean of their choices; ``objective(loss, seen)`` with
+        the mean of their losses makes it one choice, as ``TrainStep`` does. The
+        ``DistributedDataParallel`` around the model, which averages gradients of the shapes it has
+        seen, is told of the new ones when ranks are cut. Other wrappers that average must be made
+        anew.
     """
 
     def __init__(
@@ -125,6 +141,7 @@ class TwoStage:
         min_rank: int = 1,
         canonical: bool | None = None,
         spare: float | None = None,
+        process_group: "ProcessGroup | Literal['auto'] | None" = "auto",
     ) -> None:
         check_steps("early_steps", early_steps)
         check_steps("late_steps", late_steps)
@@ -138,6 +155,12 @@ class TwoStage:
             gamma=gamma, beta=beta, rho_loss=rho_loss, rho_size=rho_size,
         )  # fmt: skip
         check_stages(choose, early_steps, late_steps, gamma, canonical)
+        if isinstance(process_group, str) and process_group != "auto":
+            raise ValueError(
+                f"process_group={process_group!r} must be a group of torch.distributed, 'auto' to "
+                "find it, or None for a process that trains a model of its own"
+            )
+        check_whole(model, "TwoStage")
         self.model = model
         self.target, self.early_steps, self.late_steps = target, early_steps, late_steps
         self.gamma, self.beta = gamma, beta
@@ -150,7 +173,7 @@ class TwoStage:
                 "TwoStage leaves the ranks of %s as they are: their gates are frozen",
                 listed(self.size.frozen),
             )
-        self.process_group: ProcessGroup | None = None
+        self.process_group = process_group
         self._sensitivities: Sensitivities | None = None
         if choose == "sensitivity":
             self._sensitivities = self._watch()
@@ -167,6 +190,7 @@ class TwoStage:
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
+        self._goal_is_new = False  # set by the step that is under way
 
     def _watch(self) -> Sensitivities:
         sensitivities = Sensitivities(self.size.layers)
@@ -174,7 +198,24 @@ class TwoStage:
         return sensitivities
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "process_group": None, "_optimizer": None}  # those of this process
+        group = None if self.process_group is None else "auto"  # a group is of this process alone
+        return {**vars(self), "process_group": group, "_optimizer": None}
+
+    def _processes(self) -> "ProcessGroup | None":
+        """The group that was given or is found, once its processes hold the same ranks and gates.
+
+        Raises:
+            ValueError: In all of them, if they do not.
+        """
+        check_whole(self.model, "TwoStage")
+        given = self.process_group
+        group = processes_of(self.model) if isinstance(given, str) else given
+        settings = {
+            name: getattr(self, name) for name in ("choose", "target_size", "min_rank", "spare")
+        }
+        settings["due"] = self.forced is None
+        check_alike(group, self.model, settings)
+        return group
 
     @property
     def _cores(self) -> list[Tensor]:
@@ -203,6 +244,8 @@ class TwoStage:
         stage = self.stage
         if stage == "done":
             return loss
+        if any(map(is_sharded, self.size.gates)):
+            check_whole(self.model, "TwoStage")  # it was made before the model was sharded
         if self._sensitivities is not None:
             self._sensitivities.watch_()
         gates = self.size.read()
@@ -239,7 +282,7 @@ class TwoStage:
         """
         if self._late_goal is None:
             seen = value if self._running_loss is None else self._running_loss
-            self._late_goal = seen.clone()
+            self._late_goal, self._goal_is_new = seen.clone(), True
         if self._least_loss is None:
             self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
         return self._late_goal, self._least_loss
@@ -261,7 +304,7 @@ class TwoStage:
         self.steps_done += 1
         self._optimizer = optimizer
         if self.canonical and self.steps_done == self._canonical_from:
-            canonicalize_(self.model, optimizer, process_group=self.process_group)
+            canonicalize_(self.model, optimizer, process_group=self._processes())
             if self._sensitivities is not None:
                 self._sensitivities.forget_()
 
@@ -273,8 +316,13 @@ class TwoStage:
         return self.early_steps - min(_HEARD, (self.early_steps + 1) // 2)
 
     def discard_(self) -> None:
-        """Forget losses since the last :meth:`step`: their gradients are thrown away."""
+        """Forget losses since the last :meth:`step`: their gradients are thrown away.
+
+        Loops of one's own call it, with ``zero_grad``, after a step that raised before its end.
+        """
         self._live = None
+        if self._goal_is_new:
+            self._late_goal, self._least_loss, self._goal_is_new = None, None, False
         if self._sensitivities is not None:
             self._sensitivities.discard_()
 
@@ -286,6 +334,7 @@ class TwoStage:
         if self._live is not None:
             self._reached |= self.size.hold_(self._live, self.target_size)
             self._live = None
+        self._goal_is_new = False
         if self._running_loss is None:
             self._running_loss = loss.detach().clone()
         else:
@@ -306,24 +355,31 @@ class TwoStage:
         Returns:
             ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
             above 0.1 had to be closed; ``reached``, the size before any was.
+
+        Raises:
+            ValueError: If processes that train together hold different gates or would cut different
+                ranks; then none of them has changed anything. If the cores hold what is not finite,
+                or the optimizer's state cannot be cut.
+            RuntimeError: If another process cannot cut its ranks.
         """
+        optimizer = optimizer or self._optimizer
+        group = self._processes()
         reached = int(self.size.exact())
         live = int(self.size.read().live.sum())
         worth = None
         if self._sensitivities is not None:
-            worth = self._sensitivities.finish_(self.process_group)
-            self._sensitivities = None
+            worth = self._sensitivities.worth(group)
             if worth is None:
                 log.warning(
                     "no step has told what a rank is worth: those that carry the least of their "
                     "layer are cut"
                 )
-        closed = prune_to_(
-            self.size.layers, self.target_size,
-            min_rank=self.min_rank, worth=worth, spare=self.spare,
-        )  # fmt: skip
+        closed = self._close_(worth, optimizer, group)
+        if self._sensitivities is not None:
+            self._sensitivities.stop_()
+            self._sensitivities = None
         self.forced = sum(value > _OPEN for value in closed)
-        truncate_(self.model, optimizer or self._optimizer, min_rank=self.min_rank)
+        truncate_(self.model, optimizer, min_rank=self.min_rank)
         size = sum(core.numel() for core in self._cores)
         if worth is None and self.forced > _WORTH_SAYING * live:
             log.warning(
@@ -339,6 +395,39 @@ class TwoStage:
             "forced": self.forced,
             "reached": reached,
         }
+
+    @torch.no_grad()
+    def _close_(
+        self,
+        worth: "dict[int, Tensor] | None",
+        optimizer: Optimizer | OptimizerInBackward | None,
+        group: "ProcessGroup | None",
+    ) -> list[float]:
+        """Close gates until the target is met: the same in all processes, or none in any."""
+        gates = self.size.gates
+        before, closed = [gate.detach().clone() for gate in gates], list[float]()
+
+        def choose() -> dict[str, list[list[int]]]:
+            inner_optimizer(optimizer)  # raises where its state could not be cut
+            closed.extend(
+                prune_to_(
+                    self.size.layers, self.target_size,
+                    min_rank=self.min_rank, worth=worth, spare=self.spare,
+                )
+            )  # fmt: skip
+            layers = tensor_trains(self.model)
+            return {
+                name: [keep.tolist() for keep in kept_ranks(layer, self.min_rank)]
+                for name, layer in layers.items()
+            }
+
+        try:
+            agreed(group, choose)
+        except BaseException:
+            for gate, was in zip(gates, before, strict=True):
+                gate.copy_(was)
+            raise
+        return closed
 
     def check_schedule(self, optimizer: Optimizer | OptimizerInBackward) -> None:
         """Warn when the gates cannot reach their threshold in the steps there are.
@@ -396,7 +485,7 @@ class TwoStage:
         self._reached = state["reached"].to(device, copy=True)  # it is changed in place
         self.discard_()
         if self._sensitivities is not None and self.forced is not None:  # nothing left to choose
-            self._sensitivities.finish_()
+            self._sensitivities.stop_()
             self._sensitivities = None
         elif self.choose == "sensitivity" and self.forced is None:
             self._sensitivities = self._sensitivities or self._watch()

@@ -107,16 +107,20 @@ class Sensitivities:
         if self.mean is not None:
             self.mean.zero_()
 
-    @torch.no_grad()
-    def finish_(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
-        """By the ``id`` of each gate what its ranks are worth, alike in all processes of a group.
-
-        None if no gradient has been heard of. Gates are no longer watched.
-        """
+    def stop_(self) -> None:
+        """Watch gates no longer."""
         for _, hook in self._watched.values():
             hook.remove()
         self._watched.clear()
         self._lost.clear()
+
+    @torch.no_grad()
+    def worth(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
+        """Return what the ranks of each gate are worth, by its ``id``.
+
+        Alike in all processes of a group, which call it together. None if no gradient has been
+        heard of.
+        """
         gates = self._gates
         widths = [gate.numel() for gate in gates]
         mean = self.mean

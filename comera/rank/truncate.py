@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
 from comera.optim.carry import carry_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.inner import inner_optimizer
+from comera.rank.replicas import renew_, wrappers_of
 from comera.rank.settings import check_min_rank, check_spare
 
 
@@ -26,7 +27,8 @@ def truncate_(
     """Cut pruned ranks out of the cores, in place; the function of the model does not change.
 
     Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
-    so training goes on as if nothing had happened.
+    so training goes on as if nothing had happened. A ``DistributedDataParallel`` around the model
+    is told of the new shapes; all of its processes make the same cut.
 
     Args:
         model: Its tensor-train layers are truncated.
@@ -40,9 +42,11 @@ def truncate_(
 
     Raises:
         ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
-            stepped: its history is of all parameters together. Nothing is changed.
+            stepped: its history is of all parameters together. Or a tensor train is sharded, as by
+            ``fully_shard``. Nothing is changed.
     """
     check_min_rank(min_rank)
+    check_whole(model, "truncate_")
     inner = inner_optimizer(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():
@@ -50,19 +54,28 @@ def truncate_(
         if 0 not in before:  # else it has vanished already
             _truncate_layer(layer, inner, min_rank, absorb)
         changed[name] = (before, layer.ranks)
+    if any(before != after for before, after in changed.values()):
+        for wrapper in wrappers_of(model):
+            renew_(wrapper)
     return changed
+
+
+@torch.no_grad()
+def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
+    """Return the indices that :func:`truncate_` leaves of each bond; none once one has vanished."""
+    keeps = [torch.nonzero(gate > layer.prune_below).flatten() for gate in layer.gates]
+    if all(map(len, keeps)):
+        return keeps
+    if min_rank == 0 or 0 in layer.ranks:
+        return [keep[:0] for keep in keeps]
+    pairs = zip(keeps, layer.gates, strict=True)
+    return [keep if len(keep) else gate.argmax()[None] for keep, gate in pairs]
 
 
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
-    keeps = [torch.nonzero(gate > layer.prune_below).flatten() for gate in layer.gates]
-    if any(not len(keep) for keep in keeps):
-        if min_rank == 0:
-            keeps = [keep[:0] for keep in keeps]
-        else:
-            pairs = zip(keeps, layer.gates, strict=True)
-            keeps = [keep if len(keep) else gate.argmax()[None] for keep, gate in pairs]
+    keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
     open_gates = [torch.where(gate > layer.prune_below, gate, 0) for gate in gates]
     bonds = [None, *keeps, None]
@@ -109,7 +122,8 @@ def prune_to_(
 
     What matters least per entry it costs goes first, over all layers together. The last one may
     have been large: of those before it, what then still fits stays open, but for layers that have
-    gone as a whole. Gates are set to zero, nothing is cut.
+    gone as a whole. Gates are set to zero, nothing is cut. What counts is what :func:`truncate_`
+    leaves at the same ``min_rank``: of a bond whose gates are all closed at 1, its largest.
 
     Args:
         named: Layers to prune, by name.
@@ -131,12 +145,13 @@ def prune_to_(
     check_min_rank(min_rank)
     check_spare(spare)
     layers = list(named.values())
-    ranks = [list(layer.live_ranks) for layer in layers]
+    keeps = [kept_ranks(layer, min_rank) for layer in layers]
+    ranks = [[len(keep) for keep in of_layer] for of_layer in keeps]
     bonds = [
         bond
         for number, (name, layer) in enumerate(named.items())
         if all(ranks[number])
-        for bond in _rank_bonds(number, name, layer, worth)
+        for bond in _rank_bonds(number, name, layer, keeps[number], worth)
     ]
     sizes = [layer.shape.size_at(live) for layer, live in zip(layers, ranks, strict=True)]
     of_layer: dict[int, list[int]] = {}
@@ -222,15 +237,18 @@ def _price(
 
 
 def _rank_bonds(
-    number: int, name: str, layer: TensorTrainModule, worth: Mapping[int, Tensor] | None
+    number: int,
+    name: str,
+    layer: TensorTrainModule,
+    keeps: Sequence[Tensor],
+    worth: Mapping[int, Tensor] | None,
 ) -> list[_Bond]:
-    """For each bond its live ranks by what they are worth."""
+    """For each bond the ranks that would be kept by what they are worth."""
     values = (
         _norms(name, layer) if worth is None else [_worth_of(gate, worth) for gate in layer.gates]
     )
     out = []
-    for k, gate in enumerate(layer.gates):
-        alive = torch.nonzero(gate > layer.prune_below).flatten()
+    for k, alive in enumerate(keeps):
         ours = values[k][alive].tolist()
         order = sorted(range(len(ours)), key=ours.__getitem__)
         ranked = [int(alive[i]) for i in order]

@@ -122,6 +122,14 @@ class Capture:
 
     def __call__(self, batch: Any) -> Tensor:
         """One update; the loss is a tensor of the caller's own."""
+        try:
+            return self._run(batch)
+        except BaseException:  # the step is not one of those that were alike
+            self._alike, self._last = 0, None
+            raise
+
+    def _run(self, batch: Any) -> Tensor:
+        """Update in the way that all processes can."""
         if self.why_not is not None:
             return self._update(batch)
         with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
@@ -235,6 +243,9 @@ class Capture:
             recording = self._graphs.record(lambda: self._update(static.value))
         except Exception as error:  # whatever it is: eager steps go on, or raise it themselves
             problem = f"{type(error).__name__}: {error}"
+        except BaseException:  # Ctrl-C
+            put_back()
+            raise
         finally:
             set_host_random_state(random)  # recording is no step
         if recording is not None:

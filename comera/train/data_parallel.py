@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comera.rank.replicas import renew_
+
 WARM_UP_TOGETHER = 11
 """Steps alike before one is recorded: DistributedDataParallel measures its first ten, on the host
 (PyTorch's notes on CUDA semantics, "Usage with DistributedDataParallel")."""
@@ -81,22 +83,10 @@ class DataParallel:
         return sizes, torch.cuda.current_stream(device).cuda_stream
 
     def _renew_(self) -> None:
-        """As the model's own ``__setstate__`` does; all processes at the same step."""
-        model = self._model
-        # The old one first: accumulators of gradients live as long as it, on their old stream.
-        del model.reducer, model.logger
-        params, sparse = model._build_params_for_reducer()
-        names = model._build_debug_param_to_name_mapping(params)
-        model._ddp_init_helper(params, sparse, names, model.static_graph)
-        model._has_rebuilt_buckets = False
-        if model.static_graph:
-            model._static_graph_delay_allreduce_enqueued = False
-            model.reducer._set_static_graph()
-            model.logger._set_static_graph()  # type: ignore[union-attr]
-        for hook, state in model._comm_hooks:
-            dist._register_comm_hook(model.reducer, state, hook)
+        """All processes at the same step."""
+        renew_(self._model)
         # Past the first ten steps it measures every hundredth, which must not be a captured one.
-        model._set_ddp_runtime_logging_sample_rate(_NEVER)
+        self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
 
 
 def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:

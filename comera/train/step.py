@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.memory import return_freed_memory
 from comera.nn.grouped import GroupedMerge
-from comera.nn.module import tensor_trains
+from comera.nn.module import check_whole, tensor_trains
 from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
 from comera.ops.scaled import scaled_products, why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
@@ -64,7 +64,11 @@ class TrainStep:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
             With ``clip_norm``, also when a gradient is not. Without, and with per-layer updates
             always, such a gradient is applied.
-        ValueError: If a setting is out of range, or per-layer updates cannot go with it.
+        Exception: What ``loss_fn``, backward or the optimizer raised, Ctrl-C included. Gradients
+            are dropped and rank learning is as before the call, so that the next one starts clean;
+            what the optimizer had changed by then stays changed.
+        ValueError: If a setting is out of range, per-layer updates cannot go with it, or a tensor
+            train is sharded, as by ``fully_shard``.
 
     Note:
         A graph holds what the GPU was told to do, not Python: hooks, prints and choices of
@@ -113,6 +117,7 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
+        check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
         self.scheduler = scheduler
@@ -123,6 +128,7 @@ class TrainStep:
         self._device = next(model.parameters()).device
         self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
+        self._unreduced = False  # whether averages over processes are under way
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -133,7 +139,8 @@ class TrainStep:
         if ranks is not None:
             _check_learns_ranks(ranks, model)
             ranks.check_schedule(optimizer)
-            ranks.process_group = self._group or ranks.process_group
+            if self._group is not None:
+                ranks.process_group = self._group
         return_freed_memory()
         self._capture = self._make_capture(graph)
 
@@ -148,7 +155,11 @@ class TrainStep:
             The mean loss before the update, detached; without the rank objective. Of several
             processes, the mean of theirs.
         """
-        total = self._update(batch) if self._capture is None else self._capture(batch)
+        try:
+            total = self._update(batch) if self._capture is None else self._capture(batch)
+        except BaseException:  # Ctrl-C too: a caller may catch whatever it is and go on
+            self._break_off_()
+            raise
         if self.scheduler is not None:
             self.scheduler.step()
         if self.ranks is not None:
@@ -161,6 +172,19 @@ class TrainStep:
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)
+
+    def _break_off_(self) -> None:
+        """Leave nothing of a step that raised: no gradients, and nothing that rank learning heard.
+
+        Steps that an optimizer has taken stay, those of single parameters in backward too.
+        """
+        if isinstance(self.optimizer, OptimizerInBackward):
+            self.optimizer.discard_()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ranks is not None:
+            self.ranks.discard_()
+        if self.parallel is not None and self._unreduced:
+            self.parallel.forget()  # its buffers wait for the gradients that did not come
 
     def _make_capture(self, graph: bool | None) -> Capture | None:
         graphs = graphs_on(self._device)
@@ -175,18 +199,23 @@ class TrainStep:
 
     def _update(self, batch: Any) -> Tensor:
         """All that happens on the device: nothing is kept on the host from one call to the next."""
+        self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
         total = torch.zeros((), device=self._device)
         parts = self._parts(batch)
         for number, (part, share) in enumerate(parts, 1):
+            # From the last part's forward pass on, whatever backward comes next is averaged.
+            self._unreduced = 1 < number == len(parts)
             with self.merged, self._updates(last=number == len(parts)):
                 loss = self._loss(part)
                 _check_loss(loss)
                 seen = mean_over(self._group, loss.detach())
                 self._check_finite("loss", seen)
                 objective = loss if self.ranks is None else self.ranks.objective(loss, seen)
+                self._unreduced = True
                 (objective * share).backward()
+                self._unreduced = False
             total += seen * share
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -252,9 +281,6 @@ class TrainStep:
     def _check_finite(self, what: str, value: Tensor) -> None:
         """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
         if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.ranks is not None:
-                self.ranks.discard_()
             found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
 

@@ -6,6 +6,7 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
+from tests.states import assert_equal
 
 from .conftest import loss_fn, make_model
 
@@ -47,6 +48,78 @@ def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weigh
     size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
     torch.testing.assert_close(got[0], torch.tensor(loss_weight, dtype=torch.float64))
     torch.testing.assert_close(got[1], size_weight * 2.0 * size / ranks.start_size)
+
+
+def gradients(ranks, model, value=2.0):
+    """Of the objective: by the loss and by the first gate."""
+    loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    return torch.autograd.grad(ranks.objective(loss), [loss, gate])
+
+
+def test_late_pressure_is_measured_against_the_present_size(model):
+    """Not that at the start: a smaller model is pressed as hard, in proportion."""
+    ranks = comera.TwoStage(model, 0.2, 0, 5, loss_goal=1e6)
+    with torch.no_grad():
+        for layer in tensor_trains(model).values():
+            for gate in layer.gates[1:]:
+                gate[3:] = 0
+    assert ranks.size.exact() < 0.75 * ranks.start_size
+    gate = next(iter(tensor_trains(model).values())).gates[0]
+    size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
+    _, got = gradients(ranks, model)
+    torch.testing.assert_close(got, 2.0 * size / ranks.size.exact())
+
+
+@torch.no_grad()
+def reach_target(ranks, model):
+    """As an optimizer step does that closes too many gates at once."""
+    ranks.objective(torch.ones((), dtype=torch.float64))
+    for layer in tensor_trains(model).values():
+        for gate in layer.gates:
+            gate[2:] = 0
+    ranks.step(torch.ones((), dtype=torch.float64))
+
+
+def test_a_size_that_has_reached_its_target_is_pressed_no_further(model):
+    """What fell below was taken back, so that it is above again; ranks are chosen at the end."""
+    ranks = comera.TwoStage(model, 0.5, 0, 9, loss_goal=1e6)
+    assert gradients(ranks, model)[1].any()
+    reach_target(ranks, model)
+    assert ranks.size.exact() > ranks.target_size
+    for_loss, for_gate = gradients(ranks, model)
+    assert for_loss == 2.0
+    assert not for_gate.any()
+
+
+def test_a_resumed_run_knows_that_the_target_was_reached(model):
+    ranks = comera.TwoStage(model, 0.5, 0, 9, loss_goal=1e6)
+    reach_target(ranks, model)
+    twin = make_model()
+    twin.load_state_dict(model.state_dict())
+    others = comera.TwoStage(twin, 0.5, 0, 9, loss_goal=1e6)
+    others.load_state_dict(copy.deepcopy(ranks.state_dict()))
+    want, got = gradients(ranks, model), gradients(others, twin)
+    assert torch.equal(want[0], got[0])
+    assert torch.equal(want[1], got[1])
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize(
+    ("second", "pressed"), [(3.0, False), (0.5, True)], ids=["worse", "better"]
+)
+def test_a_run_resumed_in_the_late_stage_keeps_its_goal(second, pressed):
+    """That is the loss when the early stage ended, whatever it has become since."""
+    model, twin = make_model(), make_model()
+    ranks, others = (comera.TwoStage(m, 0.9, 1, 60) for m in (model, twin))
+    ranks.step(torch.tensor(1.0, dtype=torch.float64))
+    for _ in range(50):  # of the late stage
+        ranks.objective(torch.tensor(second, dtype=torch.float64))
+        ranks.step(torch.tensor(second, dtype=torch.float64))
+    others.load_state_dict(copy.deepcopy(ranks.state_dict()))
+    want, got = gradients(ranks, model, second), gradients(others, twin, second)
+    assert all(map(torch.equal, want, got))
+    assert got[1].any() == pressed
 
 
 @pytest.mark.parametrize(
@@ -127,20 +200,26 @@ def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     assert "does not train the rank gates" in caplog.text
 
 
-def test_state_goes_on_where_it_was(batch):
+@pytest.mark.parametrize("steps", [2, 5, 14])
+def test_state_goes_on_where_it_was(batch, steps):
+    """Early, late, and late with a target that has been reached."""
     first = make_model()
-    ranks = comera.TwoStage(first, 0.4, 3, 20)
-    optimizer = optimizer_for(first)
-    learn(first, batch, ranks, optimizer, 5)
+    ranks = comera.TwoStage(first, 0.7, 3, 30)
+    optimizer = optimizer_for(first, gate_lr=0.1)
+    learn(first, batch, ranks, optimizer, steps)
+    assert bool(ranks._reached) == (steps == 14)
     second = make_model()
     second.load_state_dict(first.state_dict())
-    other_optimizer = optimizer_for(second)
+    other_optimizer = optimizer_for(second, gate_lr=0.1)
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other = comera.TwoStage(second, 0.4, 3, 20)
+    other = comera.TwoStage(second, 0.7, 3, 30)
     other.load_state_dict(copy.deepcopy(ranks.state_dict()))
     want = learn(first, batch, ranks, optimizer, 10)
     got = learn(second, batch, other, other_optimizer, 10)
     assert got == want
+    assert_equal(second.state_dict(), first.state_dict())
+    assert ranks.finish_(optimizer) == other.finish_(other_optimizer)
+    assert_equal(second.state_dict(), first.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ def test_a_layer_with_an_empty_bond_has_no_size(model):
     )
 
 
+def test_a_layer_with_one_empty_bond_of_several_has_no_size(model):
+    """Though two of its cores touch only bonds that are open."""
+    with torch.no_grad():
+        model[1].gates[0].zero_()
+    assert len(model[1].cores) == 4
+    others = [layer for name, layer in tensor_trains(model).items() if name != "1"]
+    assert SizeOfRanks(model).exact() == sum(layer.shape.num_params for layer in others)
+
+
 @pytest.mark.parametrize("min_rank", [0, 1])
 def test_the_last_rank_is_pressed_only_where_layers_may_vanish(model, min_rank):
     gate = next(iter(tensor_trains(model).values())).gates[0]

@@ -63,6 +63,31 @@ def test_absorbed_gates_keep_the_direction_of_the_next_step(batch):
     train(model, optimizer, batch, 1)
 
 
+@pytest.mark.parametrize(
+    ("make", "powers"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1e-9, momentum=0.9), {"momentum_buffer": 1}),
+        (lambda p: torch.optim.AdamW(p, lr=1e-9), {"exp_avg": 1, "exp_avg_sq": 2}),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_state_of_gates_that_become_ones_is_of_their_new_scale(model, batch, make, powers):
+    """A gate of ``g`` that is counted as one from now on has a gradient ``g`` times as large."""
+    prune_some(model)
+    optimizer = make(model.parameters())
+    train(model, optimizer, batch, 2)
+    gate = model[1].gates[0]
+    old, before = gate.detach().clone(), copy.deepcopy(optimizer.state[gate])
+    comera.truncate_(model, optimizer)
+    kept = old > model[1].prune_below
+    assert old[kept].std() > 0.05
+    for name, power in powers.items():
+        torch.testing.assert_close(
+            optimizer.state[gate][name], before[name][kept] * old[kept] ** power
+        )
+    assert optimizer.state[gate].keys() == before.keys()
+
+
 def test_a_vanished_layer_leaves_its_bias(model, batch):
     layer = model[1]
     with torch.no_grad():

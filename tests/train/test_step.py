@@ -37,6 +37,17 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     torch.testing.assert_close(split, whole)
 
 
+@pytest.mark.parametrize("rows", [16, 9])
+def test_rank_learning_follows_the_loss_of_all_parts(rows):
+    """Each with its share of the rows."""
+    whole = make_step(dropout=0.0)
+    split = make_step(dropout=0.0, accumulate=2)
+    for step in (whole, split):
+        for number in range(2):
+            step(get_batch(number, rows))
+    torch.testing.assert_close(split.ranks._running_loss, whole.ranks._running_loss)
+
+
 def test_gradients_are_clipped_together():
     step = make_step()
     step.clip_norm = 1e-3
