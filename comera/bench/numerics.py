@@ -7,13 +7,14 @@ float64, from the very same cores.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from comera.names import listed
 from comera.nn.convert import densify_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -71,14 +72,14 @@ class Comparison:
         """
         off = {name: error for name, error in self.errors.items() if not error <= self.allowed}
         if off:
-            listed = ", ".join(f"{name} by {error:.1e}" for name, error in off.items())
+            wrong = ", ".join(f"{name} by {error:.1e}" for name, error in off.items())
             raise DisagreementError(
                 f"{self.what} is not timed: it disagrees with {self.against}. "
-                f"Off are {listed} (relative error, at most {self.allowed:.0e} is allowed)"
+                f"Off are {wrong} (relative error, at most {self.allowed:.0e} is allowed)"
             )
         return (
             f"{self.what} agrees with {self.against} to {max(self.errors.values()):.1e} "
-            f"(allowed {self.allowed:.0e}): {_listed(list(self.errors))}"
+            f"(allowed {self.allowed:.0e}): {listed(list(self.errors), most=2)}"
         )
 
 
@@ -211,11 +212,6 @@ def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tenso
     hot = layer.hot.dense_weight() if isinstance(layer.hot, HotRows) else layer.hot
     is_hot = (indices < layer.hot_rows).unsqueeze(1)
     return torch.where(is_hot, hot[indices.clamp(max=layer.hot_rows - 1)], cold)
-
-
-def _listed(names: Sequence[str], most: int = 2) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _some(count: int, most: int = _ROWS) -> Tensor:

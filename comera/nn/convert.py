@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -17,7 +18,6 @@ from comera.nn.table import TTTable
 from comera.nn.targets import (
     check_patterns,
     find_targets,
-    listed,
     matches,
     other_holders,
     tied_groups,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.module import TensorTrainModule, tensor_trains
 
@@ -179,9 +180,3 @@ def other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
         for key, param in other._parameters.items()
         if param is weight
     ]
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first ``most`` names, and how many more there are."""
-    shown = ", ".join(name or "the model itself" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -18,7 +18,6 @@ from comera.ops.kernels.low_rank import multiplies_by_kernel, multiply, multiply
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
 from comera.ops.scaled import products_are_scaled
-from comera.ops.scaled_linear import scaled_thin_linears
 
 
 def tt_linear_reference(
@@ -91,6 +90,8 @@ def thin_linears(
     check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
     if products_are_scaled() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
+        from comera.ops.scaled_linear import scaled_thin_linears  # few cards ever multiply so
+
         return scaled_thin_linears(x_BI, lefts, rights, bias)
     return _thin_linears(x_BI, lefts, rights, bias)[:-1]
 

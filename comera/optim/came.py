@@ -68,6 +68,8 @@ class CAME(Optimizer):
         TypeError: If a group has a key that does not exist.
     """
 
+    needs_whole_matrices = "stacks whole matrices of equal shape"
+
     def __init__(
         self,
         params: Iterable[Any],

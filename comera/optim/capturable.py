@@ -4,17 +4,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.galore import GaLore
-from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import AnyOptimizer, unwrap
 
 
-def why_not_capturable(optimizer: Optimizer | OptimizerInBackward) -> str | None:
+def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
     """Why a graph cannot hold the optimizer's step, in words; None if it can."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, OptimizerInBackward):
-        return f"{name} steps in hooks of the backward pass, which a graph would not run"
-    if isinstance(optimizer, GaLore):
-        return f"{name} finds its subspaces anew every so many steps, which the host decides"
+    why = getattr(optimizer, "not_capturable", None)
+    if why is not None:
+        return f"{name} {why}"
+    optimizer = unwrap(optimizer)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks on its step, which a graph would not run"
     for group in optimizer.param_groups:

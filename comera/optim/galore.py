@@ -95,6 +95,9 @@ class GaLore(Optimizer):
         optimizer = comera.GaLore(groups, torch.optim.AdamW, betas=(0.9, 0.95))
     """
 
+    needs_whole_matrices = "finds its subspaces from whole matrices"
+    not_capturable = "finds its subspaces anew every so many steps, which the host decides"
+
     def __init__(
         self,
         params: Iterable[Any],

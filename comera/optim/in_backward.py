@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.came import CAME
-from comera.optim.galore import GaLore
-from comera.optim.muon import MuonAdamW
 from comera.optim.partial import plain_step, step_on
 
 
@@ -66,6 +63,8 @@ class OptimizerInBackward:
             loss_fn(model, batch).backward()  # parameters change here
             updates.step()
     """
+
+    not_capturable = "steps in hooks of the backward pass, which a graph would not run"
 
     def __init__(
         self, optimizer: Optimizer, *, process_group: "dist.ProcessGroup | None" = None
@@ -315,13 +314,9 @@ def _check_sharding(optimizer: Optimizer, param: Tensor, process_group: Any) -> 
             "process_group= is for whole parameters; these are sharded, and fully_shard reduces "
             "their gradients itself: leave process_group out"
         )
-    why = None
-    if isinstance(optimizer, GaLore):
-        why = "finds its subspaces from whole matrices"
-    elif isinstance(optimizer, torch.optim.Adafactor):
+    why = getattr(optimizer, "needs_whole_matrices", None)
+    if isinstance(optimizer, torch.optim.Adafactor):
         why = "takes norms in place, which torch cannot do on shards"
-    elif isinstance(optimizer, CAME | MuonAdamW):
-        why = "stacks whole matrices of equal shape"
     if why is not None:
         raise ValueError(
             f"{type(optimizer).__name__} {why}, and a parameter of shape {tuple(param.shape)} is "

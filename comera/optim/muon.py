@@ -69,6 +69,8 @@ class MuonAdamW(torch.optim.AdamW):
             ``fully_shard`` has sharded.
     """
 
+    needs_whole_matrices = "stacks whole matrices of equal shape"
+
     def __init__(
         self,
         params: Iterable[Any],

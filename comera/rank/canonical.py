@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
 from comera.optim.forget import forget_
-from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.inner import inner_optimizer
+from comera.optim.inner import AnyOptimizer, inner_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +31,7 @@ _NOTHING = 1e-10
 @torch.no_grad()
 def canonicalize_(
     model: nn.Module,
-    optimizer: Optimizer | OptimizerInBackward | None = None,
+    optimizer: AnyOptimizer | None = None,
     *,
     process_group: "ProcessGroup | None" = None,
 ) -> None:

@@ -7,15 +7,12 @@ from torch.optim import Optimizer
 from comera.nn.hot import HotRows
 from comera.nn.table import TTTable
 from comera.optim.carry import FIRST_MOMENTS, follows
-from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.inner import inner_optimizer
+from comera.optim.inner import AnyOptimizer, inner_optimizer
 from comera.optim.layout import pack_state_, unpack_state_
 
 
 @torch.no_grad()
-def update_hot_rows_(
-    table: TTTable, counts: Tensor, optimizer: Optimizer | OptimizerInBackward | None = None
-) -> int:
+def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | None = None) -> int:
     """Make the most frequent indices the hot rows of a table, in place and at any time of training.
 
     An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection

@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from comera.names import listed
 from comera.nn.module import check_whole, tensor_trains
-from comera.nn.targets import listed
-from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.inner import inner_optimizer
+from comera.optim.inner import AnyOptimizer, inner_optimizer, unwrap
 from comera.params import is_sharded
 from comera.rank.canonical import canonicalize_
 from comera.rank.replicas import agreed, check_alike, processes_of
@@ -186,7 +184,7 @@ class TwoStage:
         self.forced: int | None = None
         self._running_loss: Tensor | None = None
         self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
-        self._optimizer: Optimizer | OptimizerInBackward | None = None  # of the last step
+        self._optimizer: AnyOptimizer | None = None  # of the last step
         self._live: Tensor | None = None  # before the optimizer step that is under way
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
@@ -287,7 +285,7 @@ class TwoStage:
             self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
         return self._late_goal, self._least_loss
 
-    def step(self, loss: Tensor, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
+    def step(self, loss: Tensor, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
@@ -299,7 +297,7 @@ class TwoStage:
         self.follow_(loss)
         self.count_(optimizer)
 
-    def count_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> None:
+    def count_(self, optimizer: AnyOptimizer | None = None) -> None:
         """What :meth:`step` does on the host, between two steps."""
         self.steps_done += 1
         self._optimizer = optimizer
@@ -340,7 +338,7 @@ class TwoStage:
         else:
             self._running_loss.lerp_(loss.detach(), 0.05)
 
-    def finish_(self, optimizer: Optimizer | OptimizerInBackward | None = None) -> dict[str, Any]:
+    def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
         """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
 
         Ranks the objective left above their threshold are closed greedily until the target is
@@ -400,7 +398,7 @@ class TwoStage:
     def _close_(
         self,
         worth: "dict[int, Tensor] | None",
-        optimizer: Optimizer | OptimizerInBackward | None,
+        optimizer: AnyOptimizer | None,
         group: "ProcessGroup | None",
     ) -> list[float]:
         """Close gates until the target is met: the same in all processes, or none in any."""
@@ -429,7 +427,7 @@ class TwoStage:
             raise
         return closed
 
-    def check_schedule(self, optimizer: Optimizer | OptimizerInBackward) -> None:
+    def check_schedule(self, optimizer: AnyOptimizer) -> None:
         """Warn when the gates cannot reach their threshold in the steps there are.
 
         Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
@@ -440,7 +438,7 @@ class TwoStage:
         gates = {id(gate) for gate in self.size.gates}
         rates = [
             float(group.get("initial_lr", group["lr"]))  # a schedule may begin with less
-            for group in optimizer.param_groups
+            for group in unwrap(optimizer).param_groups
             if any(id(param) in gates for param in group["params"])
         ]
         if not rates:

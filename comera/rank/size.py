@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.names import listed
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.shared_gates import gates_together
-from comera.nn.targets import listed
 
 
 class Gates(NamedTuple):

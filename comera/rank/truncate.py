@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
 from comera.optim.carry import carry_
-from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.inner import inner_optimizer
+from comera.optim.inner import AnyOptimizer, inner_optimizer
 from comera.rank.replicas import renew_, wrappers_of
 from comera.rank.settings import check_min_rank, check_spare
 
@@ -19,7 +18,7 @@ from comera.rank.settings import check_min_rank, check_spare
 @torch.no_grad()
 def truncate_(
     model: nn.Module,
-    optimizer: Optimizer | OptimizerInBackward | None = None,
+    optimizer: AnyOptimizer | None = None,
     *,
     min_rank: int = 1,
     absorb: bool = True,

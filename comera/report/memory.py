@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from comera.optim.galore import GaLore
-from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.inner import AnyOptimizer, unwrap
 from comera.optim.layout import stored_bytes
 from comera.optim.state_size import state_bytes
 from comera.planning.text import show_bytes, table_html, text_table
@@ -93,7 +92,7 @@ class MemoryReport:
 
 def memory_report(
     model: nn.Module,
-    optimizer: Optimizer | OptimizerInBackward,
+    optimizer: AnyOptimizer,
     title: str = "memory at the start",
 ) -> MemoryReport:
     """Bytes of weights, gradients and optimizer state, counted exactly and without allocating.
@@ -115,8 +114,7 @@ def memory_report(
         optimizer = comera.CAME(comera.param_groups(model, lr=3e-4))
         print(comera.memory_report(model, optimizer))
     """
-    if isinstance(optimizer, OptimizerInBackward):
-        optimizer = optimizer.optimizer
+    optimizer = unwrap(optimizer)
     states = state_bytes(optimizer)
     members: dict[str, list[Tensor]] = {}
     trained = set()
