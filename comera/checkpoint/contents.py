@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comera.checkpoint import codec, vectors
 from comera.checkpoint.codec import Record, Section
+from comera.checkpoint.nested import parsed
 from comera.checkpoint.snapshot import Moments, Snapshot
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.checkpoint.tree import DTYPES, put_together
@@ -227,7 +228,7 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
     if length > min(_LARGEST_INDEX, max_bytes):
         raise DamagedError(f"the index says that it is {length} bytes long")
     try:
-        index = json.loads(reader.read("index", length).tobytes())
+        index = parsed(reader.read("index", length).tobytes())
     except (ValueError, RecursionError) as problem:
         raise DamagedError(f"the index is not readable: {problem}") from problem
     match index:

@@ -1,10 +1,16 @@
 """What once went wrong in saving and reading training, each in a few lines."""
 
+import errno
+
 import pytest
 import torch
 from torch import nn
 
 import comera
+from comera.checkpoint.streams import DamagedError
+from comera.files import replacing
+
+from ..checkpoint.test_damage import made_up, nested
 
 
 def read_after(folder, *states, **arguments):
@@ -40,3 +46,16 @@ def test_weights_of_extreme_sizes_are_saved_and_read(tmp_path, sizes):
     first, last = (torch.randn(64, 64) * size for size in sizes)
     read = read_after(tmp_path, {"w": first}, {"w": last})["w"]
     assert float((read.double() - last.double()).norm() / last.double().norm()) < 0.25
+
+
+def test_a_file_nested_600_deep_is_damaged(tmp_path):
+    made_up(tmp_path, {"skeleton": nested(600), "records": []})
+    with pytest.raises(DamagedError, match="nested more than"):  # it was a RecursionError
+        comera.CheckpointChain(tmp_path).load(9)
+
+
+def test_a_full_disk_says_which_file_and_what_to_do(tmp_path):
+    told = pytest.raises(OSError, match=r"No space left .*free some space.*result.json")
+    with told as caught, replacing(tmp_path / "result.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.errno == errno.ENOSPC
