@@ -1,0 +1,18 @@
+"""What went wrong on a card, each shown on a CPU in a few lines."""
+
+import pytest
+import torch
+
+from comera.ops.kernels import choose, emulate, look_up
+from comera.ops.look_up import look_up as look_up_op
+
+
+@pytest.mark.skipif(emulate.compiler() is None, reason="no g++, which the emulation needs")
+def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch):
+    monkeypatch.setattr(choose, "mode", lambda: "emulate")
+    left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)
+    assert look_up.reads_by_kernel(left, right)
+    indices, offsets = torch.ones(5000, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    got, _, _ = look_up_op(indices, left, right, None, None, None, offsets, 6, 16)
+    want = 5000 * (left[0].double() @ right[1].double()).reshape(1, 16)
+    assert (got - want).norm() <= 1e-6 * want.norm()
