@@ -1,5 +1,8 @@
 """What went wrong on a card, each shown on a CPU in a few lines."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +10,11 @@ import comera
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.kernels import choose, emulate, look_up
 from comera.ops.look_up import look_up as look_up_op
+from comera.train import step as step_module
+from comera.train.capture import WARM_UP
+from tests import test_notebooks
+from tests.train.conftest import get_batch, make_step
+from tests.train.tape import Tapes
 
 
 @pytest.mark.skipif(emulate.compiler() is None, reason="no g++, which the emulation needs")
@@ -26,3 +34,24 @@ def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
     look_up = torch.compile(comera.TTEmbedding(24, 36, rank=5), backend="eager")
     with fixed_sizes():
         assert look_up(torch.tensor([1, 2])).shape == (2, 36)
+
+
+def test_steps_after_a_failed_capture_stay_on_its_stream(monkeypatch):
+    def fails(run):
+        raise RuntimeError("cannot be captured")
+
+    tapes = Tapes()
+    monkeypatch.setattr(tapes, "record", fails)
+    monkeypatch.setattr(step_module, "graphs_on", lambda device: tapes)
+    step = make_step()
+    for number in range(WARM_UP + 5):
+        step(get_batch(number))
+    assert "cannot be captured" in step.describe().why
+    assert tapes.eager == WARM_UP + 5
+
+
+def test_notebooks_tests_are_collected_without_what_runs_notebooks(monkeypatch):
+    for name in ("nbformat", "nbclient"):
+        monkeypatch.setitem(sys.modules, name, None)
+    text = Path(test_notebooks.__file__).read_text()
+    exec(compile(text, "test_notebooks.py", "exec"), {"__file__": test_notebooks.__file__})
