@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import comera
+from comera.models.transformer import Encoder
 from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.kernels import choose, emulate, look_up
 from comera.ops.look_up import look_up as look_up_op
@@ -14,6 +15,7 @@ from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from tests import test_notebooks
 from tests.train.conftest import get_batch, make_step
+from tests.train.counting import Launches
 from tests.train.tape import Tapes
 
 
@@ -55,3 +57,12 @@ def test_notebooks_tests_are_collected_without_what_runs_notebooks(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     text = Path(test_notebooks.__file__).read_text()
     exec(compile(text, "test_notebooks.py", "exec"), {"__file__": test_notebooks.__file__})
+
+
+def test_an_encoder_reads_no_table_by_an_index():
+    """Which takes a GPU longest of all that a step does, where a table has two rows."""
+    model = Encoder(50, 16, 1, 2, 32, 12, num_segments=2)
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    with Launches() as counter:
+        model(tokens, tokens).sum().backward()
+    assert not [name for name in counter.log if name in ("index", "_index_put_impl_", "index_put")]
