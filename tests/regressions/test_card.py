@@ -1,5 +1,6 @@
 """What went wrong on a card, each shown on a CPU in a few lines."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from comera.ops.kernels import choose, emulate, look_up
 from comera.ops.look_up import look_up as look_up_op
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
+from comera.train.clock import StepClock
 from tests import test_notebooks
 from tests.train.conftest import get_batch, make_step
 from tests.train.counting import Launches
@@ -66,3 +68,19 @@ def test_an_encoder_reads_no_table_by_an_index():
     with Launches() as counter:
         model(tokens, tokens).sum().backward()
     assert not [name for name in counter.log if name in ("index", "_index_put_impl_", "index_put")]
+
+
+def test_a_run_counts_the_seconds_its_steps_take_a_card(monkeypatch):
+    """Here each launches four seconds of work in no time."""
+    events = itertools.count(step=4000.0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    event = {
+        "record": lambda self, stream: setattr(self, "at", next(events)),
+        "query": lambda self: True,
+        "elapsed_time": lambda self, end: end.at - self.at,
+    }
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: type("Event", (), event)())
+    clock = StepClock(torch.device("cuda", 0))
+    with clock.step():
+        pass
+    assert clock.seconds() == 4.0

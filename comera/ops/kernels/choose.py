@@ -77,8 +77,6 @@ def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return None if mode() == "emulate" else "the tensors are on a CPU"
 
 
-# torch.compile calls this, and does not look inside: it warns of functions that remember.
-@torch.compiler.assume_constant_result
 def _why_not_on(file: str, device: int) -> str | None:
     return _why_not_loaded(file, device)
 
@@ -98,7 +96,6 @@ def _why_not_loaded(file: str, device: int) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def _warn_once(what: str, reason: str) -> None:
     if (what, reason) in _said:
         return
@@ -111,3 +108,8 @@ def _warn_once(what: str, reason: str) -> None:
 
 
 _said: set[tuple[str, str]] = set()
+
+# torch.compile calls these and looks at nothing inside: it warns of functions that remember.
+# This is what torch.compiler.assume_constant_result does, without importing dynamo.
+_why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
