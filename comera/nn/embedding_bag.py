@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.fixed_sizes import is_free_on_cpu
-from comera.ops.index_range import check_range, check_whole
+from comera.ops.index_range import check_range, check_integers
 from comera.ops.operator import is_plain
 from comera.shapes import TTMShape
 
@@ -85,7 +85,7 @@ class TTEmbeddingBag(TTTable):
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """All entries, where each bag begins, and of all modes but max the entries' weights."""
-        check_whole(input)
+        check_integers(input)
         flat, starts = self._laid_out(input, offsets)
         if not torch.compiler.is_compiling():
             check_range(input if input.dim() == 2 else flat, self.num_embeddings)

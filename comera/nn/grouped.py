@@ -56,12 +56,13 @@ class GroupedMerge:
         if key != self._key:
             self._key, self._calls = key, self._arrange()
             self._params = [_read_from(train) for train in self._trains]
-        self._lend()
+        self._share()
         return self
 
-    def _lend(self) -> None:
+    def _share(self) -> None:
+        """Join the gates and cores of all layers, and let the layers use what was made."""
         for train, params in zip(self._trains, self._params, strict=True):
-            train.lent = Lent(params, versions_of(params), self._lend)
+            train.lent = Lent(params, versions_of(params), self._share)
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]

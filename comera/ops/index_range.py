@@ -7,7 +7,7 @@ from comera.ops.fixed_sizes import is_free_on_cpu
 from comera.ops.operator import is_plain
 
 
-def check_whole(indices: Tensor) -> None:
+def check_integers(indices: Tensor) -> None:
     """Raise ``TypeError`` where indices are no whole numbers; booleans, which mask, are none."""
     if indices.dtype == torch.bool:
         raise TypeError(
@@ -23,7 +23,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> None:
 
     And ``TypeError`` where indices are no whole numbers, everywhere.
     """
-    check_whole(indices)
+    check_integers(indices)
     if not is_free_on_cpu(indices) or not is_plain(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
