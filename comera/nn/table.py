@@ -12,7 +12,7 @@ from comera.nn.decompose import decompose_matrix, decompose_table
 from comera.nn.hot import HotRows
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
-from comera.ops.index_range import check_range, check_integers
+from comera.ops.index_range import check_integers, check_range
 from comera.ops.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, only_one
 
