@@ -152,7 +152,8 @@ def make_parser() -> ArgumentParser:
         "--overwrite",
         type=bool,
         default=False,
-        help="begin the runs anew whose folders hold other settings; the others stay",
+        help="begin the runs anew whose folders hold other settings or were begun with other data; "
+        "the others stay",
     )
     commands.add_subcommand("sweep", sweep, help="train variants of one run, and compare them")
     report = ArgumentParser(description="write one HTML file about a run")
