@@ -43,7 +43,8 @@ def tensorize_(
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
     Build the optimizer afterwards: the parameters are new. What must not be swapped, or would
-    not become smaller, is left alone and named in one line on the ``comera`` logger.
+    not become smaller, is left alone and named in one line on the ``comera`` logger. What is
+    predicted to be slower or to take more memory than dense is converted and named as well.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
