@@ -117,10 +117,11 @@ class Clicks:
         digests = click_digests(settings) if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
         folder = cache_folder() / f"clicks-{short_digest([2, relevant])}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):  # another run may be preparing the same
-            if not (folder / _FACTS).is_file():
-                _prepare(settings, path, folder, digests)
+        if not (folder / _FACTS).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock"):  # another run may be preparing the same
+                if not (folder / _FACTS).is_file():
+                    _prepare(settings, path, folder, digests)
         return cls(settings, folder, digests)
 
     @property

@@ -3,6 +3,7 @@
 Prepared data are cached by these, and a run notes those that it was begun with.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -47,7 +48,8 @@ def content_digest(path: Path) -> str:
         running.update(block)
     check_unchanged(path, before)
     if large and settled:
-        with replacing(memory) as temporary:
+        # In a cache that may only be read it is hashed again the next time.
+        with contextlib.suppress(PermissionError), replacing(memory) as temporary:
             temporary.write_text(running.hexdigest(), encoding="ascii")
     return running.hexdigest()
 

@@ -81,6 +81,23 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch, rea
     assert len(reads) == 4
 
 
+def test_a_cache_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    table().to_csv(path, index=False)
+    data = ClickData(str(path), label="rating")
+    prepared = Clicks.prepare(data).prepared
+
+    def refused(*_, **__):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(digests, "LARGE", 10)
+    settled(path, monkeypatch)
+    monkeypatch.setattr(digests, "replacing", refused)
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(clicks, "FileLock", refused)
+    assert Clicks.prepare(data).prepared == prepared
+
+
 def test_a_small_file_is_always_read(tmp_path, monkeypatch, reads):
     path = tmp_path / "a.csv"
     path.write_bytes(b"one two three")
