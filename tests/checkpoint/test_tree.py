@@ -8,6 +8,7 @@ from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.nested import DEEPEST_STATE
 from comera.checkpoint.streams import DamagedError
 from comera.checkpoint.tree import put_together, take_apart
+from tests.peers import peer
 
 from ..states import assert_equal
 
@@ -101,7 +102,7 @@ def test_a_skeleton_of_something_else_is_refused(skeleton):
 
 
 def test_torchao_states_are_put_together_again():
-    module = pytest.importorskip("torchao.optim.subclass_8bit", exc_type=ImportError)
+    module = peer("torchao.optim.subclass_8bit")
     state = module.OptimState8bit.zeros((64, 64), signed=True, block_size=256, device="cpu")
     again, tensors = round_trip({"exp_avg": state})
     assert type(again["exp_avg"]) is type(state)
