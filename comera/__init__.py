@@ -13,6 +13,7 @@ The public names, in the order one meets them::
             ranks.finish_(optimizer)
 """
 
+from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
 from comera.checkpoint.chain import CheckpointChain
 from comera.memory import reuse_freed_memory
 from comera.nn.collection import TTEmbeddingBagCollection

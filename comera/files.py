@@ -1,10 +1,55 @@
 """Files that appear whole or not at all. Nothing here imports torch."""
 
 import contextlib
+import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there, have the quota raised",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+"""By what a disk says that takes no more."""
+
+
+@contextlib.contextmanager
+def naming_a_full_disk(
+    path: str | Path, otherwise: str = "choose another folder"
+) -> Iterator[None]:
+    """Say which file a disk had no room for, and what to do, where writing it fails for that.
+
+    Args:
+        path: What is being written.
+        otherwise: What else can be done than to free space.
+
+    Raises:
+        OSError: In place of what was raised for a full disk, an exhausted quota or a limit on the
+            size of files, by Python, safetensors or NumPy; with the same ``errno`` and the path as
+            ``filename``. What else is raised passes through.
+    """
+    try:
+        yield
+    except Exception as problem:
+        number = _number(problem)
+        if number not in _REMEDIES:
+            raise
+        advice = f"{os.strerror(number)}; {_REMEDIES[number]}, or {otherwise}"
+        raise OSError(number, advice, str(path)) from problem
+
+
+def _number(problem: Exception) -> int | None:
+    """The ``errno`` behind an exception, if it says it in any way."""
+    if isinstance(problem, OSError) and problem.errno is not None:
+        return problem.errno
+    if found := re.search(r"\(os error (\d+)\)", str(problem)):  # safetensors
+        return int(found[1])
+    if isinstance(problem, OSError) and re.search(r"\d+ requested and \d+ written", str(problem)):
+        return errno.ENOSPC  # NumPy does not say why
+    return None
 
 
 @contextlib.contextmanager
@@ -12,20 +57,24 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success flush it to disk and rename it over.
 
     On any exception ``path`` stays as it was and the temporary file is removed.
+
+    Raises:
+        OSError: As of :func:`naming_a_full_disk`, or as it was raised.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming_a_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

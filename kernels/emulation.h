@@ -277,16 +277,15 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulation::shuffle(value, (emulation::current->number & 31) ^ mask);
 }
-inline float atomicAdd(float* place, float value) {
-  const float before = *place;
+template <typename T>
+T added(T* place, T value) {
+  const T before = *place;
   *place = before + value;
   return before;
 }
-inline int atomicAdd(int* place, int value) {
-  const int before = *place;
-  *place = before + value;
-  return before;
-}
+inline float atomicAdd(float* place, float value) { return added(place, value); }
+inline double atomicAdd(double* place, double value) { return added(place, value); }
+inline int atomicAdd(int* place, int value) { return added(place, value); }
 inline void __threadfence() {}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
   const uint64_t bytes = uint64_t(high) << 32 | low;

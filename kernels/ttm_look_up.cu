@@ -2,7 +2,8 @@
 //
 // Row H + v * W + w is left[v] [P, R] . right[w] [R, Q], its first D numbers; rows before H are
 // stored as they are, in hot [H, D]. All sizes are fixed before the indices are known, so that a
-// CUDA graph can hold it. Everything is summed in float32.
+// CUDA graph can hold it. Products are summed in float32; what many entries add to one place is
+// summed in pieces, with what rounding takes off carried along, or in float64.
 #include "common.cuh"
 
 struct Table {
@@ -39,7 +40,13 @@ __device__ int bag_of(const int64_t* offsets, int bags, int entry) {
   return low;
 }
 
+__device__ __forceinline__ int end_of(const int64_t* offsets, int bags, int bag, int entries) {
+  if (!offsets) return bag + 1;
+  return bag + 1 < bags ? (int)offsets[bag + 1] : entries;
+}
+
 constexpr int DEPTH = 32;  // of the bond at a time
+constexpr int PIECE = 32;  // entries of a bag that one block sums
 
 // Adds a row to a tile of 4 x 4 numbers a thread; called by the whole block.
 template <typename T>
@@ -67,6 +74,7 @@ __device__ void add_row(const Table& table, int64_t row, float weight, const T* 
   const int64_t cold = row - table.num_hot;
   left += cold / table.W * P * R;
   right += cold % table.W * R * Q;
+  float made[4][4] = {};  // a long sum would round off each of the products by itself
 #pragma unroll 1
   for (int k0 = 0; k0 < R; k0 += DEPTH) {
     const int depth = R - k0 < DEPTH ? R - k0 : DEPTH;
@@ -90,9 +98,13 @@ __device__ void add_row(const Table& table, int64_t row, float weight, const T* 
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] += a.x[i] * b.x[j];
+        for (int j = 0; j < 4; ++j) made[i][j] += a.x[i] * b.x[j];
     }
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[i][j] += made[i][j];
 }
 
 // By these entries are sorted before gradients are summed: a hot row is its own key, behind them row
@@ -102,19 +114,17 @@ __device__ int64_t key_of(const Table& table, int64_t row) {
   return cold < 0 ? row : table.num_hot + cold % table.W * table.V + cold / table.W;
 }
 
-// One block for each row or bag: out [bags, D]; and every entry's key and number, [entries].
+// One block for each multiple of PIECE: what the bag that began before it has in the entries from
+// there to the next multiple. Nothing where a bag begins just there.
 template <typename T>
-__device__ void rows(const Table& table, const int64_t* indices, const int64_t* offsets,
-                     const T* weights, const T* left, const T* right, const T* hot, T* out,
-                     int64_t* keys, int64_t* order, int entries, int bags) {
-  const int bag = blockIdx.x, across = up_to_four(table.Q) / 4;
-  const int tiles = up_to_four(table.P) / 4 * across;
-  const int first = offsets ? (int)offsets[bag] : bag;
-  const int end = !offsets ? bag + 1 : bag + 1 < bags ? (int)offsets[bag + 1] : entries;
-  for (int entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
-    keys[entry] = key_of(table, indices[entry]);
-    order[entry] = entry;
-  }
+__device__ void pieces(const Table& table, const int64_t* indices, const int64_t* offsets,
+                       const T* weights, const T* left, const T* right, const T* hot,
+                       float* partial, int entries, int bags) {
+  const int first = (blockIdx.x + 1) * PIECE, bag = bag_of(offsets, bags, first);
+  if (offsets[bag] == first) return;
+  const int bag_end = end_of(offsets, bags, bag, entries);
+  const int end = first + PIECE < bag_end ? first + PIECE : bag_end;
+  const int across = up_to_four(table.Q) / 4, tiles = up_to_four(table.P) / 4 * across;
 #pragma unroll 1
   for (int tile0 = 0; tile0 < tiles; tile0 += blockDim.x) {
     const int tile = tile0 + threadIdx.x, p0 = tile / across * 4, q0 = tile % across * 4;
@@ -125,6 +135,64 @@ __device__ void rows(const Table& table, const int64_t* indices, const int64_t* 
       add_row(table, indices[entry], weights ? wide(weights[entry]) : 1.f, left, right, hot,
               active, p0, q0, sum);
     if (!active) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = (p0 + i) * table.Q + q0 + j;
+        if (q0 + j < table.Q && column < table.D)
+          partial[(int64_t)blockIdx.x * table.D + column] = sum[i][j];
+      }
+  }
+}
+
+// Adds rows of partial to a tile, in their order, each with what rounding took off before.
+__device__ void add_pieces(const Table& table, const float* partial, int begin, int end, int p0,
+                           int q0, float (&sum)[4][4]) {
+  float lost[4][4] = {};
+#pragma unroll 1
+  for (int piece = begin; piece < end; ++piece)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = (p0 + i) * table.Q + q0 + j;
+        if (q0 + j >= table.Q || column >= table.D) continue;
+        const float more = partial[(int64_t)piece * table.D + column] - lost[i][j];
+        const float total = sum[i][j] + more;
+        lost[i][j] = (total - sum[i][j]) - more;
+        sum[i][j] = total;
+      }
+}
+
+// One block for each row or bag: out [bags, D]; and every entry's key and number, [entries]. Of a
+// bag it sums the entries before the first multiple of PIECE in it, and adds what pieces has made
+// of the others, so that how many there are neither costs digits nor keeps one block busy.
+template <typename T>
+__device__ void rows(const Table& table, const int64_t* indices, const int64_t* offsets,
+                     const T* weights, const T* left, const T* right, const T* hot,
+                     const float* partial, T* out, int64_t* keys, int64_t* order, int entries,
+                     int bags) {
+  const int bag = blockIdx.x, across = up_to_four(table.Q) / 4;
+  const int tiles = up_to_four(table.P) / 4 * across;
+  const int first = offsets ? (int)offsets[bag] : bag;
+  const int end = end_of(offsets, bags, bag, entries), next = first / PIECE + 1;
+  const int head = offsets && next * PIECE < end ? next * PIECE : end;
+  for (int entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
+    keys[entry] = key_of(table, indices[entry]);
+    order[entry] = entry;
+  }
+#pragma unroll 1
+  for (int tile0 = 0; tile0 < tiles; tile0 += blockDim.x) {
+    const int tile = tile0 + threadIdx.x, p0 = tile / across * 4, q0 = tile % across * 4;
+    const bool active = tile < tiles;
+    float sum[4][4] = {};
+#pragma unroll 1
+    for (int entry = first; entry < head; ++entry)
+      add_row(table, indices[entry], weights ? wide(weights[entry]) : 1.f, left, right, hot,
+              active, p0, q0, sum);
+    if (!active) continue;
+    if (head < end) add_pieces(table, partial, next - 1, (end - 1) / PIECE, p0, q0, sum);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -175,11 +243,12 @@ constexpr int CHUNK = 16;  // sorted entries of a block
 
 // One block for each chunk of sorted entries. Gradients of equal rows are summed before they meet a
 // half; the gradient of a slice of the right half is summed in shared memory for as long as entries
-// stay in it. What a block has is added to what others have, in no fixed order.
+// stay in it. What a block has is added to what others have, in no fixed order: in float64, for a
+// frequent row has thousands of blocks.
 template <typename T>
 __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t* order,
                           const int64_t* offsets, const T* weights, const T* grad, const T* left,
-                          const T* right, float* left_grad, float* right_grad, float* hot_grad,
+                          const T* right, double* left_grad, double* right_grad, double* hot_grad,
                           int entries, int bags) {
   DYNAMIC_SHARED(float, shared);
   const int P = table.P, Q = table.Q, R = table.R, D = table.D;
@@ -206,7 +275,7 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
     if (slice < 0) return;
     for (int e = thread; e < R * Q; e += threads) {
       float* sum = dr + e / Q * q_stride + e % Q;
-      atomicAdd(right_grad + slice * R * Q + e, *sum);
+      atomicAdd(right_grad + slice * R * Q + e, (double)*sum);
       *sum = 0.f;
     }
   };
@@ -222,7 +291,7 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
       if (p < P && q < Q && column < D) {
         for (int i = first - begin; i < next - begin; ++i)
           sum += weight_of[i] * wide(grad[(int64_t)bag[i] * D + column]);
-        if (cold < 0) atomicAdd(hot_grad + key * D + column, sum);
+        if (cold < 0) atomicAdd(hot_grad + key * D + column, (double)sum);
       }
       g[p * q_stride + q] = sum;
     }
@@ -283,7 +352,7 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int p = p0 + i, k = k0 + j * k_tiles;
-          if (p < P && k < R) atomicAdd(left_grad + (v * P + p) * R + k, sum[i][j]);
+          if (p < P && k < R) atomicAdd(left_grad + (v * P + p) * R + k, (double)sum[i][j]);
         }
     }
   }
@@ -292,16 +361,32 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
+ttm_pieces_f32(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
+               const float* weights, const float* left, const float* right, const float* hot,
+               float* partial, int entries, int bags) {
+  pieces(table, indices, offsets, weights, left, right, hot, partial, entries, bags);
+}
+extern "C" __global__ void __launch_bounds__(256, 2)
+ttm_pieces_bf16(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
+                const bf16* weights, const bf16* left, const bf16* right, const bf16* hot,
+                float* partial, int entries, int bags) {
+  pieces(table, indices, offsets, weights, left, right, hot, partial, entries, bags);
+}
+extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_rows_f32(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
              const float* weights, const float* left, const float* right, const float* hot,
-             float* out, int64_t* keys, int64_t* order, int entries, int bags) {
-  rows(table, indices, offsets, weights, left, right, hot, out, keys, order, entries, bags);
+             const float* partial, float* out, int64_t* keys, int64_t* order, int entries,
+             int bags) {
+  rows(table, indices, offsets, weights, left, right, hot, partial, out, keys, order, entries,
+       bags);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_rows_bf16(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
-              const bf16* weights, const bf16* left, const bf16* right, const bf16* hot, bf16* out,
-              int64_t* keys, int64_t* order, int entries, int bags) {
-  rows(table, indices, offsets, weights, left, right, hot, out, keys, order, entries, bags);
+              const bf16* weights, const bf16* left, const bf16* right, const bf16* hot,
+              const float* partial, bf16* out, int64_t* keys, int64_t* order, int entries,
+              int bags) {
+  rows(table, indices, offsets, weights, left, right, hot, partial, out, keys, order, entries,
+       bags);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
 ttm_back_weights_f32(ARGUMENTS(Table) table, const int64_t* indices, const int64_t* offsets,
@@ -318,15 +403,15 @@ ttm_back_weights_bf16(ARGUMENTS(Table) table, const int64_t* indices, const int6
 extern "C" __global__ void __launch_bounds__(128, 4)
 ttm_back_rows_f32(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* order,
                   const int64_t* offsets, const float* weights, const float* grad,
-                  const float* left, const float* right, float* left_grad, float* right_grad,
-                  float* hot_grad, int entries, int bags) {
+                  const float* left, const float* right, double* left_grad, double* right_grad,
+                  double* hot_grad, int entries, int bags) {
   back_rows(table, keys, order, offsets, weights, grad, left, right, left_grad, right_grad,
             hot_grad, entries, bags);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
 ttm_back_rows_bf16(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* order,
                    const int64_t* offsets, const bf16* weights, const bf16* grad, const bf16* left,
-                   const bf16* right, float* left_grad, float* right_grad, float* hot_grad,
+                   const bf16* right, double* left_grad, double* right_grad, double* hot_grad,
                    int entries, int bags) {
   back_rows(table, keys, order, offsets, weights, grad, left, right, left_grad, right_grad,
             hot_grad, entries, bags);

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from comera.ops.kernels import source
+
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
@@ -41,15 +43,27 @@ def test_checks_of_memory_and_races_are_skipped_where_there_is_no_sanitizer(tmp_
     )
 
 
-def test_both_tools_run_over_the_kernels_tests(sanitizer):
+TESTED = {"merge": "test_merge", "ttm": "test_look_up", "low_rank": "test_low_rank"}
+"""What names of kernels begin with, by the files that run them alone."""
+
+
+def test_both_tools_run_over_the_operators_tests(sanitizer):
     done = make("sanitize", *sanitizer())
     assert done.returncode == 0
     called = [line for line in done.stdout.splitlines() if line.startswith("1 ")]
-    for tool, line in zip(("memcheck", "racecheck"), called, strict=True):
+    parts = [(tool, *part) for tool in ("memcheck", "racecheck") for part in TESTED.items()]
+    for (tool, kernels, file), line in zip(parts, called, strict=True):
         assert line == (
-            f"1 --tool {tool} --error-exitcode 9 --target-processes all "
-            "python3 -m pytest -q -m gpu -k on_a_card tests/kernels"
+            f"1 --tool {tool} --report-api-errors no --kernel-regex kns={kernels}_ "
+            "--error-exitcode 9 --target-processes all "
+            f"python3 -m pytest -q -p no:benchmark -m gpu -k on_a_card tests/kernels/{file}.py"
         )
+
+
+def test_every_kernel_is_looked_at():
+    names = [name for file in source.files() for name in source.entries(file)]
+    assert names
+    assert all(name.startswith(tuple(f"{kernels}_" for kernels in TESTED)) for name in names)
 
 
 def test_what_a_tool_finds_fails_the_target(sanitizer):
@@ -61,19 +75,27 @@ def test_what_a_tool_finds_fails_the_target(sanitizer):
 def test_a_tool_that_takes_too_long_is_named(sanitizer):
     done = make("sanitize", *sanitizer("sleep 20"), "SANITIZER_SECONDS=1")
     assert done.returncode != 0
-    assert "memcheck did not end within 1 seconds" in done.stdout
+    assert "memcheck of merge_* did not end within 1 seconds" in done.stdout
 
 
-def test_the_kernels_have_tests_for_a_card():
+@pytest.mark.parametrize("file", TESTED.values())
+def test_the_kernels_have_tests_for_a_card(file):
     """Those that the tools run."""
-    files = [p for p in (ROOT / "tests/kernels").glob("test_*.py") if "on_a_card(" in p.read_text()]
-    assert {"test_merge.py", "test_look_up.py"} <= {path.name for path in files}
+    text = (ROOT / f"tests/kernels/{file}.py").read_text()
+    assert "_on_a_card(" in text
+    assert "attention" not in text
 
 
 def test_all_parts_are_in_one_dated_file():
     done = make("-n", "gpu", "GPU_PYTHON=python3")
     assert done.returncode == 0
-    for part in ("doctor", "pytest -q -m gpu", "bench kernels", "--dtype bfloat16", "bench step"):
+    for part in (
+        "doctor",
+        "pytest -q -p no:benchmark -m gpu",
+        "bench kernels",
+        "--dtype bfloat16",
+        "bench step",
+    ):
         assert part in done.stdout
     assert "sanitize" in done.stdout
     assert "runs/gpu-20" in done.stdout

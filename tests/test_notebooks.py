@@ -4,9 +4,7 @@ import os
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT_SECONDS = 60
@@ -18,6 +16,7 @@ def test_notebooks_are_found():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_stored_clean(path):
+    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
@@ -33,6 +32,7 @@ def test_is_stored_clean(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path, monkeypatch):
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     # The kernel inherits the environment; it must find this package from its temporary folder.
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
     here = str(path.parents[1])
@@ -42,7 +42,7 @@ def test_runs(path, tmp_path, monkeypatch):
     folder.mkdir()
 
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     start = time.perf_counter()

@@ -28,7 +28,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from comera.checkpoint.nested import parsed
 from comera.checkpoint.streams import DamagedError
+from comera.files import naming_a_full_disk
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -36,6 +38,7 @@ TENSORS = "tensors.safetensors"
 _LARGEST_MANIFEST = 1 << 20
 _STEP = re.compile(r"step-(\d{9,})")
 _PARTIAL, _DAMAGED = ".partial-", "damaged-"
+_INSTEAD = "keep fewer checkpoints (keep_last), or choose another folder; earlier ones are sound"
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class Archive:
                 raw = file.read(_LARGEST_MANIFEST + 1)
             if len(raw) > _LARGEST_MANIFEST:
                 raise ValueError(f"it is longer than {_LARGEST_MANIFEST} bytes")
-            fields = json.loads(raw)
+            fields = parsed(raw)
         except (OSError, ValueError, RecursionError) as problem:
             raise DamagedError(f"{path} is not readable: {problem}") from problem
         if isinstance(fields, dict) and fields.get("version", VERSION) != VERSION:
@@ -225,18 +228,23 @@ class Archive:
         self._lock.release()
 
     def write(self, manifest: Manifest, file: bytes) -> None:
-        """Add a checkpoint, which is there in full from one moment to the next."""
-        partial = self.folder / f"{_PARTIAL}{manifest.step:09d}"
-        partial.mkdir()
-        try:
-            _write_through(partial / TENSORS, file)
-            _write_through(partial / MANIFEST, manifest.text().encode())
-            _sync(partial)
-            partial.rename(self.path(manifest.step))
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        _sync(self.folder)
+        """Add a checkpoint, which is there in full from one moment to the next.
+
+        Raises:
+            OSError: If it cannot be written; says what to do if the disk is full.
+        """
+        path, partial = self.path(manifest.step), self.folder / f"{_PARTIAL}{manifest.step:09d}"
+        with naming_a_full_disk(path, _INSTEAD):
+            try:
+                partial.mkdir()
+                _write_through(partial / TENSORS, file)
+                _write_through(partial / MANIFEST, manifest.text().encode())
+                _sync(partial)
+                partial.rename(path)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            _sync(self.folder)
 
     def remove(self, steps: list[int]) -> None:
         """Delete checkpoints, the last first, so that none is ever without what it builds on."""

@@ -13,12 +13,14 @@ from torch import Tensor
 from comera.checkpoint import vectors
 
 LEARNED_FROM = 1 << 18
-"""Values a codebook is learned from at most, evenly spaced among all: more change nothing."""
+"""Values a codebook is learned from at most, spread evenly over all: more change nothing."""
 
 _PASSES = 200
 _BINS = 512
 _MOST_BY_SEARCH = 31
 """Clusters that the best of bins are searched for; the search takes a time in proportion."""
+_LITTLE = 2.0
+"""A rate of this over the square of the size makes a lattice four standard deviations wide."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,66 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
     rare clusters die out (entropy-constrained quantisation: Chou, Lookabaugh and Gray 1989).
 
     Args:
-        values_n: Finite float32, shape (n,).
+        values_n: Finite float32 of whatever size, subnormal or near the largest there are, (n,).
         size: 1 to 256. No more than ``size`` distinct values are kept exactly if there is no rate.
         rate: The price of a bit, as a share of the variance of the values.
         zeros: There are so many zeros beside the values, and zero is one of the values learned.
     """
     step = max(1, values_n.numel() // LEARNED_FROM)
-    sorted_n = vectors.ascending(values_n[::step])
+    sorted_n = vectors.ascending(vectors.sample(values_n, step))
     if not len(sorted_n):
         return _between(values_n.new_zeros(0 if zeros is None else 1).double())
-    if zeros is None and rate == 0:
+    if rate == 0:
         few = _distinct(sorted_n, size)
-        if few is not None:
+        if few is not None and (zeros is None or 0 in few):
             return _between(few.double())
-    sums = torch.zeros(len(sorted_n) + 1, dtype=torch.float64, device=sorted_n.device)
-    torch.cumsum(sorted_n, 0, dtype=torch.float64, out=sums[1:])
+    power = _power_of_two(sorted_n)
+    book = _learned((sorted_n.double() / power).float(), size, rate, zeros, step)
+    return Codebook(*((x.double() * power).float() for x in (book.values, book.walls)))
+
+
+def _power_of_two(sorted_n: Tensor) -> float:
+    """Not above the largest magnitude: values over it have squares that are neither inf nor 0."""
+    largest = float(max(-sorted_n[0], sorted_n[-1]))
+    return 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
+
+
+def _learned(sorted_n: Tensor, size: int, rate: float, zeros: int | None, step: int) -> Codebook:
+    """:func:`learn` from every ``step``-th of the values, the largest of which is about 1."""
+    sums = _prefix_sums(sorted_n)
     price = rate * float(sorted_n.var(correction=0))
     beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
     if not price:
-        return _refined(sorted_n, sums, _best_of_bins(sorted_n, sums, size), price, beside)[0]
-    # Of many centres the rare ones die out, and can take the others along where values are few.
+        starts = _starts(sorted_n, sums, size)
+        books = [_refined(sorted_n, sums, centres, price, beside)[0] for centres in starts]
+        return min(books, key=lambda book: _squared_error(book, sorted_n))
     starts = [_lattice(sorted_n, size, price)]
+    if rate < _LITTLE / size**2:  # the lattice is too fine to reach over the values
+        starts += _starts(sorted_n, sums, size)
+    # Of many centres the rare ones die out, and can take the others along where values are few.
     for count in (2, 4):
         centres = _best_of_bins(sorted_n, sums, max(1, min(count, size - 1)))
         zero = centres.new_zeros(0 if zeros is None else 1)
         starts.append(torch.cat((centres, zero)).sort().values[:size])
     refined = [_refined(sorted_n, sums, centres, price, beside) for centres in starts]
     return min(refined, key=lambda found: found[1])[0]
+
+
+def _prefix_sums(sorted_n: Tensor) -> Tensor:
+    """Float64 (n + 1,), of which any differences are sums of neighbours; zero in the middle.
+
+    Summed from there to both sides, what is far out does not take digits from the rest.
+    """
+    middle = len(sorted_n) // 2
+    below = sorted_n[:middle].flip(0).cumsum(0, dtype=torch.float64).neg().flip(0)
+    above = sorted_n[middle:].cumsum(0, dtype=torch.float64)
+    return torch.cat((below, below.new_zeros(1), above))
+
+
+def _squared_error(book: Codebook, values_n: Tensor) -> float:
+    """Of the values as the book has them, in float64: some may be far smaller than others."""
+    error = book.values[book.codes(values_n).long()].double() - values_n
+    return float(error @ error)
 
 
 def _refined(
@@ -167,17 +202,18 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
     distance = (12 * price / (2 * math.log(2))) ** 0.5
     middle = sorted_n[len(sorted_n) // 2].double()
     low, high = sorted_n[0].double() - middle, sorted_n[-1].double() - middle
-    below, above = int(-low / distance + 0.5), int(high / distance + 0.5)
-    while below + above + 1 > size:  # tails go to the outermost
-        below, above = (below - 1, above) if below > above else (below, above - 1)
+    below, above = (int(min(x / distance + 0.5, size)) for x in (float(-low), float(high)))
+    if below + above + 1 > size:  # tails go to the outermost
+        below = max(size - 1 - above, min(below, size // 2))
+        above = size - 1 - below
     steps = torch.arange(-below, above + 1, dtype=torch.float64, device=sorted_n.device)
     return middle + steps * distance
 
 
-def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
-    """Centres, float64: of a few clusters the best there are, of many nearly so.
+def _bins(sorted_n: Tensor) -> Tensor:
+    """Ends of some hundred bins, int64.
 
-    The bins are as many of equal counts as of equal widths, lest tails share one.
+    As many are of equal counts as of equal widths, lest tails share one.
     """
     count, device = len(sorted_n), sorted_n.device
     low, high = sorted_n[0].double(), sorted_n[-1].double()
@@ -185,17 +221,41 @@ def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
     ends = torch.searchsorted(sorted_n, (low + (high - low) * share).float(), right=True)
     ends = torch.cat((ends, (share * count).long()))
     ends[0], ends[-1] = 0, count
-    ends = ends.unique()
+    return ends.unique()
+
+
+def _starts(sorted_n: Tensor, sums: Tensor, size: int) -> list[Tensor]:
+    """Centres, float64, from which to look for the least squared error."""
+    ends = _bins(sorted_n)
+    middle = sorted_n[[len(sorted_n) // 4, 3 * len(sorted_n) // 4]].double().diff()
+    starts = [_best_of_bins(sorted_n, sums, size)] if size <= _MOST_BY_SEARCH else []
+    starts += [_as_dense(sorted_n, ends, size, most) for most in (math.inf, float(middle))]
+    return starts
+
+
+def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
+    """Centres as dense as the cube root of the density of the values (Panter and Dite 1951).
+
+    Args:
+        sorted_n: The values.
+        ends: Of bins of them.
+        size: So many centres.
+        most: What a bin is wide at most; with no bound, all centres lie between a value far out
+            and the rest.
+    """
+    at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
+    mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
+    mass = torch.cat((mass.new_zeros(1), mass))
+    wanted = (torch.arange(size, device=mass.device) + 0.5) * (mass[-1] / size)
+    k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
+    share = (wanted - mass[k - 1]) / (mass[k] - mass[k - 1])
+    return torch.lerp(at[k - 1], at[k], share)
+
+
+def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
+    """Centres, float64: of a few clusters of bins the best there are."""
+    ends = _bins(sorted_n)
     counts, sums = ends.diff().double(), sums[ends].diff()
-    if size > _MOST_BY_SEARCH:
-        # as dense as the cube root of the density of the values (Panter and Dite 1951)
-        at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
-        mass = (counts * at.diff().square()).pow(1 / 3).cumsum(0)
-        mass = torch.cat((mass.new_zeros(1), mass))
-        wanted = (torch.arange(size, device=device) + 0.5) * (mass[-1] / size)
-        k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
-        share = (wanted - mass[k - 1]) / (mass[k] - mass[k - 1])
-        return torch.lerp(at[k - 1], at[k], share)
     counts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     sums = torch.cat((sums.new_zeros(1), sums.cumsum(0)))
     # Less by the sum of squares, which is the same for all clusterings.
@@ -209,5 +269,5 @@ def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
     walls = [len(counts) - 1]
     for choice in reversed(choices):
         walls.append(int(choice[walls[-1]]))
-    at = torch.tensor([0, *walls[::-1]], device=device).unique()
+    at = torch.tensor([0, *walls[::-1]], device=sums.device).unique()
     return sums[at].diff() / counts[at].diff()

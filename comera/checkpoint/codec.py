@@ -99,17 +99,31 @@ def write_change(
     second: Tensor | None,
     *,
     bits: int,
+    key_bits: int,
     rate: float,
     alpha: float,
 ) -> tuple[Record, Tensor, Tensor]:
-    """The change of a weight since ``base``, pruned and quantised; all of it where there is none.
+    """Write the change of a weight since ``base``, or all of it, pruned and quantised.
+
+    All of it where there is no base, and where the weight is not near to it: a base saves
+    log2(|weight| / |change|) bits an entry, and errors are a share of the change. Where that is as
+    large as the weight, as after :func:`comera.canonicalize_` or a new initialisation, it saves
+    nothing and leaves errors of 20 percent of the weight and more, which multiply from core to
+    core. So a base is used where the squares of the change sum to no more than half of those of
+    the weight, which saves half a bit an entry or more; and where no more than one of 256 entries
+    became zero, since without a base zeros are read as zeros, with one as what is left of them.
+
+    What is read differs from the weight by a root mean square of no more than a quarter of the
+    weight's, and of no more than ``4 / 2**key_bits`` of it where there is no base. What cannot be
+    coded as well as that is written exactly.
 
     Args:
         section: Written to.
-        weight: Finite floats of any shape.
+        weight: Finite floats of any shape and size; of float64, ones that float32 can hold.
         base: What the checkpoint before is read as; same shape and dtype.
         second: The weight's second moments, which say how small a change may be left out.
         bits: Kept changes become one of ``2 ** bits - 1`` values.
+        key_bits: Entries become one of ``2 ** key_bits - 1`` values where there is no base.
         rate: As in :func:`codebook.learn`, for a change as large as the weight; more for a smaller
             one, see :func:`_worth_of_bits`.
         alpha: See :func:`pruning.changed_weights`.
@@ -118,30 +132,72 @@ def write_change(
         The record, where kept entries lie (k,), and what will be read: error included, so that
         the next change makes up for it.
     """
-    change = weight.detach().float().reshape(-1)
-    if base is None:
-        kept = torch.arange(len(change), device=change.device)
-        learned = learn(change, 2**bits - 1)
-        book, codes = learned.values, learned.codes(change)
-    else:
-        change = change - base.float().reshape(-1)
-        mask = pruning.changed_weights(change, second, alpha)
-        worth = min(rate * _worth_of_bits(weight, change), max(rate, _DEAREST))
-        kept, book, codes = _quantised(change, mask, bits, worth)
-    record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
-    if base is None:
-        record["places"] = "all"
+    size = vectors.norm(weight)
+    if base is not None and _is_near(weight, base, size):
+        kept, book, codes = _coded_change(weight, base, second, bits, rate, alpha)
+        now = _changed(weight.shape, weight.dtype, base, kept, book, codes)
+        if distance(weight, now) <= _LARGEST_ERROR * size:
+            return _write_kept(section, weight, kept, book, codes), kept, now
+    flat = weight.detach().float().reshape(-1)
+    kept = torch.arange(len(flat), device=flat.device)
+    some_are_zero = int(flat.count_nonzero()) < len(flat)
+    learned = learn(flat, 2**key_bits - 1, zeros=0 if some_are_zero else None)
+    book, codes = learned.values, learned.codes(flat)
+    now = _changed(weight.shape, weight.dtype, None, kept, book, codes)
+    if distance(weight, now) <= 4 / 2**key_bits * size:
+        record = {"codec": "change", "kept": len(kept), "book": len(book), "places": "all"}
         _write_coded(section, "change", book, codes)
-    elif _MANY * len(kept) > len(change):
+        return record, kept, now
+    return write_exact(section, weight), kept, weight
+
+
+_LARGEST_ERROR = 0.25
+"""Of what is read of a weight by its base, as a share of the weight."""
+
+_MOST_ZEROS = 1 / 256
+"""Of all entries become zero by chance, as some do in half precision."""
+
+
+def distance(weight: Tensor, other: Tensor) -> float:
+    """The root of the sum of squared differences; not finite if one is not."""
+    return vectors.norm(weight.float() - other.float())
+
+
+def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
+    """Tell whether a base is of use, see :func:`write_change`; none is that is not finite."""
+    if not 2 * distance(weight, base) ** 2 <= size**2:  # also where it is not a number
+        return False
+    most = _MOST_ZEROS * weight.numel()
+    if weight.numel() - int(weight.count_nonzero()) <= most:
+        return True
+    return int(((weight == 0) & (base != 0)).sum()) <= most
+
+
+def _coded_change(
+    weight: Tensor, base: Tensor, second: Tensor | None, bits: int, rate: float, alpha: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where changed entries are kept, a few values, and the number of each entry's value."""
+    change = (weight.detach().float() - base.float()).reshape(-1)
+    mask = pruning.changed_weights(change, second, alpha)
+    worth = min(rate * _worth_of_bits(weight, change), max(rate, _DEAREST))
+    return _quantised(change, mask, bits, worth)
+
+
+def _write_kept(
+    section: Section, weight: Tensor, kept: Tensor, book: Tensor, codes: Tensor
+) -> Record:
+    """Write changes by their places; returns the record."""
+    record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
+    if _MANY * len(kept) > weight.numel():
         record["places"] = "many"  # what is left out has a code of its own
-        all_codes = torch.zeros(len(change), dtype=torch.uint8, device=codes.device)
+        all_codes = torch.zeros(weight.numel(), dtype=torch.uint8, device=codes.device)
         all_codes[kept] = codes + 1
         section.write("books", _floats(book))
         section.write("codes of all", pack(all_codes.cpu().numpy(), len(book) + 1))
     else:
         record["places"] = _write_gaps(section, kept)
         _write_coded(section, "change", book, codes)
-    return record, kept, _changed(weight.shape, weight.dtype, base, kept, book, codes)
+    return record
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
@@ -152,8 +208,14 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
     smaller ones than at first: a price on bits between a share of the change and one of the weight
     makes the same loss of fewer bits than either (docs/quality.md).
     """
-    spreads = [float(values.float().std(correction=0)) for values in (weight, change)]
+    spreads = [_spread(values.float()) for values in (weight, change)]
     return (spreads[0] / spreads[1]) ** _BETWEEN if all(spreads) else 1.0
+
+
+def _spread(values: Tensor) -> float:
+    """The standard deviation, also where squares leave the range of float32."""
+    found = float(values.std(correction=0))
+    return found if 1e-15 < found < 1e15 else float(values.double().std(correction=0))
 
 
 _BETWEEN = 0.75
@@ -307,7 +369,12 @@ def read_moments(
         second = _read_means(section, shape).reshape(-1)
         second[kept] = book.square()[codes.long()]
         moments.append(second)
-    return [m.to(dtype).reshape(shape) for m, dtype in zip(moments, dtypes, strict=True)]
+    return [_narrowed(m, dtype).reshape(shape) for m, dtype in zip(moments, dtypes, strict=True)]
+
+
+def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype; what was rounded up beyond its range is the largest number it has."""
+    return values.clamp(max=min(torch.finfo(t).max for t in (dtype, torch.float32))).to(dtype)
 
 
 _STEPS = 5.0
@@ -322,12 +389,14 @@ def _write_means(section: Section, second: Tensor, kept: Tensor) -> None:
     vectors_of_means = [rest.sum(dtype=torch.float64) / there.sum().clamp(min=1)]
     if _has_lines(second.shape):
         matrix, there = (x.reshape(second.shape[0], -1) for x in (rest, there))
-        vectors_of_means += [matrix.sum(d) / there.sum(d).clamp(min=1) for d in (1, 0)]
+        vectors_of_means += [
+            matrix.sum(d, dtype=torch.float64) / there.sum(d).clamp(min=1) for d in (1, 0)
+        ]
     for means in vectors_of_means:
         means = means.float().reshape(-1)
         largest = means.amax()
         section.write("books", _floats(largest))
-        down = torch.log2(largest / means) * _STEPS  # infinite for a mean of zero
+        down = torch.log2(largest / means.double()) * _STEPS  # infinite for a mean of zero
         codes = torch.where(means > 0, (255 - down).round().clamp(min=1), 0)
         section.write("means", codes.to(torch.uint8).cpu().numpy())
 
@@ -342,7 +411,12 @@ def _read_means(section: Section, shape: list[int]) -> Tensor:
     if not _has_lines(shape):
         return whole.expand(size).clone()
     rows, columns = read(shape[0]), read(size // shape[0])
-    return torch.outer(rows, columns / whole.clamp(min=torch.finfo(torch.float32).tiny))
+    ratios = (columns / whole.double().clamp(min=_LEAST)).float()
+    return torch.outer(rows, ratios).clamp(max=torch.finfo(torch.float32).max)
+
+
+_LEAST = 2.0**-149
+"""The smallest number of float32 that is not zero."""
 
 
 def _has_lines(shape: torch.Size | list[int]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.checkpoint.nested import DEEPEST_STATE
 from comera.checkpoint.streams import DamagedError
 
 Skeleton = Any
@@ -33,7 +34,9 @@ _KINDS_OF_TENSOR = {
 """Subclasses that are put together again: no other class named in a file is ever imported."""
 
 
-def take_apart(value: Any, take: Callable[[str, Tensor], str | None], name: str = "") -> Skeleton:
+def take_apart(
+    value: Any, take: Callable[[str, Tensor], str | None], name: str = "", deep: int = 0
+) -> Skeleton:
     """The skeleton of nested dicts, lists and tuples.
 
     Args:
@@ -41,10 +44,16 @@ def take_apart(value: Any, take: Callable[[str, Tensor], str | None], name: str 
         take: Given every tensor under its dotted name; returns what to write in its place, or
             None to leave out the entry of the dict it is in.
         name: Of the value itself.
+        deep: It lies in so many others.
 
     Raises:
         TypeError: For anything else; says where it lies.
+        ValueError: If it is nested too deep to be read again, or in itself.
     """
+    if deep > DEEPEST_STATE:
+        raise ValueError(
+            f"{name[:60]}... is nested more than {DEEPEST_STATE} deep; checkpoints hold no more"
+        )
     if isinstance(value, Tensor):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in _KINDS_OF_TENSOR:
@@ -62,13 +71,14 @@ def take_apart(value: Any, take: Callable[[str, Tensor], str | None], name: str 
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):
-        parts = [take_apart(part, take, f"{name}.{k}") for k, part in enumerate(value)]
+        parts = [take_apart(part, take, f"{name}.{k}", deep + 1) for k, part in enumerate(value)]
         if any(part is _LEFT_OUT for part in parts):
             raise ValueError(f"{name} is a {type(value).__name__}, of which nothing can be skipped")
         return parts if isinstance(value, list) else {"tuple": parts}
     if isinstance(value, Mapping):
         parts = [
-            (key, take_apart(v, take, f"{name}.{key}".lstrip("."))) for key, v in value.items()
+            (key, take_apart(v, take, f"{name}.{key}".lstrip("."), deep + 1))
+            for key, v in value.items()
         ]
         parts = [(key, part) for key, part in parts if part is not _LEFT_OUT]
         if all(isinstance(key, str) for key in value):

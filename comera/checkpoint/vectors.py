@@ -16,6 +16,29 @@ def ascending(values_n: Tensor) -> Tensor:
     return values_n.sort().values
 
 
+def sample(values_n: Tensor, step: int) -> Tensor:
+    """One of every ``step`` values, and the least and the largest of all.
+
+    Which one is drawn by chance, always the same: every ``step``-th may lie in the same few columns
+    of a matrix, and say nothing of the others.
+    """
+    if step == 1:
+        return values_n
+    starts = torch.arange(0, len(values_n) - step + 1, step)
+    drawn = starts + torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(0))
+    return torch.cat(
+        (values_n[drawn.to(values_n.device)], *map(torch.atleast_1d, values_n.aminmax()))
+    )
+
+
+def norm(values: Tensor) -> float:
+    """The root of the sum of squares, of any shape and dtype; not finite if a value is not."""
+    found = float(torch.linalg.vector_norm(values)) if values.dtype == torch.float32 else 0.0
+    if 1e-15 < found < 1e15:  # no square left the range of float32 that counts
+        return found
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def median(values_n: Tensor) -> Tensor:
     """The lower of the two in the middle, of one value or more."""
     middle = (len(values_n) - 1) // 2

@@ -103,10 +103,12 @@ def read_chunks(
         first: Number of the first chunk that is wanted.
 
     Raises:
-        ValueError: At a malformed line or cell: its number and what was expected.
+        ValueError: At a malformed line or cell: its number and what was expected. Malformed is a
+            number that is not finite too; only an empty cell, or in a typed column NaN, is missing,
+            and not where the label should be.
     """
     if format == "table" and path.suffix in (".npz", ".parquet"):
-        yield from itertools.islice(_whole(path, columns), first, None)
+        yield from itertools.islice(_whole(path, columns, skip_bad), first, None)
         return
     names, separator, header = _layout(path, format)
     with _open(path) as file:
@@ -150,13 +152,10 @@ def _parse(
     numeric = {}
     for name in (columns.label, *columns.continuous):
         values = pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64)
-        wrong = np.isnan(values) & ((frame[name] != "").to_numpy() | (name == columns.label))
+        wrong = ~_holds(values) & ((frame[name] != "").to_numpy() | (name == columns.label))
         if wrong.any() and not skip_bad:
             row = int(np.flatnonzero(wrong)[0])
-            raise ValueError(
-                f"line {numbers[row]} of {path}: {name} is {frame[name].iloc[row]!r}, expected a "
-                "number; clicks.skip_bad_lines=true leaves such lines out"
-            )
+            raise _no_number(f"line {numbers[row]}", path, name, repr(frame[name].iloc[row]))
         broken |= wrong
         numeric[name] = values
     keep = ~broken
@@ -169,8 +168,20 @@ def _parse(
     )
 
 
-def _whole(path: Path, columns: Columns) -> Iterator[Chunk]:
-    """A file of typed columns, cut into chunks."""
+def _holds(values: np.ndarray) -> np.ndarray:
+    """Tell the numbers that float32, in which they are kept, has from those that it has not."""
+    return np.abs(values) <= np.finfo(np.float32).max
+
+
+def _no_number(where: str, path: Path, name: str, value: str) -> ValueError:
+    return ValueError(
+        f"{where} of {path}: {name} is {value}, expected a number that is finite; "
+        "clicks.skip_bad_lines=true leaves such lines out"
+    )
+
+
+def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
+    """A file of typed columns, cut into chunks; NaN is where nothing is given."""
     wanted = [columns.label, *columns.continuous, *columns.fields]
     table: dict[str, np.ndarray] = {}
     if path.suffix == ".npz":
@@ -183,12 +194,28 @@ def _whole(path: Path, columns: Columns) -> Iterator[Chunk]:
     for name in wanted:
         if len(table[name]) != rows:
             raise ValueError(f"{path}: {name} has {len(table[name])} values, the label {rows}")
-    numeric = {n: table[n].astype(np.float64) for n in (columns.label, *columns.continuous)}
+    numeric, broken = {}, np.zeros(rows, bool)
+    for name in (columns.label, *columns.continuous):
+        numeric[name] = values = _floats(table[name], path, name)
+        wrong = ~_holds(values) & (~np.isnan(values) | (name == columns.label))
+        if wrong.any() and not skip_bad:
+            row = int(np.flatnonzero(wrong)[0])
+            raise _no_number(f"row {row + 1}", path, name, str(values[row]))
+        broken |= wrong
     fields = np.stack([_codes(pd.Series(table[name])) for name in columns.fields], 1)
     continuous = _side_by_side([numeric[name] for name in columns.continuous], rows)
     for start in range(0, rows, CHUNK):
-        part = slice(start, start + CHUNK)
-        yield Chunk(numeric[columns.label][part], continuous[part], fields[part])
+        skipped = broken[start : start + CHUNK]
+        part = start + np.flatnonzero(~skipped)
+        labels = numeric[columns.label][part]
+        yield Chunk(labels, continuous[part], fields[part], skipped=int(skipped.sum()))
+
+
+def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
+    try:
+        return column.astype(np.float64)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
 
 
 def _codes(values: pd.Series) -> np.ndarray:

@@ -9,17 +9,25 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from comera.data.click_files import Columns, columns_of, find_file, read_chunks
-from comera.data.vocabulary import fingerprint
+from comera.data.digests import (
+    array_digest,
+    changed_meanwhile,
+    check_unchanged,
+    content_digest,
+    short_digest,
+    signature,
+)
 from comera.files import cache_folder, replacing
 
 log = logging.getLogger("comera")
@@ -41,13 +49,15 @@ class ClickData:
         fields: Columns of categories; all but the label and ``continuous`` if none is named.
         continuous: Columns of numbers.
         transform: Of the continuous numbers x: ``log`` is ``log(1 + max(x, 0))``, ``standard``
-            shifts and scales them to mean 0 and variance 1, cut at 5; missing ones become 0.
+            shifts and scales them to mean 0 and variance 1, cut at 5; missing ones (empty, or NaN
+            in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
         hash_rows: Instead of a vocabulary, so many rows for each field with more categories,
             shared by their hashes.
         heldout: Share of the rows for evaluation.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day.
-        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there.
+        skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there:
+            those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
 
     file: str = ""
@@ -72,11 +82,17 @@ class Clicks:
         field_names: Their columns.
         num_continuous: Continuous features.
         skipped: Malformed lines that were left out.
+        digests: Of the file, as the settings name it.
+        prepared: Digest of the prepared rows.
     """
 
-    def __init__(self, settings: ClickData, folder: Path) -> None:
+    def __init__(
+        self, settings: ClickData, folder: Path, digests: Mapping[str, str] | None = None
+    ) -> None:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         self.settings = settings
+        self.digests = digests or {}
+        self.prepared: str = facts["prepared"]
         self.table_sizes: list[int] = facts["table_sizes"]
         self.field_names: list[str] = facts["fields"]
         self.skipped: int = facts["skipped"]
@@ -86,18 +102,27 @@ class Clicks:
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
-    def prepare(cls, settings: ClickData) -> "Clicks":
+    def prepare(cls, settings: ClickData, digests: Mapping[str, str] | None = None) -> "Clicks":
         """Read and number the categories, or take that from the cache.
+
+        Args:
+            settings: Where the clicks come from.
+            digests: What :func:`click_digests` has just found, so as not to read it once more.
 
         Raises:
             FileNotFoundError: If there is no such file.
             ValueError: If a column is missing, a line malformed, or a share leaves no rows.
         """
         path = find_file(settings.file)
-        folder = cache_folder() / f"clicks-{fingerprint({**vars(settings), 'corpus': 1}, [path])}"
+        digests = click_digests(settings) if digests is None else digests
+        relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
+        folder = cache_folder() / f"clicks-{short_digest([2, relevant])}"
         if not (folder / _FACTS).is_file():
-            _prepare(settings, path, folder)
-        return cls(settings, folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock"):  # another run may be preparing the same
+                if not (folder / _FACTS).is_file():
+                    _prepare(settings, path, folder, digests)
+        return cls(settings, folder, digests)
 
     @property
     def num_train(self) -> int:
@@ -136,7 +161,17 @@ _FACTS = "facts.json"
 _ARRAYS = ("continuous", "fields", "labels")
 
 
-def _prepare(settings: ClickData, path: Path, folder: Path) -> None:
+def click_digests(settings: ClickData) -> dict[str, str]:
+    """Return the digest of the file, by its name in the settings.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be decompressed.
+    """
+    return {settings.file: content_digest(find_file(settings.file))}
+
+
+def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str, str]) -> None:
     columns = columns_of(
         path, settings.format, settings.label, settings.continuous, settings.fields
     )
@@ -165,7 +200,15 @@ def _prepare(settings: ClickData, path: Path, folder: Path) -> None:
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
-    facts = {"table_sizes": sizes, "fields": list(columns.fields), "skipped": skipped}
+    if click_digests(settings) != digests:
+        shutil.rmtree(folder / "chunks")
+        raise changed_meanwhile(path)
+    facts = {
+        "table_sizes": sizes,
+        "fields": list(columns.fields),
+        "skipped": skipped,
+        "prepared": array_digest(arrays),
+    }
     with replacing(folder / _FACTS) as temporary:
         temporary.write_text(json.dumps(facts), encoding="utf-8")
     shutil.rmtree(folder / "chunks")
@@ -174,9 +217,10 @@ def _prepare(settings: ClickData, path: Path, folder: Path) -> None:
 def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
     """Files of the chunks; those that an interrupted preparation has left are not read again."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(folder.glob("*.npz"))
+    found, before = sorted(folder.glob("*.npz")), signature(path)
     chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
     for number, chunk in enumerate(chunks, start=len(found)):
+        check_unchanged(path, before)
         file = folder / f"{number:06d}.npz"
         with replacing(file) as temporary, temporary.open("wb") as out:
             fields = {f"field{k}": values for k, values in enumerate(chunk.fields.T)}

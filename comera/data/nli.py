@@ -6,6 +6,7 @@ a header line, optionally gzipped, or the name of a Hugging Face ``datasets`` se
 
 import csv
 import gzip
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.data.digests import array_digest, changed_meanwhile, content_digest, short_digest
 from comera.data.vocabulary import (
     CLS,
     PAD,
     SEP,
     cached_arrays,
     find_vocabulary,
-    fingerprint,
     frequency_order,
     load_word_pieces,
     save_arrays,
@@ -73,39 +74,54 @@ class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
     Batches hold pairs of similar length, padded to the longest.
+
+    Attributes:
+        digests: Of the files and data sets that were read, as the settings name them.
+        prepared: Digest of the encoded pairs.
     """
 
     num_classes = len(LABELS)
 
-    def __init__(self, settings: NliData, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        settings: NliData,
+        arrays: Mapping[str, np.ndarray],
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
         self.settings = settings
+        self.digests = digests or {}
+        self.prepared = array_digest(arrays)
         self.vocab_size = int(arrays["vocab_size"])
         self.train = _Split(arrays, "train")
         self.dev = _Split(arrays, "dev")
         self._order: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     @classmethod
-    def prepare(cls, settings: NliData) -> "NliPairs":
+    def prepare(cls, settings: NliData, digests: Mapping[str, str] | None = None) -> "NliPairs":
         """Read and encode, or take that from the cache.
+
+        Args:
+            settings: Where the pairs come from.
+            digests: What :func:`nli_digests` has just found, so as not to read it once more.
 
         Raises:
             FileNotFoundError: If a file is missing; the message says what is expected.
             ValueError: If a row has no label or sentence, or no file is named.
         """
-        for name in ("train", "dev"):
-            if not getattr(settings, name):
-                raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
-        sources = [f for f in (*settings.train, *settings.dev) if not f.startswith("datasets:")]
-        files = [_find(source) for source in sources]
-        if settings.vocab:
-            files.append(find_vocabulary(settings.vocab))
-        key = fingerprint({**vars(settings), "corpus": "nli-1"}, files)
-        cache = cache_folder() / f"nli-{key}.npz"
+        digests = nli_digests(settings) if digests is None else digests
+        relevant = vars(settings) | {
+            "train": [digests[source] for source in settings.train],
+            "dev": [digests[source] for source in settings.dev],
+            "vocab": settings.vocab and digests[settings.vocab],
+        }
+        cache = cache_folder() / f"nli-{short_digest(['nli-2', relevant])}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
             arrays = _encode(settings)
+            if nli_digests(settings) != digests:
+                raise changed_meanwhile(", ".join(digests))
             save_arrays(cache, arrays)
-        return cls(settings, arrays)
+        return cls(settings, arrays, digests)
 
     def steps_per_epoch(self, batch_size: int) -> int:
         return len(self.train.labels) // batch_size
@@ -173,6 +189,33 @@ class _Split:
             "segments": torch.from_numpy(segments),
             "labels": labels,
         }
+
+
+def nli_digests(settings: NliData) -> dict[str, str]:
+    """Return digests of all files and data sets, as the settings name them.
+
+    A data set of Hugging Face is read for that, for its name and split say nothing of its rows.
+
+    Raises:
+        FileNotFoundError: If a file is missing; the message says what is expected.
+        ValueError: If no file is named, or one cannot be decompressed.
+    """
+    for name in ("train", "dev"):
+        if not getattr(settings, name):
+            raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
+    found = {source: _digest(source) for source in (*settings.train, *settings.dev)}
+    if settings.vocab:
+        found[settings.vocab] = content_digest(find_vocabulary(settings.vocab))
+    return found
+
+
+def _digest(source: str) -> str:
+    if not source.startswith("datasets:"):
+        return content_digest(_find(source))
+    running = hashlib.sha256()
+    for row in _hub_rows(source):
+        running.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return running.hexdigest()
 
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:

@@ -4,20 +4,20 @@ The default corpus is the Python source of the standard library of the running i
 input that every machine has.
 """
 
-import gzip
+import codecs
 import hashlib
-import lzma
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from comera.data.digests import array_digest, changed_meanwhile, read_blocks, short_digest
 from comera.data.vocabulary import (
     cached_arrays,
-    fingerprint,
     frequency_order,
     save_arrays,
     train_byte_pairs,
@@ -59,38 +59,82 @@ class TextStreams:
         settings: Where the text comes from.
         train: Tokens of the training files, one file after the other.
         valid: The same of the held-out files.
+        digests: Of the files that were read, by name.
+        prepared: Digest of both streams.
     """
 
     settings: TextData
     train: Tensor
     valid: Tensor
+    digests: Mapping[str, str] = field(default_factory=dict)
+    prepared: str = ""
 
     @property
     def vocab_size(self) -> int:
         return self.settings.vocab_size
 
     @classmethod
-    def prepare(cls, settings: TextData) -> "TextStreams":
+    def prepare(cls, settings: TextData, digests: Mapping[str, str] | None = None) -> "TextStreams":
         """Read, train the tokenizer and encode, or take all that from the cache.
+
+        Args:
+            settings: Where the text comes from.
+            digests: What :func:`text_digests` has just found, so as not to read it once more.
 
         Raises:
             FileNotFoundError: If no file matches.
             ValueError: If there is too little text.
         """
-        folder = Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
-        files = _text_files(folder, settings.pattern)
-        described = {**vars(settings), "length": None, "corpus": "text-2"}
-        cache = cache_folder() / f"text-{fingerprint(described, files)}.npz"
+        folder = _folder(settings)
+        digests = text_digests(settings) if digests is None else digests
+        relevant = {"vocab_size": settings.vocab_size, "heldout": settings.heldout}
+        key = short_digest(["text-3", relevant, list(digests.items())])
+        cache = cache_folder() / f"text-{key}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
-            arrays = _encode(files, settings)
+            arrays = _encode([folder / name for name in digests], settings)
+            if text_digests(settings) != digests:
+                raise changed_meanwhile(folder)
             save_arrays(cache, arrays)
         if min(len(arrays["train"]), len(arrays["valid"])) <= 2 * settings.length:
             raise ValueError(
                 f"{folder} holds too little text ({len(arrays['train'])} training and "
                 f"{len(arrays['valid'])} held-out tokens) for sequences of {settings.length}"
             )
-        return cls(settings, *(torch.from_numpy(arrays[key]) for key in ("train", "valid")))
+        train, valid = (torch.from_numpy(arrays[key]) for key in ("train", "valid"))
+        return cls(settings, train, valid, digests, array_digest(arrays))
+
+
+def text_digests(settings: TextData) -> dict[str, str]:
+    """Return digests of the files that are read, by their names in the folder, in that order.
+
+    Raises:
+        FileNotFoundError: If no file matches.
+        ValueError: If one cannot be decompressed.
+    """
+    folder = _folder(settings)
+    found: dict[str, str] = {}
+    total = 0
+    for path in _text_files(folder, settings.pattern):
+        found[str(path.relative_to(folder))], characters = _measured(path)
+        total += characters
+        if total > settings.max_megabytes * 1e6:
+            break
+    return found
+
+
+def _measured(path: Path) -> tuple[str, int]:
+    """Digest and number of characters of a file, which may be larger than memory."""
+    running, characters = hashlib.sha256(), 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for block in read_blocks(path):
+        running.update(block)
+        characters += len(decoder.decode(block))
+    return running.hexdigest(), characters + len(decoder.decode(b"", final=True))
+
+
+def _folder(settings: TextData) -> Path:
+    return Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
 
 
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
@@ -106,31 +150,26 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files that match, in a fixed order that does not follow their names."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
     files = [
         path
-        for path in sorted(folder.glob(pattern))
+        for path in folder.glob(pattern)
         if path.is_file() and not skip & set(path.relative_to(folder).parts)
     ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
-    return files
-
-
-def _encode(files: list[Path], settings: TextData) -> dict[str, np.ndarray]:
-    folder = Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
 
     def scramble(path: Path) -> bytes:
         return hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
 
-    texts, total = [], 0
-    for path in sorted(files, key=scramble):
-        texts.append(_read(path))
-        total += len(texts[-1])
-        if total > settings.max_megabytes * 1e6:
-            break
+    return sorted(files, key=scramble)
+
+
+def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
+    texts = [_read(path) for path in files]
     heldout, training = _held_out(texts, settings.heldout)
     sample, used = [], 0
     for text in training:
@@ -151,13 +190,7 @@ def _encode(files: list[Path], settings: TextData) -> dict[str, np.ndarray]:
 
 
 def _read(path: Path) -> str:
-    if path.suffix == ".gz":
-        data = gzip.decompress(path.read_bytes())
-    elif path.suffix == ".xz":
-        data = lzma.decompress(path.read_bytes())
-    else:
-        data = path.read_bytes()
-    return data.decode("utf-8", errors="replace")
+    return b"".join(read_blocks(path)).decode("utf-8", errors="replace")
 
 
 def _held_out(texts: list[str], share: float) -> tuple[list[str], list[str]]:

@@ -4,10 +4,9 @@ Token numbers are sorted by frequency, special tokens first, so that the first r
 embedding are the ones read most often (see ``hot_rows`` of ``TTEmbedding``).
 """
 
-import hashlib
-import json
 import logging
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +107,14 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     return new_number
 
 
-def fingerprint(settings: dict[str, Any], files: Sequence[Path] = ()) -> str:
-    """A short name for prepared data: it changes with the settings and with the files."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    text = json.dumps([settings, stats], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
     """Arrays saved earlier, or None; an unreadable file counts as none."""
     if not path.is_file():
         return None
     try:
-        with np.load(path) as file:
+        with path.open("rb") as raw, np.load(raw) as file:
             return {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError) as problem:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
         log.warning("the cache %s is unreadable (%s); preparing the data again", path, problem)
         return None
 

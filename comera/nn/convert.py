@@ -45,7 +45,8 @@ def tensorize_(
     Build the optimizer afterwards: the parameters are new. Cores are drawn anew, to be trained,
     unless ``init="svd"`` approximates the present weights: a line on the ``comera`` logger says so.
     What must not be swapped, is frozen, or would not become smaller, is left alone and named in one
-    line there.
+    line there. What is predicted to be slower or to take more memory than dense is converted, and
+    named as well.
 
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.

@@ -43,6 +43,7 @@ class TTEmbedding(TTTable):
 
     Raises:
         ValueError: If modes or ranks do not fit the table.
+        TypeError: If indices are no whole numbers.
         NotImplementedError: For ``max_norm`` and ``scale_grad_by_freq``.
 
     Source: CoMERA, arXiv 2405.14377, section 3.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.fixed_sizes import is_free_on_cpu
-from comera.ops.index_range import check_range
+from comera.ops.index_range import check_integers, check_range
 from comera.ops.operator import is_plain
 from comera.shapes import TTMShape
 
@@ -26,7 +26,8 @@ class TTEmbeddingBag(TTTable):
 
     Raises:
         ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
-            CPU), or weights do not fit the input.
+            CPU), weights do not fit the input, or there are entries and no bags.
+        TypeError: If indices are no whole numbers.
         IndexError: If an index is no row (on the CPU).
         NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
     """
@@ -84,6 +85,7 @@ class TTEmbeddingBag(TTTable):
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """All entries, where each bag begins, and of all modes but max the entries' weights."""
+        check_integers(input)
         flat, starts = self._laid_out(input, offsets)
         if not torch.compiler.is_compiling():
             check_range(input if input.dim() == 2 else flat, self.num_embeddings)
@@ -204,8 +206,11 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
-    known = is_plain(offsets) and not torch.compiler.is_compiling()
-    if not is_free_on_cpu(offsets) or not offsets.numel() or not known:
+    known = is_plain(offsets) and not torch.compiler.is_compiling() and is_free_on_cpu(offsets)
+    if offsets.shape[0] == with_end and not (known and with_end) and entries:
+        # torch reads past the end of such offsets
+        raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")
+    if not offsets.numel() or not known:
         return False
     if offsets[0] != 0:
         raise ValueError(f"offsets[0]={int(offsets[0])} must be 0, where the first bag begins")

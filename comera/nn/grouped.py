@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import check_whole, tensor_trains
+from comera.nn.module import Lent, TensorTrainModule, check_whole, tensor_trains, versions_of
 from comera.nn.shared_gates import lend_gates, take_back_gates
 from comera.ops.halves import layout_of, merge_groups
 
@@ -29,8 +29,11 @@ class GroupedMerge:
         ValueError: If a tensor train is sharded, as by ``fully_shard``.
 
     Note:
-        Change no parameter inside, its dtype or device included, and call ``backward`` once for
-        each time it is entered; inside, where activation checkpointing is used.
+        Call ``backward`` once for each time it is entered; inside, where activation checkpointing
+        is used. A parameter that is written to inside, by an optimizer or ``load_state_dict``, is
+        noticed, and everything is joined anew; not by a compiled model, and not where it is
+        written to through ``.data``, replaced, or brought to another dtype or device: leave the
+        context for that.
         The cores of a layer that the forward pass left out get a gradient of zeros, not None, as
         do the gates of all layers.
 
@@ -49,6 +52,7 @@ class GroupedMerge:
         self._trains = list(tensor_trains(model).values())
         self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
         self._key: object = None
+        self._params: list[tuple[Tensor, ...]] = []
         self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "GroupedMerge":
@@ -56,6 +60,7 @@ class GroupedMerge:
         if key != self._key:
             check_whole(self._model, "GroupedMerge")  # it may have been sharded since
             self._key, self._calls = key, self._arrange()
+            self._params = [_read_from(train) for train in self._trains]
         try:
             self._share()
         except BaseException:  # such as one of too little memory: nothing stays lent
@@ -65,6 +70,8 @@ class GroupedMerge:
 
     def _share(self) -> None:
         """Join the gates and cores of all layers, and let the layers use what was made."""
+        for train, params in zip(self._trains, self._params, strict=True):
+            train.lent = Lent(params, versions_of(params), self._share)
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
@@ -79,6 +86,8 @@ class GroupedMerge:
             if self._autocast is not None:  # else nothing may change for torch.compile
                 layer.narrow_halves = None
         take_back_gates(self._trains)
+        for train in self._trains:
+            train.lent = None
 
     def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
         """One call for all groups, but that those which are trained stay apart from the others."""
@@ -91,6 +100,11 @@ class GroupedMerge:
             trained = any(p.requires_grad for layer in layers for p in layer.parameters())
             together.setdefault((core.dtype, core.device, trained), []).append(layers)
         return [(groups, _arguments(groups)) for groups in together.values()]
+
+
+def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
+    """The parameters that what a module is lent is made of."""
+    return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 
 def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None:

@@ -111,6 +111,7 @@ class TTLinear(TensorTrainModule):
         second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
         dtype if it was told of it.
         """
+        self.renew_lent()
         shared, narrow = self.shared_halves, self.narrow_halves
         if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
             shared = narrow

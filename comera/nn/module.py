@@ -68,6 +68,29 @@ class SharedGates(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
+class Lent(NamedTuple):
+    """What a module is lent while a :class:`~comera.GroupedMerge` is open was made of.
+
+    Attributes:
+        params: The parameters.
+        versions: How often each had been written to in place by then; None where torch does not
+            count, as of parameters made under ``torch.inference_mode``.
+        renew: Makes everything anew, for all modules.
+    """
+
+    params: tuple[Tensor, ...]
+    versions: list[int] | None
+    renew: Callable[[], None]
+
+
+def versions_of(params: Sequence[Tensor]) -> list[int] | None:
+    """Count how often each was written to in place; None where torch does not."""
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # an inference tensor
+        return None
+
+
 class TensorTrainModule(nn.Module):
     """Base of the tensor-train layers: a weight held as cores, with a gate vector on every bond.
 
@@ -83,6 +106,7 @@ class TensorTrainModule(nn.Module):
     prune_below: float
     start_ranks: tuple[int, ...]
     shared_gates: SharedGates | None = None
+    lent: Lent | None = None
     _modes: TTShape | TTMShape
 
     def _build(
@@ -224,10 +248,21 @@ class TensorTrainModule(nn.Module):
 
     def bond_gates(self) -> list[Tensor]:
         """One gate a bond; inside a :class:`~comera.GroupedMerge` as parts of what it has made."""
+        self.renew_lent()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
             return list(shared.parts)
         return list(self.gates)
+
+    def renew_lent(self) -> None:
+        """Have made anew what was lent, if a parameter of it has been written to since.
+
+        A compiled model goes on with what it was lent.
+        """
+        if torch.compiler.is_compiling() or self.lent is None or self.lent.versions is None:
+            return
+        if self.lent.versions != versions_of(self.lent.params):
+            self.lent.renew()
 
     def gated_cores(self) -> list[Tensor]:
         """The cores with their gates multiplied in; differentiable."""
@@ -286,7 +321,7 @@ class TensorTrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Without what a :class:`~comera.GroupedMerge` lends: copies are made of parameters."""
-        lent = ("shared_gates", "shared_halves", "narrow_halves")
+        lent = ("lent", "shared_gates", "shared_halves", "narrow_halves")
         return {key: value for key, value in self.__dict__.items() if key not in lent}
 
     def __repr__(self) -> str:

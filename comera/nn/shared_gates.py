@@ -36,6 +36,8 @@ def take_back_gates(trains: Sequence[TensorTrainModule]) -> None:
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     """All gates in one vector, the one that was lent if it holds just these."""
     gates = [gate for train in trains for gate in train.gates]
+    for train in trains:
+        train.renew_lent()
     first, start = trains[0].shared_gates, 0
     if first is None or not may_share(first.flat, gates[0]):
         return torch.cat(gates)

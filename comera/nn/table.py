@@ -12,7 +12,7 @@ from comera.nn.decompose import decompose_matrix, decompose_table
 from comera.nn.hot import HotRows
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
-from comera.ops.index_range import check_range
+from comera.ops.index_range import check_integers, check_range
 from comera.ops.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, only_one
 
@@ -94,6 +94,7 @@ class TTTable(TensorTrainModule):
 
     def _rows(self, indices: Tensor) -> Tensor:
         """``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        check_integers(indices)
         if self._moves_rows and not torch.compiler.is_compiling():
             check_range(indices, self.num_embeddings)  # else the look-up does it
         return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())

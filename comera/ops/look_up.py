@@ -155,6 +155,7 @@ def _backward_by_kernel(
     left, right, hot = row_grads(
         grad_BD, keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
     )
+    hot = None if hot is None else hot.to(grad_BD.dtype)
     basis: Tensor | None = None
     if hot is not None and hot_HK is not None and basis_KD is not None:
         with without_autocast(hot):
@@ -168,7 +169,7 @@ def _backward_by_kernel(
     hot, basis, to_weights = (
         _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
     )
-    return left, _lying_as(right_WRQ, right), hot, basis, to_weights
+    return _lying_as(left_VPR, left), _lying_as(right_WRQ, right), hot, basis, to_weights
 
 
 def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
@@ -383,8 +384,9 @@ def _hot_grads(
 
 
 def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """The same numbers in the memory layout of another tensor."""
-    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
+    """The same numbers in the dtype and memory layout of another tensor."""
+    same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
+    return tensor if same else torch.empty_like(like).copy_(tensor)
 
 
 def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 import dataclasses
 import difflib
 import logging
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -14,6 +15,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader, set_loader
 from rich.console import Console
 
+from comera._command import imports_are_done
 from comera.bench.calibrate import calibrate
 from comera.bench.cli import add_bench, run_bench
 from comera.bench.options import check_positive
@@ -35,16 +37,28 @@ set_loader(_MODE, lambda text: spelled_out(get_loader("yaml")(text)), (yaml.YAML
 _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
 
+_ONE_PROCESS = (
+    "started as {count} processes (WORLD_SIZE={count}), but comera runs in one: start it once, "
+    "without torchrun (or unset WORLD_SIZE); for several GPUs write a loop of your own with "
+    "DistributedDataParallel and comera.TrainStep"
+)
+
 _OPTIMIZER = re.compile(r"--optimizer=(\w+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    imports_are_done()
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     parser = make_parser()
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
+    count = _processes(os.environ)
+    if count > 1:
+        if (os.environ.get("RANK") or os.environ.get("LOCAL_RANK")) == "0":
+            _print_error(_ONE_PROCESS.format(count=count), console)
+        return 1
     try:
         chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
         if chosen.command == "report":
@@ -80,8 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("interrupted")
         return INTERRUPTED
     except (ValueError, OSError, NonFiniteLossError, FolderInUseError) as problem:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(problem), highlight=False, soft_wrap=True, markup=False)
+        _print_error(str(problem), console)
+        return 1
+
+
+def _print_error(text: str, console: Console) -> None:
+    console.print("[bold red]error:[/]", end=" ")
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _processes(environment: Mapping[str, str]) -> int:
+    """How many processes a launcher such as torchrun has started, of which this is one."""
+    started = any(environment.get(name) for name in ("RANK", "LOCAL_RANK"))
+    try:
+        return int(environment.get("WORLD_SIZE") or 1) if started else 1
+    except ValueError:
         return 1
 
 
@@ -152,7 +179,8 @@ def make_parser() -> ArgumentParser:
         "--overwrite",
         type=bool,
         default=False,
-        help="begin the runs anew whose folders hold other settings; the others stay",
+        help="begin the runs anew whose folders hold other settings or were begun with other data; "
+        "the others stay",
     )
     commands.add_subcommand("sweep", sweep, help="train variants of one run, and compare them")
     report = ArgumentParser(description="write one HTML file about a run")

@@ -13,11 +13,12 @@ from filelock import FileLock
 from comera.checkpoint.archive import Archive, take
 from comera.files import replacing
 from comera.recipes.config import RunConfig
+from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
 
 _WRITTEN_BY_A_RUN = (
-    "checkpoints", "dense", "metrics.jsonl", "model.safetensors", "report.html", "result.json",
-    "tensorboard",
+    "checkpoints", "dense", NAME, "metrics.jsonl", "model.safetensors", "report.html",
+    "result.json", "tensorboard",
 )  # fmt: skip
 
 
@@ -68,8 +69,37 @@ def check_folder(config: RunConfig) -> None:
         )
 
 
-def claim(config: RunConfig) -> None:
-    """Make the folder of a run its own, after :func:`check_folder`.
+def check_data(config: RunConfig, record: DataRecord) -> None:
+    """Make sure that a run goes on with the data that it was begun with.
+
+    Raises:
+        ValueError: If what was noted in its folder is not what is there now, and ``overwrite`` is
+            not set. Of a run with other settings nothing is said here.
+    """
+    if config.overwrite or other_settings(config) is not None:
+        return
+    difference = other_data(Path(config.out), record)
+    if difference is not None:
+        raise ValueError(
+            f"{config.out} holds a run that was begun with other data ({difference}); restore "
+            "them, choose another --out, or start again with --overwrite=true"
+        )
+
+
+def other_data(folder: Path, record: DataRecord) -> str | None:
+    """How data differ from those that the run in the folder was begun with.
+
+    None if they do not, if no run was begun there, or it has not noted them.
+    """
+    noted = read_record(folder) if _begun(folder) else None
+    return None if noted is None else changed_data(noted, record)
+
+
+def claim(config: RunConfig, record: DataRecord) -> bool:
+    """Make the folder of a run its own, after :func:`check_folder` and :func:`check_data`.
+
+    Returns whether it is known that the run was begun with these data: not so of one that has noted
+    none, as earlier versions did not. It has noted these then.
 
     What an earlier run with other settings, or none to go on from, has left there is deleted.
     """
@@ -81,9 +111,12 @@ def claim(config: RunConfig) -> None:
                 shutil.rmtree(path)
             elif name != "config.yaml":  # replaced at once
                 path.unlink(missing_ok=True)
+    known = not _begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_settings(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
+    write_record(folder, record)
+    return known
 
 
 def _holds(path: Path) -> bool:

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import torch
 
 from comera.recipes.config import RunConfig
-from comera.recipes.folder import is_finished, other_settings
+from comera.recipes.data_record import DataRecord, read_record
+from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.tasks import data_digests
 from comera.recipes.worker import SIGNALS, work
 
 _EVERY_SECONDS = 0.5
@@ -38,6 +40,7 @@ class Job:
         state: How far it is.
         reason: Why it failed.
         steps: Its optimizer steps, once they are known.
+        anew: Train it though it is finished.
     """
 
     variant: str
@@ -48,6 +51,7 @@ class Job:
     state: State = "waiting"
     reason: str = ""
     steps: int | None = None
+    anew: bool = False
 
     @property
     def name(self) -> str:
@@ -103,10 +107,12 @@ def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
 
     Args:
         jobs: All of them, those that others need before those others.
-        overwrite: Begin a run anew whose folder holds other settings.
+        overwrite: Begin a run anew whose folder holds other settings, or that was begun with other
+            data.
 
     Raises:
-        ValueError: If a folder holds a run with other settings and may not be overwritten.
+        ValueError: If a folder holds such a run and may not be overwritten.
+        FileNotFoundError: If the data of a run that was begun are not there.
     """
     for job in jobs:
         if job.state != "waiting" or any(needed.state != "finished" for needed in job.needs):
@@ -115,7 +121,7 @@ def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
             steps = steps_in_time(job.clock.folder, job.pace.folder)
             train = dataclasses.replace(job.config.train, steps=steps, epochs=None)
             job.config = dataclasses.replace(job.config, train=train)
-        if is_finished(job.config):
+        if is_finished(job.config) and not job.anew:
             job.state = "finished"
             continue
         difference = other_settings(job.config)
@@ -124,7 +130,47 @@ def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
                 f"{job.folder} holds a run with other settings ({difference}); choose another "
                 "out, or start such runs again with --overwrite=true"
             )
-        job.config = dataclasses.replace(job.config, overwrite=difference is not None)
+        anew = difference is not None or job.anew or _has_other_data(job, overwrite)
+        job.config = dataclasses.replace(job.config, overwrite=anew)
+
+
+def unsettle_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
+    """Make sure that finished runs saw the data which those that are still to be trained will see.
+
+    Where all are finished, or read other files, nothing is read.
+
+    Args:
+        jobs: After :func:`settle`.
+        overwrite: Mark finished runs of other data as waiting, to be begun anew.
+
+    Raises:
+        ValueError: If there is one and it may not be overwritten.
+        FileNotFoundError: If the data are not there.
+    """
+    needed = [_data_settings(job) for job in jobs if job.state == "waiting"]
+    for job in jobs:
+        finished = job.state == "finished" and _data_settings(job) in needed
+        if finished and _has_other_data(job, overwrite):
+            job.state, job.anew = "waiting", True
+            job.config = dataclasses.replace(job.config, overwrite=True)
+
+
+def _has_other_data(job: Job, overwrite: bool) -> bool:
+    """Whether a run was begun with other data than are there now; an error if that may not be."""
+    if read_record(job.folder) is None:
+        return False
+    difference = other_data(job.folder, DataRecord(data_digests(job.config)))
+    if difference is not None and not overwrite:
+        raise ValueError(
+            f"{job.folder} holds a run that was begun with other data ({difference}); restore "
+            "them, choose another out, or start such runs again with --overwrite=true"
+        )
+    return difference is not None
+
+
+def _data_settings(job: Job) -> tuple[Any, ...]:
+    config = job.config
+    return config.masked_text, config.causal_text, config.nli, config.clicks
 
 
 def steps_in_time(clock: Path, pace: Path) -> int:
@@ -192,7 +238,7 @@ def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
             if failed is not None:
                 raise ValueError(f"it needs the time of {failed.name}, which failed")
             settle([job], overwrite)
-        except ValueError as problem:
+        except (ValueError, OSError) as problem:
             job.state, job.reason = "failed", str(problem)
         if job.state != "waiting":
             watcher.ended(job)

@@ -9,6 +9,7 @@ import torch
 from comera.checkpoint.chain import CheckpointChain
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.config import RunConfig
+from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.tasks import prepare_task
 from comera.train.checkpoint import load_checkpoint
@@ -55,6 +56,7 @@ def replay(
 
     Raises:
         FileNotFoundError: If the folder holds no run.
+        ValueError: If its data have changed since.
     """
     logged = {line["step"]: line["eval/loss"] for line in read_metrics(run) if "eval/loss" in line}
     config = parse_settings(RunConfig, read_yaml(run / "config.yaml"))
@@ -62,6 +64,9 @@ def replay(
         torch.set_num_threads(config.train.threads)
     device = find_device(config.device)
     task = prepare_task(config, device)
+    difference = other_data(run, task.record)
+    if difference is not None:
+        raise ValueError(f"{run} was trained on other data ({difference}): restore them")
     for number in steps:
         with without_remarks():  # the run made them
             step = build_step(make_model(config, task, device), config, task)

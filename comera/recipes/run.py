@@ -21,9 +21,10 @@ from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.config import RankConfig, RunConfig
-from comera.recipes.folder import check_folder, claim, held
+from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import check_data, check_folder, claim, held, is_finished
 from comera.recipes.optimizers import make_optimizer, twin_of
-from comera.recipes.tasks import Task, planned_dense_model, prepare_task
+from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory import MemoryReport, memory_report
 from comera.report.plan import ModelPlan
@@ -68,6 +69,8 @@ def run(
 ) -> list[Outcome]:
     """Train what a configuration describes, resuming what is unfinished in its folder.
 
+    Of a finished run the figures are read again; its data need not be there any more.
+
     Args:
         config: The whole run.
         console: Where the tables go.
@@ -79,30 +82,67 @@ def run(
         Empty if the run was interrupted; the same call goes on from there.
 
     Raises:
-        ValueError: If the folder holds a run with other settings, or settings contradict.
+        ValueError: If the folder holds a run with other settings or of other data, or settings
+            contradict.
         FolderInUseError: If another process trains into the folder; a RuntimeError.
     """
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
     console = console or Console()
     folder = Path(config.out)
+    outcomes = None if config.overwrite else _finished(config)
+    if outcomes is not None:
+        with held(folder):  # nobody is beginning it anew
+            console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
+            console.print(outcome_table(outcomes))
+            return outcomes
     device = find_device(config.device)
     console.print(
         f"run folder {folder}, device {device}: preparing data", soft_wrap=True, markup=False
     )
+    digests = data_digests(config)
+    check_data(config, DataRecord(digests))  # before anything is made of them
     planned_memory(config)  # what does not fit is said before anything is written
     check_folder(config)  # before there is anything in it
     with held(folder):
         check_folder(config)  # nobody has been here meanwhile
-        task = prepare_task(config, device)
+        task = prepare_task(config, device, digests)
         if config.ranks is not None:
             config.ranks.check(task.steps)
-        claim(config)
+        check_data(config, task.record)
+        if not claim(config, task.record):
+            console.print(
+                f"the run in {folder} has not noted which data it was begun with: whether they "
+                "have changed since cannot be told; they are noted from now on",
+                soft_wrap=True, markup=False,
+            )  # fmt: skip
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         if began is not None:
             began(task.steps)
         return _train_all(config, task, device, console, quiet)
+
+
+def _finished(config: RunConfig) -> list[Outcome] | None:
+    """What came of a run, from its folder; None if any of its models is not there."""
+    places = [Path(config.out) / place for place in _places(config)]
+    if not is_finished(config) or not all((p / "model.safetensors").is_file() for p in places):
+        return None
+    try:
+        return [_read_outcome(place) for place in places]
+    except (OSError, ValueError, TypeError):  # the last step writes it again
+        return None
+
+
+def _places(config: RunConfig) -> list[str]:
+    """Folders of the models of a run in its own."""
+    return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
+
+
+def _read_outcome(folder: Path) -> Outcome:
+    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    names = {field.name for field in dataclasses.fields(Outcome)}
+    return Outcome(**{name: value for name, value in facts.items() if name in names})
 
 
 def _train_all(
@@ -111,9 +151,8 @@ def _train_all(
     """The models of a run, one after the other; none if it was interrupted."""
     folder = Path(config.out)
     outcomes: list[Outcome] = []
-    for number, (name, settings) in enumerate(_jobs(config)):
-        place = folder / name if number else folder
-        outcome = _train_one(name, place, settings, task, device, console, quiet, outcomes)
+    for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
+        outcome = _train_one(name, folder / place, settings, task, device, console, quiet, outcomes)
         if outcome is None:
             console.print(
                 f"interrupted; the same command resumes the run in {folder}", markup=False

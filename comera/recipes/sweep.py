@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from comera.recipes.config import RunConfig
-from comera.recipes.jobs import Job, carry_out, settle
+from comera.recipes.jobs import Job, carry_out, settle, unsettle_other_data
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import watching
 from comera.recipes.run import planned_memory
@@ -75,7 +75,8 @@ def run_sweep(
     Args:
         path: The sweep file.
         at_once: Runs at a time.
-        overwrite: Begin the runs anew whose folders hold other settings; the others stay.
+        overwrite: Begin the runs anew whose folders hold other settings or were begun with other
+            data; the others stay.
         console: Where progress and the table go.
         out: Folder of everything, instead of the one that the file names.
 
@@ -83,9 +84,9 @@ def run_sweep(
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
-        ValueError: If the file is wrong, or a folder holds a run with other settings. Nothing has
-            been trained then.
-        FileNotFoundError: If the file or its base is not there.
+        ValueError: If the file is wrong, or a folder holds a run with other settings or of other
+            data. Nothing has been trained then.
+        FileNotFoundError: If the file or its base is not there, or data that runs were begun with.
     """
     if at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
@@ -97,6 +98,7 @@ def run_sweep(
         _check_model(variant)
     jobs = make_jobs(sweep)
     settle(jobs, overwrite)
+    unsettle_other_data(jobs, overwrite)
     done = sum(job.state == "finished" for job in jobs)
     console.print(
         f"{len(jobs)} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False

@@ -11,14 +11,15 @@ from torch.nn import functional as F
 
 from comera.data.causal_text import CausalText
 from comera.data.click_files import CRITEO_CONTINUOUS
-from comera.data.clicks import Clicks
+from comera.data.clicks import Clicks, click_digests
 from comera.data.masked_text import MaskedText
-from comera.data.nli import LABELS, NliPairs
-from comera.data.text import TextStreams
+from comera.data.nli import LABELS, NliPairs, nli_digests
+from comera.data.text import TextStreams, text_digests
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.config import ModelConfig, RunConfig
+from comera.recipes.data_record import DataRecord
 from comera.recipes.metrics import click_metrics
 
 _LARGEST_LOSS = 700.0
@@ -37,6 +38,7 @@ class Task:
         loss_fn: ``(model, batch)`` to mean loss.
         evaluate: Model to named figures, ``loss`` among them.
         steps: Optimizer steps of the whole run.
+        record: What the data are.
         lean: The model can be made without ever being dense: built without memory, tensorised, and
             then drawn by its ``reset_parameters(init)``.
     """
@@ -46,16 +48,38 @@ class Task:
     loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     evaluate: Callable[[nn.Module], dict[str, float]]
     steps: int
+    record: DataRecord
     lean: bool = False
 
 
-def prepare_task(config: RunConfig, device: torch.device) -> Task:
-    """Read the data of a run; raises what the readers raise."""
+def prepare_task(
+    config: RunConfig, device: torch.device, digests: Mapping[str, str] | None = None
+) -> Task:
+    """Read the data of a run; raises what the readers raise.
+
+    Args:
+        config: The run.
+        device: Where its batches go.
+        digests: What :func:`data_digests` has just found, so as not to read it once more.
+    """
     if config.clicks is not None:
-        return _clicks(config, device)
+        return _clicks(config, device, digests)
     if config.nli is not None:
-        return _nli(config, device)
-    return _masked_text(config, device) if config.masked_text else _causal_text(config, device)
+        return _nli(config, device, digests)
+    if config.masked_text is not None:
+        return _masked_text(config, device, digests)
+    return _causal_text(config, device, digests)
+
+
+def data_digests(config: RunConfig) -> dict[str, str]:
+    """Return digests of all that a run reads, by name; raises what the readers raise."""
+    if config.clicks is not None:
+        return click_digests(config.clicks)
+    if config.nli is not None:
+        return nli_digests(config.nli)
+    text = config.masked_text or config.causal_text
+    assert text is not None, "RunConfig.check allows exactly one task"
+    return text_digests(text)
 
 
 def planned_dense_model(config: RunConfig) -> nn.Module:
@@ -132,9 +156,12 @@ def _table_sizes(config: RunConfig, data: Clicks) -> Mapping[str, int]:
     return {name: given[name] for name in found}
 
 
-def _masked_text(config: RunConfig, device: torch.device) -> Task:
+_Digests = Mapping[str, str] | None
+
+
+def _masked_text(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     assert config.masked_text is not None
-    data = MaskedText(TextStreams.prepare(config.masked_text))
+    data = MaskedText(TextStreams.prepare(config.masked_text, digests))
     size = config.train.batch_size
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -146,12 +173,13 @@ def _masked_text(config: RunConfig, device: torch.device) -> Task:
         loss_fn,
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches or 32, size),
+        _record(data.streams),
     )
 
 
-def _causal_text(config: RunConfig, device: torch.device) -> Task:
+def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     assert config.causal_text is not None
-    data = CausalText(TextStreams.prepare(config.causal_text))
+    data = CausalText(TextStreams.prepare(config.causal_text, digests))
     size = config.train.batch_size
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -163,6 +191,7 @@ def _causal_text(config: RunConfig, device: torch.device) -> Task:
         loss_fn,
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches, size),
+        _record(data.streams),
     )
 
 
@@ -172,6 +201,7 @@ def _text_task(
     loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor],
     get_batch: Callable[[int], dict[str, Tensor]],
     valid: list[dict[str, Tensor]],
+    record: DataRecord,
 ) -> Task:
     """A task without end, judged by its loss on held-out batches."""
     assert config.train.steps is not None, "RunConfig.check asks for steps here"
@@ -187,16 +217,21 @@ def _text_task(
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=config.train.steps,
+        record=record,
     )
+
+
+def _record(data: TextStreams | NliPairs | Clicks) -> DataRecord:
+    return DataRecord(data.digests, data.prepared)
 
 
 def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _nli(config: RunConfig, device: torch.device) -> Task:
+def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     assert config.nli is not None
-    data = NliPairs.prepare(config.nli)
+    data = NliPairs.prepare(config.nli, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
     dev = data.dev_batches(4 * size, limit)
@@ -226,12 +261,13 @@ def _nli(config: RunConfig, device: torch.device) -> Task:
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=count_steps(config, data.steps_per_epoch(size)),
+        record=_record(data),
     )
 
 
-def _clicks(config: RunConfig, device: torch.device) -> Task:
+def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     assert config.clicks is not None
-    data = Clicks.prepare(config.clicks)
+    data = Clicks.prepare(config.clicks, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
 
@@ -252,6 +288,7 @@ def _clicks(config: RunConfig, device: torch.device) -> Task:
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=count_steps(config, data.steps_per_epoch(size)),
+        record=_record(data),
         lean=True,
     )
 

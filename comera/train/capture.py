@@ -5,8 +5,11 @@ make the optimizer's state, and raise what is wrong with the model where it can 
 nothing has changed for a few of them the step is recorded, and from then on replayed. When
 something does change, such as the stage of rank learning or the address of a parameter, the
 recording is dropped and the same begins again. So no state is ever set back: every step trains.
+Eager steps stay on that stream to the end, a failed recording or not: autograd's accumulators
+remember where they first ran.
 """
 
+import contextlib
 import enum
 import logging
 from collections.abc import Callable
@@ -115,6 +118,7 @@ class Capture:
         self._waiting = 0  # steps since there was a recording
         self._changes: set[str] = set()
         self._said_batch = self._said_changes = False
+        self._aside = False  # whether a step ran on the stream of the recording
         self._captures = self._replays = 0
         why_not = host.why_not_capturable(device)
         if not self._together.least(why_not is None):
@@ -131,21 +135,26 @@ class Capture:
     def _run(self, batch: Any) -> Tensor:
         """Update in the way that all processes can."""
         if self.why_not is not None:
-            return self._update(batch)
+            return self._eagerly(batch)
         with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
             state = self._host.identity()
             course, problem = self._possible(state, batch)
             course = _Course(self._together.least(course))
             if course is _Course.EAGER:
-                with self._graphs.stream():
-                    return self._update(batch)
+                self._aside = True
+                return self._eagerly(batch)
             if course is _Course.RECORD:
                 problem = self._record(state, batch)
                 course = _Course.FALL_BACK if self._recording is None else _Course.REPLAY
             if course is _Course.REPLAY:
                 return self._replay(batch)
         self._fall_back(problem)
-        return self._update(batch)
+        return self._eagerly(batch)
+
+    def _eagerly(self, batch: Any) -> Tensor:
+        """An update on the stream on which those before it ran."""
+        with self._graphs.stream() if self._aside else contextlib.nullcontext():
+            return self._update(batch)
 
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
         """What this process can do with a batch, and why not more."""

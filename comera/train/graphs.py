@@ -103,6 +103,8 @@ class CudaGraphs:
         except Exception as error:
             self._recover(graph, pool)
             raise (problem or error) from None  # the end of a broken capture only says it is broken
+        finally:
+            problem = None  # it holds this frame, and all that the function had made with it
         return _CudaRecording(graph, output, self._device)
 
     def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:

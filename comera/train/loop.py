@@ -5,7 +5,6 @@ import logging
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.checkpoint import load_checkpoint, save_checkpoint
+from comera.train.clock import StepClock
 from comera.train.log import RunLog, progress_bar
 from comera.train.step import NonFiniteLossError, TrainStep
 
@@ -28,7 +28,8 @@ class LoopResult:
 
     Attributes:
         steps: Optimizer steps in all, earlier sessions included.
-        seconds: Time spent in training steps, evaluation and saving left out.
+        seconds: Time spent in training steps, evaluation and saving left out; on a GPU how long it
+            ran them, however soon they were launched.
         interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
         metrics: What the last evaluation returned.
         ranks: What ``TwoStage.finish_`` returned, if it ran.
@@ -89,7 +90,7 @@ def train(
     chain.lock()  # before anything in the folder is touched that another process may write
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # whatever happened: what was handed over is written
-        seconds, saved_at = 0.0, -1
+        clock, saved_at = StepClock(next(step.model.parameters()).device), -1
         result = LoopResult(0, 0.0)
         total, count = torch.zeros(()), 0
         if not resume:
@@ -97,8 +98,8 @@ def train(
         elif chain.steps():
             extra = load_checkpoint(chain, step)
             saved_at = step.steps_done
-            seconds, result.ranks = extra["seconds"], extra["ranks"]
-            result.metrics = extra["metrics"]
+            clock.add(extra["seconds"])
+            result.ranks, result.metrics = extra["ranks"], extra["metrics"]
             total, count = extra["unlogged"]
         run_log = RunLog(folder, step.steps_done, tensorboard)
         at_end.callback(run_log.close)
@@ -108,7 +109,7 @@ def train(
             if step.steps_done == saved_at:
                 return
             extra = {
-                "seconds": seconds,
+                "seconds": clock.seconds(),
                 "ranks": result.ranks,
                 "metrics": result.metrics,
                 "unlogged": (total, count),
@@ -122,7 +123,8 @@ def train(
             total, count = torch.zeros(()), 0
             if not math.isfinite(mean):
                 raise NonFiniteLossError(f"the loss is {mean} at or before step {step.steps_done}")
-            run_log.write(step.steps_done, loss=mean, seconds=round(seconds, 3), **_figures(step))
+            seconds = round(clock.seconds(), 3)  # it has waited for the loss
+            run_log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
             return mean
 
         def measure() -> None:
@@ -141,13 +143,12 @@ def train(
             step.model.train()
             while step.steps_done < steps and not stopped.is_set():
                 batch = get_batch(step.steps_done)
-                began = time.perf_counter()
                 try:
-                    loss = step(batch)
+                    with clock.step():
+                        loss = step(batch)
                 except NonFiniteLossError:
                     save()
                     raise
-                seconds += time.perf_counter() - began
                 total, count = total.to(loss.device) + loss, count + 1
                 done = step.steps_done
                 if done % log_every == 0 or done == steps:
@@ -166,7 +167,7 @@ def train(
             if evaluate and not result.interrupted and not result.metrics:  # it failed last time
                 measure()
         save()
-    result.steps, result.seconds = step.steps_done, seconds
+    result.steps, result.seconds = step.steps_done, clock.seconds()
     return result
 
 

@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ from comera.bench.timing import Timings
 from comera.nn.linear import TTLinear
 from comera.ops.machine import machine_of
 from comera.recipes.cli import main
+from tests.peers import peer
 
 LAYER = ["--shape", "48", "32", "--rank", "4", "--repeats", "2"]
 SIZES = "layers=1 width=16 ffn=32 heads=2 vocab=40 length=6 rank=4 embedding_rank=4"
 MODEL = [f"--{size}" for size in SIZES.split()]
 TABLE = ["--rows", "60", "--width", "16", "--indices", "24", "--rank", "4", "--repeats", "2"]
-tensorly = pytest.mark.skipif(find_spec("tltorch") is None, reason="needs tensorly-torch")
-galore = pytest.mark.skipif(find_spec("galore_torch") is None, reason="needs galore-torch")
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +52,8 @@ def test_linear(tmp_path, capsys):
     assert "threads 1, torch" in shown
 
 
-@tensorly
 def test_tensorly_stands_beside_and_its_backend_is_restored(tmp_path):
+    peer("tltorch")
     import tensorly
 
     before = tensorly.get_backend()
@@ -213,8 +211,8 @@ def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 
-@galore
 def test_step_beside_galore(tmp_path, capsys):
+    peer("galore_torch")
     out = tmp_path / "out.json"
     assert bench("step", *MODEL, "--batch", "1,2", "--repeats", "1", f"--json={out}") == 0
     one, two = results(out)
@@ -331,9 +329,6 @@ def test_optimizers(tmp_path, capsys):
     assert adamw["step_ratio"] == 1
     assert came["step_ms"] > came["update_ms"] > 0
     assert {"GaLore, AdamW", "GaLore, CAME", "Muon, AdamW"} <= set(rows)
-    if find_spec("galore_torch"):
-        theirs, ours = rows["galore-torch, AdamW"], rows["GaLore, AdamW"]
-        assert theirs["state_bytes"] == pytest.approx(ours["state_bytes"], rel=0.1)
     assert "longest / median step" in capsys.readouterr().out
     assert bench("optimizers", *words, "--only", "GaLore, C", f"--json={out}") == 0
     assert [row["optimizer"] for row in results(out)[0]["rows"]] == ["AdamW, fused", "GaLore, CAME"]
@@ -341,6 +336,17 @@ def test_optimizers(tmp_path, capsys):
     assert "only='Lion' is part of none of AdamW, fused, Adafactor" in capsys.readouterr().out
     assert bench("optimizers", "--rank=0") == 1
     assert "rank=0 must be at least 1" in capsys.readouterr().out
+
+
+def test_galore_torch_keeps_as_much_as_ours(tmp_path):
+    peer("galore_torch")
+    out = tmp_path / "optimizers.json"
+    sizes = "layers=1 width=16 ffn=24 heads=2 vocab=40 length=6 batch=2 rank=4 gap=3 repeats=2"
+    words = [*(f"--{size}" for size in sizes.split()), "--threads", "1", "--only", "GaLore"]
+    assert bench("optimizers", *words, "galore-torch", f"--json={out}") == 0
+    rows = {row["optimizer"]: row for row in results(out)[0]["rows"]}
+    theirs, ours = rows["galore-torch, AdamW"], rows["GaLore, AdamW"]
+    assert theirs["state_bytes"] == pytest.approx(ours["state_bytes"], rel=0.1)
 
 
 KERNELS = ["--rank", "4", "--layers", "2", "--table", "60", "16", "--widths", "24:36", "40:20"]

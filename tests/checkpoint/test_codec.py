@@ -72,7 +72,7 @@ def test_a_change_without_its_base_is_refused():
     tape, tensor = Tape(), torch.randn(40, 40)
     exact = codec.write_exact(tape.writer, tensor, tensor)
     change, *_ = codec.write_change(
-        tape.writer, tensor, torch.zeros(40, 40), None, bits=4, rate=0.2, alpha=0
+        tape.writer, tensor, 0.9 * tensor, None, bits=4, key_bits=4, rate=0.2, alpha=0
     )
     reader = tape.reader()
     with pytest.raises(DamagedError, match="nothing before it"):
@@ -89,7 +89,7 @@ def test_a_weight_is_read_as_the_writer_said(dtype, rate, first):
     weight = (torch.randn(50, 60) * 0.1 + (0 if first else base.float())).to(dtype)
     tape = Tape()
     record, kept, now = codec.write_change(
-        tape.writer, weight, base, None, bits=4, rate=rate, alpha=0.0 if rate else 1.0
+        tape.writer, weight, base, None, bits=4, key_bits=4, rate=rate, alpha=0.0 if rate else 1.0
     )
     places, again = codec.read_change(tape.reader(), record, [50, 60], dtype, base)
     assert torch.equal(again, now)
@@ -110,7 +110,7 @@ def test_small_changes_are_kept_coarsely_but_nearer_to_the_weight():
     for size in (0.5, 0.1, 0.02):
         weight = base + size * torch.randn(200, 200)
         _, _, now = codec.write_change(
-            Tape().writer, weight, base, None, bits=4, rate=0.05, alpha=0
+            Tape().writer, weight, base, None, bits=4, key_bits=4, rate=0.05, alpha=0
         )
         error = float((now - weight).norm())
         of_change.append(error / float((weight - base).norm()))
@@ -125,7 +125,7 @@ def test_weights_all_alike(weight):
     for base in (torch.zeros(20, 20), weight, torch.randn(20, 20)):
         tape = Tape()
         record, _, now = codec.write_change(
-            tape.writer, weight, base, None, bits=4, rate=0.05, alpha=0
+            tape.writer, weight, base, None, bits=4, key_bits=4, rate=0.05, alpha=0
         )
         _, again = codec.read_change(tape.reader(), record, [20, 20], torch.float32, base)
         assert torch.equal(again, now)
@@ -133,13 +133,14 @@ def test_weights_all_alike(weight):
 
 
 def test_without_a_price_the_papers_rule_decides():
-    base, weight = torch.randn(2, 64, 64)
+    base = torch.randn(64, 64)
+    weight = base + 0.3 * torch.randn(64, 64)
     second = torch.rand(64, 64) * 1e-9
     change = (weight - base).reshape(-1)
     for alpha in (5e-5, 1e-5):
         tape = Tape()
         record, kept, _ = codec.write_change(
-            tape.writer, weight, base, second, bits=4, rate=0, alpha=alpha
+            tape.writer, weight, base, second, bits=4, key_bits=4, rate=0, alpha=alpha
         )
         medians = min(2.5, alpha / second.mean().sqrt())
         want = change.abs() > change.abs().median() * medians
@@ -197,3 +198,104 @@ def test_first_moments_alone():
     large = first.abs() > 2 * first.abs().mean()
     assert torch.equal(m != 0, large)
     assert len(m[large].unique()) <= 7
+
+
+def read_by_a_base(weight, base):
+    """The record, and what is read."""
+    tape = Tape()
+    record, _, now = codec.write_change(
+        tape.writer, weight, base, None, bits=4, key_bits=6, rate=0.055, alpha=0
+    )
+    _, again = codec.read_change(tape.reader(), record, [*weight.shape], weight.dtype, base)
+    assert torch.equal(again, now)
+    return record, again
+
+
+def error_of(again, weight):
+    return float((again - weight).norm() / weight.norm())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_weight_far_from_its_base_is_coded_without_it(seed):
+    torch.manual_seed(seed)
+    base, other = torch.randn(2, 100, 100)
+    for weight in (other, -base, 0.1 * base, 4 * base, base + 2 * other):
+        record, again = read_by_a_base(weight, base)
+        assert record["places"] == "all"
+        assert error_of(again, weight) < 0.03
+
+
+def test_a_base_is_used_up_to_half_of_the_squares_of_the_weight():
+    base = torch.randn(100, 100)
+    for size, alone in ((0.1, False), (0.6, False), (0.8, False), (1.2, True)):
+        weight = base + size * torch.randn(100, 100)  # squares of 1 + size**2
+        record, again = read_by_a_base(weight, base)
+        assert (record["places"] == "all") == alone
+        assert error_of(again, weight) < (0.03 if alone else 0.2 * size**0.6)
+
+
+def test_a_base_that_is_not_finite_is_not_used():
+    base, weight = torch.randn(2, 30, 30)
+    for wrong in (torch.nan, torch.inf):
+        record, again = read_by_a_base(weight, base.clone().index_fill_(0, torch.tensor(3), wrong))
+        assert record["places"] == "all"
+        assert error_of(again, weight) < 0.03
+
+
+@pytest.mark.parametrize("rows", [1, 5, 30, 60, 100])
+def test_what_became_zero_is_read_as_zero(rows):
+    base = torch.randn(100, 100)
+    weight = base.clone()
+    weight[:rows] = 0
+    _, again = read_by_a_base(weight, base)
+    assert bool((again[:rows] == 0).all())
+    assert error_of(again, weight) < 0.03 if rows < 100 else bool((again == 0).all())
+    record, still = read_by_a_base(weight + 0.01 * (weight != 0), again)
+    assert record["places"] != "all" or rows == 100
+    assert bool((still[:rows] == 0).all())
+
+
+def test_zeros_by_chance_do_not_cost_the_base():
+    base = torch.randn(100, 100)
+    weight = base + 0.05 * torch.randn(100, 100)
+    weight.view(-1)[:30] = 0
+    record, _ = read_by_a_base(weight, base)
+    assert record["places"] != "all"
+
+
+def test_what_a_codebook_cannot_stand_for_is_written_exactly(monkeypatch):
+    wrong = codec.learn(torch.zeros(1), 1)
+    monkeypatch.setattr(codec, "learn", lambda *args, **kwargs: wrong)
+    weight, tape = torch.randn(30, 30), Tape()
+    record, kept, now = codec.write_change(
+        tape.writer, weight, None, None, bits=4, key_bits=6, rate=0.055, alpha=0
+    )
+    again = codec.read_exact(tape.reader(), record, [30, 30], torch.float32, None)
+    assert torch.equal(again, weight)
+    assert torch.equal(now, weight)
+    assert len(kept) == 900
+
+
+def test_kept_second_moments_are_squares_of_their_roots():
+    """Eight sizes of gradients, each in the codebook: what is read is what was written."""
+    roots = 2.0 ** torch.arange(1, 9).repeat(64, 8)
+    tape = Tape()
+    record = codec.write_moments(
+        tape.writer, roots, roots.square(), None, bits=4, rate=0.0, beta=0.0
+    )
+    assert record["kept"] == roots.numel()
+    m, v = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
+    torch.testing.assert_close(m, roots)
+    torch.testing.assert_close(v, roots.square())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.055])
+def test_kept_second_moments_are_near_to_what_they_were(rate):
+    second = (torch.randn(64, 64) * 1e-3).square() + 1e-7
+    first = torch.randn(64, 64) * second.sqrt()
+    tape = Tape()
+    record = codec.write_moments(tape.writer, first, second, None, bits=4, rate=rate, beta=1.0)
+    m, v = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
+    kept = m != 0
+    assert float((v[kept] - second[kept]).norm() / second[kept].norm()) < 0.3
+    assert float(v[kept].sum() / second[kept].sum()) == pytest.approx(1, abs=0.1)

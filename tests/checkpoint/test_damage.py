@@ -122,6 +122,13 @@ def index_of(*records):
     return {"skeleton": None, "records": list(records)}
 
 
+def nested(levels):
+    value = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
 EXACT = {"codec": "exact", "change": False, "names": ["model.w"], "dtypes": ["float32"]}
 CHANGE = {"codec": "change", "names": ["model.w"], "dtypes": ["float32"], "shape": [4, 4]}
 MOMENTS = {
@@ -165,6 +172,10 @@ MOMENTS = {
         (index_of(MOMENTS | {"kept": 0, "places": 0, "books": [0], "weight": "x"}), "no changed"),
         (index_of(), "does not consist of model"),
         ({"skeleton": {"tensor": "../../etc/passwd"}, "records": []}, "no such value"),
+        ({"skeleton": nested(600), "records": []}, "nested more than"),
+        ({"skeleton": nested(150), "records": []}, "does not consist of model"),
+        ({"skeleton": None, "records": [nested(600)]}, "nested more than"),
+        (index_of(EXACT | {"shape": nested(600)}), "nested more than"),
     ],
 )
 def test_contents_that_are_made_up_are_refused(tmp_path, index, told):
@@ -213,6 +224,8 @@ def resealed(fields):
         ({"files": {"../../../etc/passwd": {"bytes": 1, "sha256": "x"}}}, "lacks what"),
         ({"files": {TENSORS: {"bytes": 10**15, "sha256": "x"}}}, "bytes long instead of"),
         ({"more": 1}, "does not have the checksum"),
+        ({"figures": {"x": nested(600)}}, "nested more than"),
+        ({"more": nested(600)}, "nested more than"),
     ],
 )
 def test_manifests_that_are_made_up_are_refused(chain, change, told):
@@ -306,7 +319,8 @@ def test_a_full_disk_leaves_what_there_was(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1
-    assert "OSError: [Errno 27]" in done.stderr
+    assert "OSError: [Errno 27] File too large; raise the limit" in done.stderr
+    assert "step-000000015" in done.stderr
     chain = CheckpointChain(tmp_path)
     assert chain.verify() == {5: None, 10: None}
     assert not list(tmp_path.glob(".partial*"))

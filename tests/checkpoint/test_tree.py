@@ -4,8 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.nested import DEEPEST_STATE
 from comera.checkpoint.streams import DamagedError
 from comera.checkpoint.tree import put_together, take_apart
+from tests.peers import peer
+
+from ..states import assert_equal
 
 
 def round_trip(value, skip=()):
@@ -97,9 +102,35 @@ def test_a_skeleton_of_something_else_is_refused(skeleton):
 
 
 def test_torchao_states_are_put_together_again():
-    module = pytest.importorskip("torchao.optim.subclass_8bit", exc_type=ImportError)
+    module = peer("torchao.optim.subclass_8bit")
     state = module.OptimState8bit.zeros((64, 64), signed=True, block_size=256, device="cpu")
     again, tensors = round_trip({"exp_avg": state})
     assert type(again["exp_avg"]) is type(state)
     assert torch.equal(again["exp_avg"].dequantize(), state.dequantize())
     assert all(name.startswith("exp_avg.") for name in tensors)
+
+
+def deep(levels, inside):
+    for k in range(levels):
+        inside = ({"a": inside}, [inside], (inside,), {1: inside})[k % 4]
+    return inside
+
+
+def test_what_is_nested_as_deep_as_can_be_comes_back_through_a_file(tmp_path):
+    extra = deep(DEEPEST_STATE - 2, torch.ones(2))
+    with CheckpointChain(tmp_path) as chain:
+        chain.save(1, {}, extra={"x": extra})
+        assert_equal(chain.load().extra["x"], extra)
+
+
+def test_what_is_nested_deeper_is_refused_before_it_is_written(tmp_path):
+    round_trip(deep(DEEPEST_STATE, 1))
+    circle = {}
+    circle["again"] = circle
+    for extra in (deep(DEEPEST_STATE - 1, 1), deep(2000, 1), circle):
+        with (
+            CheckpointChain(tmp_path) as chain,
+            pytest.raises(ValueError, match=r"^extra\.x\..*nested more than 64 deep"),
+        ):
+            chain.save(1, {}, extra={"x": extra})
+    assert chain.steps() == []

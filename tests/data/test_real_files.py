@@ -14,7 +14,7 @@ VOCAB = DATA / "vocab" / "bert_base_uncased_vocab.txt"
 
 def real(path: Path) -> Path:
     if not path.is_file():
-        pytest.skip(f"{path.name} is not here; set COMERA_TEST_DATA to a folder that has it")
+        pytest.skip("public data sets are not here; set COMERA_TEST_DATA to a folder of them")
     return path
 
 

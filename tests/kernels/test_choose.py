@@ -1,9 +1,13 @@
+import functools
+import os
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import comera
+from comera.ops.fixed_sizes import fixed_sizes
 from comera.ops.kernels import choose
 from comera.ops.kernels.build import KernelError
 from comera.ops.kernels.choose import KernelWarning, runs_kernel
@@ -11,11 +15,14 @@ from comera.ops.kernels.choose import KernelWarning, runs_kernel
 
 @pytest.fixture(autouse=True)
 def _anew():
-    for remembered in (choose._warn_once, choose._why_not_on):
-        remembered.cache_clear()
+    _forget()
     yield
-    for remembered in (choose._warn_once, choose._why_not_on):
-        remembered.cache_clear()
+    _forget()
+
+
+def _forget():
+    choose._said.clear()
+    choose._why_not_loaded.cache_clear()
 
 
 def on_a_card(dtype=torch.float32):
@@ -84,12 +91,50 @@ def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, monkeypatch):
 
 
 def test_the_mode_is_one_of_three(monkeypatch):
-    read = choose.mode.__wrapped__
-    monkeypatch.delenv("COMERA_KERNELS", raising=False)
-    assert read() == "auto"
+    assert os.environ.get("COMERA_KERNELS", "auto") == choose.SETTING
     for chosen in choose.MODES:
-        monkeypatch.setenv("COMERA_KERNELS", chosen)
-        assert read() == chosen
-    monkeypatch.setenv("COMERA_KERNELS", "fast")
+        monkeypatch.setattr(choose, "SETTING", chosen)
+        assert choose.mode() == chosen
+    monkeypatch.setattr(choose, "SETTING", "fast")
     with pytest.raises(ValueError, match="COMERA_KERNELS='fast' must be one of auto, ref, emulate"):
-        read()
+        choose.mode()
+
+
+@pytest.fixture
+def compiled():
+    """Compiles a function with what dynamo says once said anew; warnings are errors here."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
+    return functools.partial(torch.compile, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("kind", [comera.TTLinear, comera.TTEmbedding, comera.TTEmbeddingBag])
+def test_a_compiled_layer_says_nothing(kind, compiled):
+    """Of fixed sizes, as in a step that is captured: there the choice is made while tracing."""
+    layer = kind(24, 36, rank=5)
+    x = torch.randn(3, 24) if kind is comera.TTLinear else torch.tensor([[1, 2], [3, 23]])
+    with fixed_sizes():
+        compiled(layer)(x).sum().backward()
+
+
+@pytest.mark.parametrize("reason", [None, "no NVRTC"])
+def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
+    asked = []
+    card["nvrtc"] = lambda: asked.append(1) or ((13, 0) if reason is None else fails(reason)())
+    device = torch.device("cuda", 0)
+
+    def choice(x):
+        return x + (1 if choose.why_not("merge", device, torch.float32) == reason else 0)
+
+    assert compiled(choice)(torch.zeros(1)) == 1
+    assert asked == [1]
+
+
+def test_a_fallback_says_its_reason_while_compiling_too(card, compiled):
+    def choice(x):
+        choose._warn_once("joining", "no NVRTC")
+        return x + 1
+
+    with pytest.warns(KernelWarning, match="joining through torch operations.*: no NVRTC"):
+        assert compiled(choice)(torch.zeros(1)) == 1
+    assert choice(torch.zeros(1)) == 1  # said already

@@ -12,7 +12,7 @@ from tests.train.test_launches import batch, make_step
 
 @pytest.mark.parametrize(
     ("late", "autocast", "budget"),
-    [(False, None, 367), (True, None, 394), (True, torch.bfloat16, 450)],
+    [(False, None, 368), (True, None, 395), (True, torch.bfloat16, 451)],
     ids=["early", "late", "late, bfloat16"],
 )
 def test_launches_of_a_captured_step_stay_within_their_budget(
@@ -24,7 +24,8 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
     heads' factors, fused attention, the activation, and twice dropout, residual and layer norm;
     backward eight kernels, four products of factors, four operations of attention, three of the
     activation, and twice layer norm, dropout and the sum of two gradients. Under autocast come
-    six casts, mostly of what layer norms take and give. Raise a budget only for a reason.
+    six casts, mostly of what layer norms take and give. Gradients of the table's halves are summed
+    in float64, one operation more than in float32. Raise a budget only for a reason.
     """
     started = []
     for module in (merge, look_up, low_rank):

@@ -111,6 +111,34 @@ def test_kernels_equal_the_reference_in_any_order_of_threads(name, thread_order)
     assert_near(table.run(), table.want(), torch.float32, factor=2)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["bags", "weighted bags"])
+@pytest.mark.parametrize("hot", HOT)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_bag_of_thousands_is_as_near_as_a_small_one(name, hot, weighted, emulated):
+    """4,970 entries, a third of them one row; on a card they may be four times as far off."""
+    table = Table(name, hot, True, weighted, entries=5000, seed=1)
+    assert_near(table.run(), table.want(), torch.float32, factor=2)
+
+
+def test_a_row_read_by_tens_of_thousands_has_a_gradient_as_near(emulated):
+    table = Table("odd", "hot", True, entries=100_000, seed=1)
+    assert_near(table.run(), table.want(), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 65, 200])
+@pytest.mark.parametrize("first", [0, 1, 31, 32, 33])
+def test_bags_may_begin_and_end_anywhere_in_their_pieces(width, first, thread_order):
+    """Each with an empty one before it, and the last with what is left."""
+    table = Table("odd", "hot", True, True, entries=333)
+    inner = torch.arange(first, 333, width).repeat_interleave(2)
+    table.offsets = torch.cat([torch.zeros(1 if first else 0, dtype=torch.long), inner])
+    table.grad = torch.randn(len(table.offsets), table.width)
+    got, want = table.run(), table.want()
+    assert_near(got, want, torch.float32, factor=2)
+    again = table.run()
+    assert torch.equal(got[0], again[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bags", ["rows", "bags", "weighted bags"])
@@ -120,7 +148,7 @@ def test_kernels_equal_the_reference_on_a_card(name, hot, bags, dtype):
     table = Table(
         name, hot, bags != "rows", bags == "weighted bags", dtype, "cuda", 5000, torch.seed()
     )
-    # Thousands of gradients are added to one slice here, in float32.
+    # A bag of 4,970 entries; thousands of gradients are added to one slice.
     assert_near([t.cpu() for t in table.run()], table.want(), dtype, factor=8)
 
 
@@ -143,6 +171,13 @@ def test_a_look_up_can_be_captured_and_read_again():
         indices.copy_(torch.randint(1000, (256,), device="cuda"))
         graph.replay()
         assert_near([rows], [layer.weight[indices]], torch.float32, factor=4)
+
+
+@pytest.mark.gpu
+def test_sums_over_bags_are_the_same_each_time_on_a_card():
+    table = Table("the paper's, fewer rows", "hot", True, True, device="cuda", entries=5000)
+    first = table.run()[0]
+    assert all(torch.equal(first, table.run()[0]) for _ in range(5))
 
 
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
@@ -255,6 +290,13 @@ BUGS = {
     "the last slice forgotten": (r"// dr is whole\n  flush\(\);", "//"),
     "hot rows added twice": (r"for \(int i = first - begin;", "for (int i = 0;"),
     "slices exchanged": (r"cold / table.W \* P", "cold % table.W * P"),
+    "the first piece added twice": (r"next - 1, \(end - 1\)", "next - 2, (end - 1)"),
+    "the last piece forgotten": (r"\(end - 1\) / PIECE, p0", "(end - 1) / PIECE - 1, p0"),
+    "a piece goes on into the next bag": (
+        r"first \+ PIECE < bag_end \? first \+ PIECE : bag_end",
+        "first + PIECE < entries ? first + PIECE : entries",
+    ),
+    "bags summed whole beside their pieces": (r"entry < head; \+\+entry", "entry < end; ++entry"),
 }  # fmt: skip
 
 
@@ -264,9 +306,27 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     mutant, count = re.subn(pattern, instead, source.text(look_up.FILE), count=1)
     assert count == 1
     plant(mutant)
-    table = Table("the paper's, fewer rows", "hot", True, True)
+    table = Table("the paper's, fewer rows", "hot", True, True, entries=1000)
+    table.offsets = torch.tensor([0, 0, 64, 90, 300])  # one ends between two pieces
     off = []
     for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
         monkeypatch.setattr(emulate, "order", order)
         off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
     assert not all(far <= 2e-6 for far in off)  # NaN is caught too
+
+
+@pytest.mark.parametrize(
+    ("careful", "instead", "entries"),
+    [
+        (r"(constexpr int PIECE =) 32;", r"\1 1 << 20;", 5000),
+        (r"atomicAdd\((.*_grad .*), \(double\)(.*)\);", r"*(\1) = float(*(\1) + \2);", 100_000),
+    ],
+    ids=["a bag by one block", "gradients in float32"],
+)
+def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, plant):
+    mutant, count = re.subn(careful, instead, source.text(look_up.FILE))
+    assert count in (1, 3)
+    plant(mutant)
+    table = Table("odd", "hot", True, entries=entries, seed=1)
+    off = [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
+    assert max(off) > 8e-6

@@ -197,17 +197,17 @@ def test_a_captured_layer_follows_its_input(math):
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # and nowhere else: what was captured still holds its nodes
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = step()
-    with torch.no_grad():
-        x.normal_()
-    graph.replay()
-    assert all(map(torch.equal, found, step()))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = step()
+        with torch.no_grad():
+            x.normal_()
+        graph.replay()
+        assert all(map(torch.equal, found, step()))
 
 
 def grads_of(layers, x, kernels, monkeypatch, dtype=None):

@@ -4,6 +4,7 @@ import torch
 import comera
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.nn.module import tensor_trains
+from tests.peers import peer
 
 
 def model() -> CausalLanguageModel:
@@ -12,7 +13,7 @@ def model() -> CausalLanguageModel:
 
 
 def test_logits_and_gradients_equal_transformers():
-    transformers = pytest.importorskip("transformers")
+    transformers = peer("transformers")
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, rms_norm_eps=1e-6, max_position_embeddings=64,

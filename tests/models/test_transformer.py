@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
@@ -59,3 +60,19 @@ def test_bad_sizes_are_named():
         Encoder(50, 10, 1, 4)
     with pytest.raises(ValueError, match="13 tokens exceeds max_length=12"):
         encoder()(torch.ones(1, 13, dtype=torch.long))
+
+
+def test_segments_are_read_as_by_an_index(monkeypatch):
+    """The same numbers; sums of gradients to rounding."""
+    model = encoder(segments=3)
+    tokens, segments = torch.randint(1, 50, (3, 7)), torch.randint(0, 3, (3, 7))
+
+    def run():
+        out = model(tokens, segments)
+        return out, *torch.autograd.grad(out.square().mean(), model.segments)
+
+    out, grad = run()
+    monkeypatch.setattr(F, "embedding", lambda indices, table, *others: table[indices])
+    want, grad_by_index = run()
+    assert torch.equal(out, want)
+    torch.testing.assert_close(grad, grad_by_index)

@@ -238,3 +238,13 @@ def test_hooks_of_a_table_are_called():
     handle.remove()
     collection(asked)
     assert called == ["mean"]
+
+
+def test_a_table_asked_by_a_mask_is_named():
+    names = ("user", "item")
+    tables = comera.TTEmbeddingBagCollection(
+        {name: comera.TTEmbeddingBag(50, 24, rank=4) for name in names}
+    )
+    rows, mask = torch.tensor([[1], [0]]), torch.tensor([[True], [False]])
+    with pytest.raises(TypeError, match=r"table 'item': indices are torch\.bool"):
+        tables({"user": rows, "item": mask})

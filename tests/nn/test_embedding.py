@@ -163,6 +163,20 @@ def test_wrong_indices_are_refused(layer):
             layer.cpu()(torch.tensor([0, wrong]))
 
 
+@pytest.mark.parametrize("settings", [{}, {"hot_rows": 5}, {"hot_rows": 9, "hot_rank": 2}], ids=str)
+@pytest.mark.parametrize("kind", [comera.TTEmbedding, comera.TTEmbeddingBag])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_masks_are_no_indices(settings, kind, compiled, request):
+    """Torch refuses them too; taken for 0 and 1 they would read two rows."""
+    request.addfinalizer(torch._dynamo.reset)  # it passes by what has raised
+    layer = kind(50, 24, rank=4, **settings)
+    run = torch.compile(layer, backend="eager") if compiled else layer
+    with pytest.raises(TypeError, match=r"indices are torch\.bool.*give the rows' numbers"):
+        run(torch.tensor([[True, False]]))
+    with pytest.raises(TypeError, match=r"indices are torch\.float32; they must be whole numbers"):
+        run(torch.tensor([[1.0, 0.5]]))
+
+
 def test_compiles_whole_and_for_any_batch():
     layer = TTEmbedding(50, 12, 3, rank=4, hot_rows=5)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.ops.fixed_sizes import fixed_sizes
 
 ROWS, WIDTH = 11, 6
 
@@ -268,3 +269,24 @@ def test_gradients_of_gradients_of_weighted_bags():
         first = torch.autograd.grad(sums.pow(3).sum(), params, create_graph=True)
         found.append(torch.autograd.grad(sum(g.pow(2).sum() for g in first), params))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_entries_and_no_bags_are_refused(mode, compiled, request):
+    """Torch reads past the end of the offsets, and the process may end."""
+    request.addfinalizer(torch._dynamo.reset)  # it passes by what has raised
+    indices, none = torch.tensor([1, 2]), torch.tensor([], dtype=torch.long)
+    bag = make(mode)
+    assert bag(none, none).shape == (0, WIDTH)
+    run = torch.compile(bag, backend="eager") if compiled else bag
+    with pytest.raises(ValueError, match="offsets begin no bag, and the input has 2 entries"):
+        run(indices, none)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_entries_after_the_only_offset_are_of_no_bag(mode):
+    bag = make(mode, include_last_offset=True)
+    assert bag(torch.tensor([1, 2]), torch.tensor([0])).shape == (0, WIDTH)
+    with fixed_sizes(), pytest.raises(ValueError, match="begin no bag"):  # offsets are not read
+        bag(torch.tensor([1, 2]), torch.tensor([0]))

@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera.nn import grouped
+from comera.nn.module import tensor_trains
+from comera.nn.shared_gates import gates_together
 
 
 def make(dtype=torch.float64):
@@ -133,3 +135,84 @@ def test_a_copy_made_inside_is_a_copy_of_the_parameters():
         twin = copy.deepcopy(model)
         torch.testing.assert_close(twin(tokens), model(tokens))
     assert all(m.shared_halves is None for m in twin.modules() if isinstance(m, comera.TTLinear))
+
+
+def changed_by_an_optimizer(model):
+    model.zero_grad()
+    model(torch.arange(5)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def changed_by_loading(model):
+    state = model.state_dict()
+    model.load_state_dict({k: v if "extra" in k else 1.5 * v for k, v in state.items()})
+
+
+def changed_gates(model):
+    with torch.no_grad():
+        model[1].gates[0].mul_(0.5)
+
+
+def changed_table(model):
+    with torch.no_grad():
+        model[0].gates[0].mul_(0.5)
+
+
+CHANGES = [changed_by_an_optimizer, changed_by_loading, changed_gates, changed_table]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_parameters_changed_inside_are_joined_anew(change, grad):
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    model[0] = comera.TTEmbedding(50, 24, rank=4, dtype=torch.float64)
+    with torch.set_grad_enabled(grad), comera.GroupedMerge(model):
+        before = model(tokens)
+        with torch.enable_grad():
+            change(model)
+        got = model(tokens)
+    assert not torch.allclose(got, before)
+    torch.testing.assert_close(got, model(tokens), rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_after_a_change_inside_are_those_of_the_new_parameters():
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    with comera.GroupedMerge(model):
+        changed_by_an_optimizer(model)
+        twin = copy.deepcopy(model)
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+    twin.zero_grad()
+    twin(tokens).square().mean().backward()
+    grads = [[p.grad for p in each.parameters()] for each in (model, twin)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_a_rank_objective_reads_gates_changed_inside():
+    model = make()
+    trains = list(tensor_trains(model).values())
+    with comera.GroupedMerge(model):
+        changed_gates(model)
+        assert torch.equal(gates_together(trains), torch.cat([g for t in trains for g in t.gates]))
+
+
+def test_what_has_not_changed_is_joined_once(monkeypatch):
+    model, calls = make(), []
+    original = grouped.merge_groups
+    monkeypatch.setattr(grouped, "merge_groups", lambda *a: calls.append(1) or original(*a))
+    with comera.GroupedMerge(model):
+        for _ in range(3):
+            model(torch.arange(5))
+        assert len(calls) == 1
+        changed_gates(model)
+        for _ in range(3):
+            model(torch.arange(5))
+        assert len(calls) == 2  # for all layers at once
+
+
+def test_parameters_made_in_inference_mode_are_lent_as_they_are():
+    with torch.inference_mode():
+        model, tokens = make(), torch.arange(5)
+        want = model(tokens)
+        with comera.GroupedMerge(model):
+            torch.testing.assert_close(model(tokens), want)

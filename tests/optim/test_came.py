@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import comera
 from comera.models.transformer import Encoder, MaskedLanguageModel
 from comera.optim.factors import matrix_view
+from tests.peers import peer
 
 from .training import (
     batches,
@@ -23,7 +24,7 @@ from .training import (
 class TestAgainstTheAuthors:
     @pytest.fixture
     def authors(self):
-        return pytest.importorskip("came_pytorch").CAME
+        return peer("came_pytorch").CAME
 
     def test_fifty_steps_of_a_transformer_are_the_same(self, authors):
         model, twin = (m := transformer()), copy.deepcopy(m)

@@ -14,6 +14,7 @@ from comera.models.transformer import Encoder, SequenceClassifier
 from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW
 from comera.optim.projection import PROJ_TYPES, into, low_shape, new_bases, out_of
+from tests.peers import peer
 
 RANK = 8
 
@@ -60,7 +61,7 @@ def train_alike(a, other, b, ours, steps):
 
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
 def test_trajectory_equals_that_of_galore_torch(proj_type):
-    theirs = pytest.importorskip("galore_torch", reason="galore-torch is not installed")
+    theirs = peer("galore_torch")
     a, b = make_model(), make_model()
     eps = 1e-20  # next to nothing: theirs lacks the bias correction that torch gives it
     other = theirs.GaLoreAdamW(
@@ -167,7 +168,7 @@ def test_resume_is_exact(kind, dtype, rotate):
 def test_eight_bit_state_resumes_exactly():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making
-        pytest.importorskip("torchao.optim", reason="torchao is not installed")
+        peer("torchao.optim")
 
         def make():
             torch.manual_seed(0)

@@ -9,11 +9,12 @@ from torch import nn
 
 from comera.optim.galore_named import GaLoreAdafactor
 from tests.optim.test_galore import backward, groups, make_model, train_alike
+from tests.peers import peer
 
 
 @pytest.fixture
 def theirs():
-    package = pytest.importorskip("galore_torch", reason="galore-torch is not installed")
+    package = peer("galore_torch")
 
     def make(listed, lr):
         return package.GaLoreAdafactor(listed, lr=lr, relative_step=False, scale_parameter=True)

@@ -13,6 +13,7 @@ import comera
 from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW
 from tests.optim.test_galore import groups, make_model, train
+from tests.peers import peer
 
 KINDS = {
     "adamw": GaLoreAdamW,
@@ -32,7 +33,7 @@ def eight_bit():
     """torchao's optimizer, its steps not compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making
-        pytest.importorskip("torchao.optim", reason="torchao is not installed")
+        peer("torchao.optim")
         with torch.compiler.set_stance("force_eager"):
             yield comera.GaLoreAdamW8bit
 

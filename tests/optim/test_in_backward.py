@@ -12,6 +12,7 @@ import comera
 from comera import OptimizerInBackward
 from comera.optim import galore
 from comera.optim.projection import new_bases
+from tests.peers import peer
 
 from .updating import OPTIMIZERS, assert_same, galore_groups, loss_of, make_model, state_of, train
 
@@ -71,7 +72,7 @@ def test_eight_bit_adamw(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # it takes longer than training
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making
-        low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+        low_bit = peer("torchao.optim")
     for make in (
         lambda m: low_bit.AdamW8bit(m.parameters(), lr=1e-2, weight_decay=0.1),
         lambda m: comera.GaLoreAdamW8bit([{"params": [m.weight], "rank": 64}], lr=1e-2),

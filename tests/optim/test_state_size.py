@@ -6,6 +6,7 @@ import torch
 import comera
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.optim.state_size import state_bytes
+from tests.peers import peer
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_galore_keeps_a_third_of_adam_of_llama_7b(llama_7b):
 
 
 def test_galore_in_eight_bits_keeps_a_sixth(llama_7b):
-    pytest.importorskip("torchao")
+    peer("torchao.optim")
     groups = comera.galore_param_groups(llama_7b, 1e-2, 1024)
     assert share(llama_7b, comera.GaLoreAdamW8bit(groups)) < 0.18
 

@@ -62,15 +62,15 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(driver, "function", lambda file, name, device: None)
     monkeypatch.setattr(choose, "mode", lambda: "auto")
-    choose._why_not_on.cache_clear()
+    choose._why_not_loaded.cache_clear()
     assert row(printed(), "merge_halves", "bfloat16") == ["kernel", "-"]
     monkeypatch.setattr(driver, "function", fails)
-    choose._why_not_on.cache_clear()
+    choose._why_not_loaded.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is asked, and nothing falls back
         shown = row(printed(), "merge_halves", "float32")
     assert shown == ["torch operations", "merge.cu does not compile"]
-    choose._why_not_on.cache_clear()
+    choose._why_not_loaded.cache_clear()
 
 
 def test_without_cuda_python(monkeypatch):

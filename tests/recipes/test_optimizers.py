@@ -22,6 +22,7 @@ from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks import prepare_task
 from comera.train.step import TrainStep
+from tests.peers import peer
 from tests.texts import write_functions
 
 
@@ -53,7 +54,7 @@ def name(request):
     with warnings.catch_warnings():
         if "adamw8bit" in request.param:
             warnings.simplefilter("ignore")  # of torchao's own making
-            pytest.importorskip("torchao.optim", reason="torchao is not installed")
+            peer("torchao.optim")
         with torch.compiler.set_stance("force_eager"):
             yield request.param
 

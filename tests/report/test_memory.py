@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
 from comera.optim.layout import stored_bytes
+from tests.peers import peer
 
 KINDS = {
     "adamw": lambda g: torch.optim.AdamW(g, fused=True),
@@ -105,7 +106,7 @@ def test_every_way_to_project(proj_type):
 def test_torchaos_eight_bits(galore):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making
-        ao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+        ao = peer("torchao.optim")
         with torch.compiler.set_stance("force_eager"):
             model = make_model()
             kind = comera.GaLoreAdamW8bit if galore else ao.AdamW8bit

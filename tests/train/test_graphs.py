@@ -5,14 +5,20 @@ Without a GPU this shows the order of calls and what becomes of errors, and noth
 
 import contextlib
 import enum
+import gc
 import sys
 import types
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from comera.train import step as step_module
+from comera.train.capture import WARM_UP
 from comera.train.graphs import CudaGraphs, graphs_on
+
+from .conftest import get_batch, loss_fn, make_step
 
 
 class Cuda:
@@ -187,3 +193,77 @@ def test_without_cuda_bindings_only_the_memory_is_known(cuda, graphs, monkeypatc
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     contents = graphs.record(lambda: torch.ones(())).contents()
     assert (contents.nodes, contents.kernels, contents.pool_bytes) == (None, None, 100)
+
+
+def test_a_failed_recording_keeps_nothing_of_what_it_ran(graphs):
+    """Graphs of autograd among it, whose nodes would go on to belong to the capture."""
+    made = []
+
+    def fails():
+        tensor = torch.ones(1)
+        made.append(weakref.ref(tensor))
+        raise ValueError(tensor.shape)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            graphs.record(fails)
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def watched_step(cuda, monkeypatch, graphs, loss):
+    """A step that writes down on which stream its forward and backward passes run."""
+    monkeypatch.setattr(step_module, "graphs_on", lambda device: graphs)
+    step = make_step(dropout=0.0)
+
+    def watched(model, batch):
+        cuda.calls.append(f"forward on {cuda.now}")
+        return loss(model, batch)
+
+    step._loss_fn = watched
+    for param in step.model[4].parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param: cuda.calls.append(f"backward on {cuda.now}")
+        )
+    return step
+
+
+ASIDE = [
+    "side waits for default", "forward on side", "backward on side", "backward on side",
+    "default waits for side",
+]  # fmt: skip
+
+
+def test_steps_after_a_failed_recording_stay_on_its_stream(cuda, graphs, monkeypatch):
+    def reads_back(model, batch):
+        if cuda.now == "captured":
+            raise RuntimeError("a value was read back")
+        return loss_fn(model, batch)
+
+    step = watched_step(cuda, monkeypatch, graphs, reads_back)
+    for k in range(WARM_UP + 1):
+        step(get_batch(k))
+    assert cuda.calls == ASIDE * (WARM_UP + 1)
+    step(get_batch(WARM_UP + 1))  # which was to be recorded
+    assert "forward on captured" in cuda.calls
+    assert step.describe().why == "RuntimeError: a value was read back"
+    assert cuda.calls[-5:] == ASIDE
+    cuda.calls.clear()
+    for k in range(3):
+        step(get_batch(k))
+    assert cuda.calls == ASIDE * 3
+    assert cuda.now == "default"
+
+
+def test_a_step_that_was_never_to_be_recorded_stays_where_it_is(cuda, graphs, monkeypatch):
+    """Nothing of it has run elsewhere."""
+    step = watched_step(
+        cuda, monkeypatch, graphs, lambda model, batch: loss_fn(model, {**batch, "y": batch["y"]()})
+    )
+    for k in range(2):
+        batch = get_batch(k)
+        step({**batch, "y": lambda batch=batch: batch["y"]})
+    assert "is a function" in step.describe().why
+    assert cuda.calls == ["forward on default", "backward on default", "backward on default"] * 2

@@ -25,21 +25,23 @@ OLDEST = (8, 0)
 """Compute capability from which kernels run."""
 
 
+SETTING = os.environ.get("COMERA_KERNELS", "auto")
+"""``COMERA_KERNELS`` as it was when this module was imported; see :func:`mode`."""
+
+
 class KernelWarning(UserWarning):
     """Torch operations run where a kernel could have; said once for each reason."""
 
 
-@functools.cache
 def mode() -> str:
-    """``COMERA_KERNELS``, as it was when first asked for.
+    """Say which of ``MODES`` is set, as it was when this module was imported.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If ``COMERA_KERNELS`` is something else.
     """
-    chosen = os.environ.get("COMERA_KERNELS", "auto")
-    if chosen not in MODES:
-        raise ValueError(f"COMERA_KERNELS={chosen!r} must be one of {', '.join(MODES)}")
-    return chosen
+    if SETTING not in MODES:
+        raise ValueError(f"COMERA_KERNELS={SETTING!r} must be one of {', '.join(MODES)}")
+    return SETTING
 
 
 def runs_kernel(
@@ -75,9 +77,13 @@ def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return None if mode() == "emulate" else "the tensors are on a CPU"
 
 
-@functools.cache
 def _why_not_on(file: str, device: int) -> str | None:
-    """Compiles and loads the file when first asked, so that nothing of it is left for later."""
+    return _why_not_loaded(file, device)
+
+
+@functools.cache
+def _why_not_loaded(file: str, device: int) -> str | None:
+    """Compile and load the file when first asked, so that nothing of it is left for later."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)
@@ -90,10 +96,20 @@ def _why_not_on(file: str, device: int) -> str | None:
     return None
 
 
-@functools.cache
 def _warn_once(what: str, reason: str) -> None:
+    if (what, reason) in _said:
+        return
+    _said.add((what, reason))
     warnings.warn(
         f"comera runs {what} through torch operations, not its CUDA kernel: {reason}",
         KernelWarning,
         stacklevel=4,
     )
+
+
+_said: set[tuple[str, str]] = set()
+
+# torch.compile calls these and looks at nothing inside: it warns of functions that remember.
+# This is what torch.compiler.assume_constant_result does, without importing dynamo.
+_why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

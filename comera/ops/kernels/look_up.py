@@ -1,8 +1,9 @@
 """The kernels that read rows of a table from its two halves; ``kernels/ttm_look_up.cu``.
 
 All sizes are fixed by the arguments, so that a CUDA graph can hold a look-up: rows are neither made
-distinct nor counted. The backward pass sorts the entries and sums gradients of equal rows before
-they meet a half, which is what frequent rows need.
+distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks, however
+the entries are shared out among the bags. The backward pass sorts the entries and sums gradients of
+equal rows before they meet a half, which is what frequent rows need.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from comera.ops.kernels.launch import launch
 FILE = "ttm_look_up"
 
 # As in ttm_look_up.cu.
-_DEPTH, _CHUNK = 32, 16
+_DEPTH, _PIECE, _CHUNK = 32, 32, 16
 _MOST_THREADS, _BACK_THREADS = 256, 128
 
 _MOST_SHARED = 96 * 1024
@@ -74,12 +75,21 @@ def read(
     bags = entries if offsets_B is None else offsets_B.shape[0]
     out = left_VPR.new_empty(bags, embedding_dim)
     keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
+    kind, threads = DTYPES[out.dtype], _threads(left_VPR, right_WRQ)
+    shared = _shared_of_rows(left_VPR, right_WRQ)
+    table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim)
+    given = (indices_N, offsets_B, _dense(weights_N), left_VPR, right_WRQ, hot_HD)
+    partial: Tensor | None = None
+    pieces = (entries - 1) // _PIECE
+    if offsets_B is not None and bags and pieces > 0:
+        partial = torch.empty(pieces, embedding_dim, device=out.device)
+        launch(
+            FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given, partial,
+            entries, bags,
+        )  # fmt: skip
     launch(
-        FILE, f"ttm_rows_{DTYPES[out.dtype]}", out.device, bags, _threads(left_VPR, right_WRQ),
-        _shared_of_rows(left_VPR, right_WRQ),
-        _table(left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim),
-        indices_N, offsets_B, _dense(weights_N), left_VPR, right_WRQ, hot_HD, out, keys_N, order_N,
-        entries, bags,
+        FILE, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
+        keys_N, order_N, entries, bags,
     )  # fmt: skip
     return out, keys_N, order_N
 
@@ -115,25 +125,34 @@ def row_grads(
     offsets_B: Tensor | None,
     num_embeddings: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the left half, the right half and the hot rows, from keys as they come."""
+    """Gradients of the left half, the right half and the hot rows, from keys as they come.
+
+    In float64, in which they were summed, and parts of one tensor.
+    """
     bags, width = grad_BD.shape
     entries = keys_N.shape[0] if bags else 0
     table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width)
     keys_N, order_N = keys_N.sort()
-    grads = [
-        None if like is None else torch.zeros_like(like, dtype=torch.float32)
-        for like in (left_VPR, right_WRQ, hot_HD)
-    ]
+    grads = _zeros_like(left_VPR, right_WRQ, hot_HD)
     launch(
         FILE, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
         keys_N, order_N, offsets_B, _dense(weights_N), grad_BD, left_VPR, right_WRQ, *grads,
         entries, bags,
     )  # fmt: skip
-    left, right, hot = (None if grad is None else grad.to(left_VPR.dtype) for grad in grads)
-    assert left is not None
-    assert right is not None
-    return left, right, hot
+    return grads
+
+
+def _zeros_like(
+    left_VPR: Tensor, right_WRQ: Tensor, hot_HD: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    sizes = [0 if like is None else like.numel() for like in (left_VPR, right_WRQ, hot_HD)]
+    left, right, hot = left_VPR.new_zeros(sum(sizes), dtype=torch.float64).split(sizes)
+    return (
+        left.view(left_VPR.shape),
+        right.view(right_WRQ.shape),
+        None if hot_HD is None else hot.view(hot_HD.shape),
+    )
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:

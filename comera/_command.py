@@ -1,0 +1,64 @@
+"""Ctrl-C while the command ``comera`` is starting. Imports nothing that takes long.
+
+``comera`` and ``python -m comera`` import this package, and with it torch, before any code of their
+own runs: Ctrl-C in those seconds would end in a traceback through other people's files.
+"""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_INTERRUPTED = 130
+_MODULE = re.compile(r"-[bBdEiIOPqRsSuvx]*m(.*)", re.DOTALL)
+
+
+def is_command(words: list[str]) -> bool:
+    """Tell whether an interpreter was started as ``comera`` or as a module of this package.
+
+    Args:
+        words: As in ``sys.orig_argv``: the interpreter, its options, what it runs, and the rest.
+    """
+    rest = iter(words[1:])
+    for word in rest:
+        module = _MODULE.fullmatch(word)
+        if module:
+            return (module[1] or next(rest, "")).split(".")[0] == "comera"
+        if word in ("-W", "-X"):
+            next(rest, None)
+        elif not word.startswith("-"):
+            return Path(word).name in ("comera", "comera.exe")
+        elif word.startswith("-c"):
+            return False
+    return False
+
+
+def end_in_one_line(
+    kind: type[BaseException], problem: BaseException, trace: TracebackType | None
+) -> None:
+    """Take the place of ``sys.excepthook``: Ctrl-C that nobody caught ends the process at once."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, problem, trace)
+        return
+    end_now()
+
+
+def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+    """End the process by Ctrl-C. No exception: torch swallows one while it imports NumPy."""
+    sys.stdout.flush()
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(_INTERRUPTED)
+
+
+def imports_are_done() -> None:
+    """Let Ctrl-C be ``KeyboardInterrupt`` again, which what is running can handle."""
+    if signal.getsignal(signal.SIGINT) is end_now:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if is_command(sys.orig_argv):  # a program that only imports comera keeps its own
+    sys.excepthook = end_in_one_line
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
+        signal.signal(signal.SIGINT, end_now)

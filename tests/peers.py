@@ -1,0 +1,58 @@
+"""Packages that comera is compared with; where one is not installed, its tests are skipped."""
+
+import importlib
+import sys
+import types
+import warnings
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+from torch.optim import Optimizer
+
+PACKAGES = {
+    "accelerate": "accelerate",
+    "came_pytorch": "came-pytorch",
+    "galore_torch": "galore-torch",
+    "peft": "peft",
+    "tltorch": "tensorly-torch",
+    "torchao": "torchao",
+    "transformers": "transformers",
+}
+"""What is imported, and what is installed for it: the extra ``peers``."""
+
+
+def peer(module: str) -> ModuleType:
+    """Import a package, or part of one, or skip the test that asks for it.
+
+    What it warns of is its own affair. One that is installed and cannot be imported is an error:
+    comparisons that silently stop are worth nothing.
+    """
+    package = module.split(".")[0]
+    if find_spec(package) is None:
+        pytest.skip(f"{PACKAGES[package]} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _galore() if package == "galore_torch" else importlib.import_module(module)
+
+
+def _galore() -> ModuleType:
+    """galore-torch, without bitsandbytes if that is not there.
+
+    Of bitsandbytes it takes one class, under its optimizer in eight bits, with which nothing here
+    is compared.
+    """
+    if "galore_torch" in sys.modules or find_spec("bitsandbytes") is not None:
+        return importlib.import_module("galore_torch")
+    importlib.import_module("transformers.utils.versions")  # which looks for the real one
+    stand_in = {
+        name: types.ModuleType(name)
+        for name in ("bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer")
+    }
+    stand_in["bitsandbytes.optim.optimizer"].Optimizer2State = Optimizer  # type: ignore[attr-defined]
+    sys.modules.update(stand_in)
+    try:
+        return importlib.import_module("galore_torch")
+    finally:
+        for name in stand_in:
+            del sys.modules[name]

@@ -1,0 +1,185 @@
+"""How long a device runs is told apart from how long it takes to launch its work."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from comera.train import clock as clock_module
+from comera.train import loop
+from comera.train.clock import StepClock
+from comera.train.log import read_metrics
+
+from .conftest import evaluate, get_batch, make_step
+
+CUDA = torch.device("cuda", 0)
+LAUNCH, WORK = 0.25, 4.0
+
+
+class Device:
+    """A stand-in for a GPU and the host beside it, each with a time of its own.
+
+    Attributes:
+        host: Time by which the host has come so far.
+        through: Time by which the device will be through with all it was given.
+        waits: How often the host waited for an event that had not come.
+    """
+
+    def __init__(self):
+        self.host = self.through = 0.0
+        self.waits = 0
+
+    def launch(self, work):
+        self.host += LAUNCH
+        self.through = max(self.host, self.through) + work
+
+    def wait(self):
+        self.host = max(self.host, self.through)
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self, stream):
+        assert stream == "the present stream"
+        self.at = max(self.device.host, self.device.through)
+
+    def query(self):
+        return self.at <= self.device.host
+
+    def synchronize(self):
+        self.device.waits += not self.query()
+        self.device.host = max(self.device.host, self.at)
+
+    def elapsed_time(self, later):
+        assert self.query()
+        assert later.query()
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda on: "the present stream")
+    return device
+
+
+def test_seconds_are_those_of_running_not_of_launching(device):
+    clock = StepClock(CUDA)
+    for _ in range(10):
+        with clock.step():
+            device.launch(WORK)
+    assert device.host == 10 * LAUNCH
+    assert device.waits == 0
+    assert clock.seconds() == LAUNCH + 10 * WORK  # the first had to wait for its launch
+    assert device.host == LAUNCH + 10 * WORK
+
+
+def test_launches_slower_than_what_they_launch_are_counted(device):
+    clock = StepClock(CUDA)
+    for _ in range(10):
+        with clock.step():
+            device.launch(0.1)
+    assert clock.seconds() == pytest.approx(10 * LAUNCH + 0.1)
+
+
+def test_nothing_between_steps_is_counted(device):
+    """Neither what the host does there nor the device, which still has steps to run by then."""
+    clock = StepClock(CUDA)
+    for _ in range(3):
+        for _ in range(4):
+            with clock.step():
+                device.launch(WORK)
+        device.launch(100.0)
+        device.wait()
+        device.host += 50.0
+    assert clock.seconds() == 3 * (LAUNCH + 4 * WORK)
+
+
+def test_marks_of_steps_that_are_through_are_let_go(device):
+    clock = StepClock(CUDA)
+    for _ in range(100):
+        with clock.step():
+            device.launch(WORK)
+        device.host += WORK
+    assert device.waits == 0
+    assert len(clock._open) == 1
+
+
+def test_a_step_that_raises_is_not_counted(device):
+    clock = StepClock(CUDA)
+    clock.add(1.5)
+    with contextlib.suppress(KeyError), clock.step():
+        device.launch(WORK)
+        raise KeyError
+    assert clock.seconds() == 1.5
+
+
+def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
+    now = SimpleNamespace(value=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.value)
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(3):
+        with clock.step():
+            now.value += 2.0
+        now.value += 10.0
+    assert clock.seconds() == 6.0
+
+
+@pytest.fixture
+def slow(device, monkeypatch):
+    """Settings of a run whose steps, evaluations and checkpoints take that device's time."""
+    monkeypatch.setattr(clock_module, "_marks_of", lambda on: lambda: clock_module._CudaMark(CUDA))
+    save = loop.save_checkpoint
+
+    def saves(*given):
+        assert device.through <= device.host  # the steps are not part of it
+        device.host += 70.0
+        save(*given)
+
+    def evaluates(model):
+        device.launch(30.0)
+        device.wait()
+        device.host += 50.0
+        return evaluate(model)
+
+    def batches(number):
+        device.host += 0.01
+        return get_batch(number)
+
+    monkeypatch.setattr(loop, "save_checkpoint", saves)
+    return {"get_batch": batches, "evaluate": evaluates, "quiet": True, "tensorboard": False}
+
+
+def slow_step(device):
+    step = make_step(early=100)
+    update = step._update
+    step._update = lambda batch: device.launch(WORK) or update(batch)
+    return step
+
+
+def test_a_run_counts_its_steps_and_neither_evaluations_nor_checkpoints(device, slow, tmp_path):
+    step = slow_step(device)
+    result = loop.train(step, steps=12, folder=tmp_path, eval_every=5, save_every=4, **slow)
+    evaluations, checkpoints = 3, 3
+    assert device.host >= 12 * WORK + 80 * evaluations + 70 * checkpoints
+    stops = 4 + 1  # after which a step waits for its launch: evaluations and checkpoints, the log
+    assert 12 * WORK <= result.seconds <= 12 * WORK + (stops + 1) * LAUNCH
+    lines = [line for line in read_metrics(tmp_path) if "seconds" in line]
+    assert lines[-1]["seconds"] == pytest.approx(result.seconds)
+
+
+def test_a_run_that_goes_on_adds_to_its_seconds(device, slow, tmp_path):
+    whole = loop.train(slow_step(device), steps=12, folder=tmp_path / "whole", save_every=4, **slow)
+    loop.train(slow_step(device), steps=8, folder=tmp_path / "parts", save_every=4, **slow)
+    rest = slow_step(device)
+    parts = loop.train(rest, steps=12, folder=tmp_path / "parts", resume=True, **slow)
+    assert parts.seconds == pytest.approx(whole.seconds, abs=2 * LAUNCH)
