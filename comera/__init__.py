@@ -14,8 +14,8 @@ The public names, in the order one meets them::
 """
 
 from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
+from comera.allocator import reuse_freed_memory
 from comera.checkpoint.chain import CheckpointChain
-from comera.memory import reuse_freed_memory
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
@@ -26,18 +26,17 @@ from comera.nn.linear import TTLinear
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
-from comera.rank.canonical import canonicalize_
-from comera.rank.groups import galore_param_groups, param_groups
-from comera.rank.hot_rows import update_hot_rows_
-from comera.rank.row_order import order_rows_
 from comera.rank.schedule import TwoStage
-from comera.rank.truncate import truncate_
 from comera.report.compression import compression_report
-from comera.report.memory import memory_report
-from comera.report.plan import plan
+from comera.report.memory_use import memory_report
+from comera.report.model_plan import plan
 from comera.shapes import TTMShape, TTShape
+from comera.surgery.canonical import canonicalize_
+from comera.surgery.rows import order_rows_, update_hot_rows_
+from comera.surgery.truncate import truncate_
 from comera.train.step import TrainStep
 
 __version__ = "0.1.0"

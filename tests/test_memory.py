@@ -25,7 +25,7 @@ def test_large_buffers_are_reused():
 
 CODE_OF_RETURN = """
 import torch, comera
-from comera.memory import return_freed_memory
+from comera.allocator import return_freed_memory
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 comera.reuse_freed_memory()

@@ -1,17 +1,21 @@
-"""Time of a linear layer against its tokens, rank or width, and what the planner said before."""
+"""Where which way wins: times over tokens, ranks and widths, as a table and drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.table import Table
 
-from comera.bench.linear import forward_backward, make_input, make_layers
-from comera.bench.numerics import compare_linear
+from comera.bench.linear_speed import forward_backward, make_input, make_layers
+from comera.bench.numerics import compare_linear, compare_table
 from comera.bench.session import Session
+from comera.bench.table_speed import TRAINED, draw, train_step
 from comera.bench.timing import Timings, milliseconds
-from comera.ops.machine import machine_of
+from comera.files import replacing
+from comera.nn.embedding import TTEmbedding
+from comera.ops.dispatch import machine_of
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]
@@ -157,3 +161,107 @@ def _title(axis: Axis, shape: tuple[int, int], rank: int | Sequence[int], tokens
         "tokens": f"linear {shape[0]} -> {shape[1]}, ranks {ranks}",
     }
     return f"{fixed[axis]}, forward + backward, by {axis}"
+
+
+LookUpAxis = Literal["indices", "rows"]
+
+POINTS: dict[LookUpAxis, list[int]] = {
+    "indices": [256, 1024, 4096, 16384, 65536, 262144],
+    "rows": [10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000],
+}
+
+
+def look_up_curve(
+    session: Session,
+    axis: LookUpAxis,
+    points: Sequence[int],
+    rows: int,
+    width: int,
+    indices: int,
+    rank: int | Sequence[int],
+) -> None:
+    """Look-up, backward and step at every point; on Ctrl-C those that are there are shown.
+
+    Indices are drawn evenly: skewed ones repeat themselves more, the larger the batch.
+    """
+    fixed = f"{rows} x {width}" if axis == "indices" else f"width {width}, {indices} indices"
+    title = f"embedding {fixed}, uniform, look-up + backward + step, by {axis}"
+    table = Table()
+    for heading in (axis, "parameters", "distinct", "ms", "min – max", "µs an index"):
+        table.add_column(heading, justify="right")
+    done = []
+    try:
+        for at in points:
+            rows, indices = (rows, at) if axis == "indices" else (at, indices)
+            torch.manual_seed(0)
+            layer = TTEmbedding(rows, width, rank=rank).to(session.device)
+            picked = draw(rows, indices, 0).to(session.device)
+            compare_table(layer, picked[:_CHECKED]).verdict()
+            grad = torch.randn(indices, width, device=session.device)
+            runs = {TRAINED: train_step(layer, picked, grad, fused=True)}
+            timings = session.time(f"{axis} {at}", runs, TRAINED)
+            seconds, spread = timings.median(TRAINED), sorted(timings.seconds[TRAINED])
+            entries = sum(param.numel() for param in layer.parameters())
+            distinct = picked.unique().numel()
+            table.add_row(
+                f"{at:,}",
+                f"{entries:,}",
+                f"{distinct:,}",
+                milliseconds(1e3 * seconds),
+                f"{milliseconds(1e3 * spread[0])} – {milliseconds(1e3 * spread[-1])}",
+                f"{1e6 * seconds / indices:.3f}",
+            )
+            done.append({"at": at, "distinct": distinct, **timings.as_dict()})
+    finally:
+        if done:
+            session.show_table(title, table)
+            session.results.append({"title": title, "axis": axis, "points": done})
+
+
+_CHECKED = 4096
+"""Indices of which rows and gradients are compared with the cores', core by core."""
+
+
+KINDS = ("png", "svg", "pdf")
+_LOOK: dict[str, dict[str, Any]] = {
+    "dense": {"color": "#c4651a", "ls": (0, (5, 1.5)), "marker": "o"},
+    "comera": {"color": "#14608f", "marker": "o"},
+}
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is measured.
+
+    Raises:
+        ValueError: If the name does not end in a kind of picture.
+    """
+    if path.suffix.removeprefix(".") not in KINDS:
+        raise ValueError(f"plot={str(path)!r} must end in .{', .'.join(KINDS)}")
+
+
+def plot_curve(points: Sequence[Point], axis: str, title: str, path: Path) -> None:
+    """Milliseconds above, dense over comera below, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    at = [point.at for point in points]
+    for name, look in _LOOK.items():
+        times.plot(at, [1e3 * p.timings.median(name) for p in points], label=name, **look)
+    times.set(xscale="log", yscale="log", ylabel="ms, median")
+    times.set_title(title, fontsize=9, parse_math=False)
+    times.legend(frameon=False)
+    bounds = [point.timings.quartiles("comera") for point in points]
+    ratios.fill_between(at, *zip(*bounds, strict=True), color=_LOOK["comera"]["color"], alpha=0.2)
+    measured = [point.timings.ratio("comera") for point in points]
+    ratios.plot(at, measured, label="measured", **_LOOK["comera"])
+    ratios.plot(at, [p.predicted for p in points], "k:", lw=1, label="predicted")
+    ratios.axhline(1, color="#8a9299", lw=0.8)
+    ratios.set(xscale="log", yscale="log", xlabel=axis, ylabel="dense / comera")
+    ratios.legend(frameon=False)
+    for axes in (times, ratios):
+        axes.grid(color="#dfe4e8", lw=0.6)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)

@@ -12,7 +12,7 @@ from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
 from comera.nn.table import TTTable
-from comera.rank.groups import param_groups
+from comera.optim.groups import param_groups
 from comera.rank.schedule import TwoStage
 from comera.train.step import TrainStep
 

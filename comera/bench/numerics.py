@@ -19,9 +19,9 @@ from comera.nn.convert import densify_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.grouped import GroupedMerge
-from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.table import HotRows
 
 _ALLOWED = {
     torch.float64: 1e-9,

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
-from comera.bench.curve import DEFAULT_POINTS
+from comera.bench.curve import DEFAULT_POINTS, POINTS
 from comera.bench.encoders import FIRST_WORD, Encoders
-from comera.bench.kernels import OPERATORS
-from comera.bench.look_up_curve import POINTS
+from comera.bench.kernel_speed import OPERATORS
 from comera.checkpoint.contents import Quality
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from comera.bench.embedding import RowByRow, draw
+from comera.allocator import reuse_freed_memory
 from comera.bench.encoders import Encoders, learned_ranks, train_step
-from comera.bench.linear import count
-from comera.memory import reuse_freed_memory
+from comera.bench.linear_speed import count
+from comera.bench.table_speed import RowByRow, draw
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 

@@ -9,12 +9,12 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from comera.bench.linear import make_input, make_layers
+from comera.bench.linear_speed import make_input, make_layers
 from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
-from comera.ops.machine import machine_of
-from comera.ops.tt_linear import thin_linears, wide_linear
+from comera.ops.dispatch import machine_of
+from comera.ops.linear.tt_linear import thin_linears, wide_linear
 from comera.planning.network import linear_network
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_linear

@@ -1,5 +1,6 @@
 """What all benchmarks share: where they run, how often, what they say and what they write."""
 
+import datetime
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,12 +13,44 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from comera.bench.machine import machine_facts, machine_line
-from comera.bench.neighbours import watch_neighbours
 from comera.bench.numerics import Comparison
 from comera.bench.peers import MissingPeerError
-from comera.bench.timing import InterruptedTimingError, Timings, alternate
+from comera.bench.timing import InterruptedTimingError, Timings, alternate, watch_neighbours
 from comera.files import replacing
+from comera.planning.machine import processor_name, usable_threads
+
+
+def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
+    """What to know about the machine and this process; ``kept`` is whether freed memory is."""
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor_name(),
+        "cores": usable_threads(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "freed_memory": "kept" if kept else "returned",
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def machine_line(facts: dict[str, Any], dtype: str) -> str:
+    """The facts for people."""
+    gpu = [facts["gpu"]] if "gpu" in facts else []
+    return ", ".join(
+        [
+            *gpu,
+            facts["processor"],
+            f"cores {facts['cores']}",
+            f"threads {facts['threads']}",
+            f"torch {facts['torch']}",
+            dtype,
+            f"freed memory {facts['freed_memory']}",
+            facts["date"],
+        ]
+    )
+
 
 _SAMPLE_SECONDS = 0.02
 """A sample takes at least this long, so that the clock and a stray interrupt do not show."""

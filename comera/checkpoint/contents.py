@@ -16,10 +16,9 @@ from torch import Tensor
 
 from comera.checkpoint import codec, vectors
 from comera.checkpoint.codec import Record, Section
-from comera.checkpoint.nested import parsed
 from comera.checkpoint.snapshot import Moments, Snapshot
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
-from comera.checkpoint.tree import DTYPES, put_together
+from comera.checkpoint.tree import DTYPES, parsed, put_together
 
 _LARGEST_INDEX = 1 << 28
 _LENGTH = 8

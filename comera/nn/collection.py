@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.hot import HotRows
 from comera.nn.module import is_hooked
-from comera.ops.operator import is_plain
-from comera.ops.read_slices import Asked, read_halves_of
-from comera.ops.tt_embedding_bags import TableBags, places, tt_embedding_bags
+from comera.nn.table import HotRows
+from comera.ops.dispatch import is_plain
+from comera.ops.table.slices import Asked, read_halves_of
+from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
 """Ranks within so many of each other are padded to one."""

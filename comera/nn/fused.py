@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
-from comera.ops.autocast import autocast_together
-from comera.ops.feed_forward import ACTIVATIONS, thin_feed_forward
+from comera.ops.dispatch import autocast_together
+from comera.ops.linear.factored_attention import head_factors, projects_by_kernel, thin_projections
+from comera.ops.linear.feed_forward import ACTIVATIONS, thin_feed_forward
+from comera.ops.linear.fp8 import products_are_scaled
+from comera.ops.linear.tt_linear import thin_linears
 from comera.ops.product import affine
-from comera.ops.rank_space import head_factors, projects_by_kernel, thin_projections
-from comera.ops.scaled import products_are_scaled
-from comera.ops.tt_linear import thin_linears
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -1,14 +1,22 @@
 """Join the half-chains of all linear layers of a model in a few calls."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import Lent, TensorTrainModule, check_whole, tensor_trains, versions_of
-from comera.nn.shared_gates import lend_gates, take_back_gates
-from comera.ops.halves import layout_of, merge_groups
+from comera.nn.module import (
+    Lent,
+    SharedGates,
+    TensorTrainModule,
+    check_whole,
+    may_share,
+    tensor_trains,
+    versions_of,
+)
+from comera.ops.factors import layout_of, merge_groups
 
 
 class GroupedMerge:
@@ -115,7 +123,7 @@ def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None
 
 
 def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
-    """Of :func:`~comera.ops.halves.merge_groups`, all but the gates."""
+    """Of :func:`~comera.ops.factors.merge_groups`, all but the gates."""
     tensors: tuple[list[Tensor], ...] = [], [], []
     layout: list[int] = []
     for layers in groups:
@@ -129,3 +137,40 @@ def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
         layout += layout_of(*parts, len(layers), layers[0].shape.split)
     cores, _, biases = tensors
     return cores, biases, layout, [layers[0].prune_below for layers in groups]
+
+
+def lend_gates(trains: Sequence[TensorTrainModule]) -> None:
+    """Put the gates of all modules into one vector, and let them read it."""
+    gates = [list(train.gates) for train in trains]
+    flat = [gate for of_one in gates for gate in of_one]
+    alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in flat}
+    if len(alike) != 1:  # such as a frozen gate, which is to get no gradient
+        return
+    together = torch.cat(flat)
+    parts = iter(together.split([gate.shape[0] for gate in flat]))
+    start = 0
+    for train, of_one in zip(trains, gates, strict=True):
+        train.shared_gates = SharedGates(together, start, tuple(next(parts) for _ in of_one))
+        start += sum(gate.shape[0] for gate in of_one)
+
+
+def take_back_gates(trains: Sequence[TensorTrainModule]) -> None:
+    """Undo :func:`lend_gates`."""
+    for train in trains:
+        train.shared_gates = None
+
+
+def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
+    """All gates in one vector, the one that was lent if it holds just these."""
+    gates = [gate for train in trains for gate in train.gates]
+    for train in trains:
+        train.renew_lent()
+    first, start = trains[0].shared_gates, 0
+    if first is None or not may_share(first.flat, gates[0]):
+        return torch.cat(gates)
+    for train in trains:
+        shared = train.shared_gates
+        if shared is None or shared.flat is not first.flat or shared.start != start:
+            return torch.cat(gates)
+        start += sum(part.shape[0] for part in shared.parts)
+    return first.flat if len(first.flat) == start else torch.cat(gates)

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
-from comera.ops.autocast import autocast_dtype
-from comera.ops.halves import merge_halves
-from comera.ops.machine import machine_of
-from comera.ops.tt_linear import thin_linears, tt_to_dense, wide_linear
+from comera.ops.dispatch import autocast_dtype, machine_of
+from comera.ops.factors import merge_halves
+from comera.ops.linear.tt_linear import thin_linears, tt_to_dense, wide_linear
 from comera.planning.crossover import dense_from
-from comera.planning.padding import padded_rank
-from comera.shapes import TTShape, only_one
+from comera.shapes import TTShape, only_one, padded_rank
 
 
 class TTLinear(TensorTrainModule):
@@ -107,7 +105,7 @@ class TTLinear(TensorTrainModule):
     def halves(self) -> tuple[Tensor, Tensor]:
         """The joined input cores ``(in_features, R)`` and output cores ``(R, out_features)``.
 
-        R is padded as :func:`~comera.ops.halves.merge_halves` says; a bias is the last row of the
+        R is padded as :func:`~comera.ops.factors.merge_halves` says; a bias is the last row of the
         second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
         dtype if it was told of it.
         """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
-from comera.ops.rank_gate import rank_gate
+from comera.ops.cores import rank_gate
 from comera.params import is_sharded, set_data_
 from comera.shapes import TTMShape, TTShape, is_number
 

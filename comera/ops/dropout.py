@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.ops.fixed_sizes import is_free_on_cpu
-from comera.ops.operator import operator
+from comera.ops.dispatch import is_free_on_cpu, operator
 
 _STEPS = 1 << 8
 

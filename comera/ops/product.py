@@ -10,10 +10,14 @@ import functools
 import torch
 from torch import Tensor
 
-from comera.ops.autocast import autocast_together, without_autocast
-from comera.ops.fixed_sizes import is_free_on_cpu
-from comera.ops.machine import machine_of
-from comera.ops.operator import is_plain, operator
+from comera.ops.dispatch import (
+    autocast_together,
+    is_free_on_cpu,
+    is_plain,
+    machine_of,
+    operator,
+    without_autocast,
+)
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")

@@ -13,8 +13,14 @@ from torch.optim import Optimizer
 
 from comera.optim import came_state
 from comera.optim.came_state import every, stack, write
-from comera.optim.factors import Corrections, Settings, factored_step_, matrix_view, plain_step_
-from comera.optim.layout import loading_exactly
+from comera.optim.factored_moments import (
+    Corrections,
+    Settings,
+    factored_step_,
+    matrix_view,
+    plain_step_,
+)
+from comera.optim.state_layout import loading_exactly
 
 _MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 

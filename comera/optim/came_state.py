@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from comera.optim import eight_bit
-from comera.optim.factors import matrix_view, means, product
+from comera.optim import factored_moments
+from comera.optim.factored_moments import matrix_view, means, product
 
 State = dict[str, Tensor]
 
@@ -70,7 +70,7 @@ def read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
         return stack(every(states, "exp_avg_update"), shape)
     codes = stack(every(states, "exp_avg_update"), (len(states), -1))
     scales = stack(every(states, "exp_avg_update_scale"), (len(states), -1))
-    return eight_bit.unpack(codes, scales).view(shape)
+    return factored_moments.unpack(codes, scales).view(shape)
 
 
 def write_average(states: Sequence[State], average: Tensor) -> None:
@@ -79,7 +79,7 @@ def write_average(states: Sequence[State], average: Tensor) -> None:
     if "exp_avg_update_scale" not in states[0]:
         write(held, average)
         return
-    codes, scales = eight_bit.pack(average.reshape(len(states), -1))
+    codes, scales = factored_moments.pack(average.reshape(len(states), -1))
     torch._foreach_copy_(held, codes.reshape(len(states), *held[0].shape).unbind())
     torch._foreach_copy_(every(states, "exp_avg_update_scale"), scales.unbind())
 
@@ -129,9 +129,13 @@ def pack(state: State, param: Tensor, state_dtype: str | None) -> None:
 
 
 def _empty_average(param: Tensor, state_dtype: str | None) -> State:
-    if state_dtype is None or param.numel() < eight_bit.SMALLEST or param.dtype == torch.float64:
+    if (
+        state_dtype is None
+        or param.numel() < factored_moments.SMALLEST
+        or param.dtype == torch.float64
+    ):
         return {"exp_avg_update": _zeros(param, torch.promote_types(param.dtype, torch.float32))}
-    blocks = -(-param.numel() // eight_bit.BLOCK)
+    blocks = -(-param.numel() // factored_moments.BLOCK)
     return {
         "exp_avg_update": _zeros(param, torch.int8),
         "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),

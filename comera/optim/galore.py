@@ -14,20 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.optim import layout
-from comera.optim.galore_checks import (
+from comera.optim import state_layout
+from comera.optim.galore_parts import (
     KEYS,
     OURS,
+    as_groups,
+    as_list,
     check_gradient,
     check_group,
     check_projected,
     check_projects_alike,
     check_subspaces,
+    joined,
     listed,
+    merged,
+    parted,
+    replaced,
 )
-from comera.optim.galore_groups import as_groups, as_list, merged, replaced
-from comera.optim.galore_state import joined, parted
-from comera.optim.partial import step_on
 from comera.optim.projection import (
     METHODS,
     Method,
@@ -38,6 +41,7 @@ from comera.optim.projection import (
     new_bases,
     rotate,
 )
+from comera.optim.state_layout import step_on
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
@@ -207,15 +211,18 @@ class GaLore(Optimizer):
 
     def unpack_state_(self, param: Tensor) -> None:
         """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
-        layout.unpack_state_(self._inner, param)
+        state_layout.unpack_state_(self._inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
         """Undo :meth:`unpack_state_`."""
-        layout.pack_state_(self._inner, param)
+        state_layout.pack_state_(self._inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything, so that a copy's stand-ins are those of its own parameters."""
-        return {**layout.whole(self), "_inner": (type(self._inner), layout.whole(self._inner))}
+        return {
+            **state_layout.whole(self),
+            "_inner": (type(self._inner), state_layout.whole(self._inner)),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("_inner"), tuple):  # torch comes here with less, to load a state

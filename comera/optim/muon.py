@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.autocast import without_autocast
-from comera.optim.layout import loading_exactly
-from comera.optim.partial import plain_step
+from comera.ops.dispatch import without_autocast
+from comera.optim.state_layout import loading_exactly, plain_step
 from comera.params import is_sharded
 
 log = logging.getLogger("comera")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comera.optim import layout
+from comera.optim import state_layout
 from comera.optim.galore import GaLore
 
 
@@ -48,7 +48,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 def _bytes(optimizer: Optimizer, param: Tensor) -> int:
-    return sum(layout.stored_bytes(value) for value in _tensors(optimizer, param))
+    return sum(state_layout.stored_bytes(value) for value in _tensors(optimizer, param))
 
 
 def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[Tensor]:
@@ -79,7 +79,9 @@ def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """A copy with other parameters and no state, made of all that the optimizer has."""
     kind = type(optimizer)
     twin = kind.__new__(kind)
-    full = optimizer.__getstate__() if isinstance(optimizer, GaLore) else layout.whole(optimizer)
+    full = (
+        optimizer.__getstate__() if isinstance(optimizer, GaLore) else state_layout.whole(optimizer)
+    )
     twin.__setstate__(copy.deepcopy(full, memo))
     for group in twin.param_groups:  # the plain step: the same state without fused kernels
         group |= {key: False for key in ("fused", "foreach", "capturable") if key in group}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from comera.planning.crossover import first_where
-from comera.planning.linear import dense, thin, torch_linear
+from comera.planning.linear_ways import dense, thin, torch_linear
 from comera.planning.machine import Machine, load_machine
 from comera.planning.planner import plan_linear
 from comera.planning.products import Layer, linear_layer

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from comera.planning.machine import Machine, item_size, load_machine
+from comera.planning.operation import product_seconds
 from comera.planning.products import Dims, Layer, dense_products, linear_layer, thin_products
-from comera.planning.step import product_seconds
 from comera.shapes import TTShape
 
 _MOST_TOKENS = 1 << 24

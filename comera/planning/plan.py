@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from comera.planning.candidate import Candidate
 from comera.planning.machine import Machine
-from comera.planning.schedule import Schedule
-from comera.planning.step import Step
+from comera.planning.operation import Step
 from comera.planning.text import show_bytes, show_count, show_seconds, table_html, text_table
+from comera.planning.tree import Schedule
 
 _STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
 _CANDIDATE_HEADER = (

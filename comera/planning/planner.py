@@ -2,9 +2,9 @@
 
 import functools
 
-from comera.planning import linear, look_up
+from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.look_up import LookUp
+from comera.planning.lookup_ways import LookUp
 from comera.planning.machine import Machine, load_machine
 from comera.planning.plan import Plan
 from comera.planning.products import Layer, check_count, check_width, linear_layer
@@ -94,15 +94,15 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
         f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
         f"ranks {' '.join(map(str, shape.ranks))}"
     )
-    dense = linear.torch_linear(layer, machine, dtype)
+    dense = linear_ways.torch_linear(layer, machine, dtype)
     if 0 in shape.ranks:
-        empty = linear.only_bias(layer, machine, dtype)
+        empty = linear_ways.only_bias(layer, machine, dtype)
         return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
-    optimal, search = linear.sequential(layer, machine, dtype)
+    optimal, search = linear_ways.sequential(layer, machine, dtype)
     candidates = [
-        linear.thin(layer, machine, dtype),
+        linear_ways.thin(layer, machine, dtype),
         optimal,
-        linear.dense(layer, machine, dtype),
+        linear_ways.dense(layer, machine, dtype),
     ]
     ranked, runs = _ranked(candidates), ("thin", "dense")
     return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
@@ -117,14 +117,14 @@ def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
         f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
         f"{asked.distinct} distinct rows"
     )
-    dense = look_up.torch_embedding(asked, machine, dtype)
+    dense = lookup_ways.torch_embedding(asked, machine, dtype)
     if 0 in shape.ranks:
-        empty = look_up.only_zeros(asked, machine, dtype)
+        empty = lookup_ways.only_zeros(asked, machine, dtype)
         return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
-    optimal, search = look_up.sequential(asked, machine, dtype)
+    optimal, search = lookup_ways.sequential(asked, machine, dtype)
     candidates = [
-        look_up.halves(asked, machine, dtype, unique=True),
-        look_up.halves(asked, machine, dtype, unique=False),
+        lookup_ways.halves(asked, machine, dtype, unique=True),
+        lookup_ways.halves(asked, machine, dtype, unique=False),
         optimal,
     ]
     ranked, runs = _ranked(candidates), (candidates[0].name,)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from comera.planning.padding import padded_rank
-from comera.shapes import TTShape
+from comera.shapes import TTShape, padded_rank
 
 Dims = tuple[int, int, int]
 """``(rows, depth, columns)`` of one matrix product."""

@@ -26,8 +26,8 @@ from comera.names import listed
 from comera.nn.module import check_whole, tensor_trains
 from comera.optim.inner import AnyOptimizer, inner_optimizer, unwrap
 from comera.params import is_sharded
-from comera.rank.canonical import canonicalize_
-from comera.rank.replicas import agreed, check_alike, processes_of
+from comera.rank.agreement import agreed, check_alike, processes_of
+from comera.rank.prune import prune_to_
 from comera.rank.sensitivity import Sensitivities
 from comera.rank.settings import (
     DEFAULTS,
@@ -39,7 +39,8 @@ from comera.rank.settings import (
     target_entries,
 )
 from comera.rank.size import Gates, SizeOfRanks
-from comera.rank.truncate import kept_ranks, prune_to_, truncate_
+from comera.surgery.canonical import canonicalize_
+from comera.surgery.truncate import kept_ranks, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -6,7 +6,9 @@ from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 from comera.nn.module import TensorTrainModule
+from comera.rank.prune import check_spare
 from comera.shapes import is_number
+from comera.surgery.truncate import check_min_rank
 
 Choice = Literal["objective", "sensitivity"]
 
@@ -83,16 +85,6 @@ def check_stages(choose: Choice, early: int, late: int, gamma: float, canonical:
             "canonical=True needs early_steps, after which ranks are brought into canonical "
             "form; call comera.canonicalize_(model) to do so before training"
         )
-
-
-def check_min_rank(min_rank: Any) -> None:
-    if min_rank not in (0, 1):
-        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")
-
-
-def check_spare(spare: Any) -> None:
-    if not is_number(spare) or not 0 <= spare <= 1:
-        raise ValueError(f"spare={spare!r} must be in [0, 1]")
 
 
 def target_entries(

@@ -16,18 +16,18 @@ from jsonargparse import ActionConfigFile, ArgumentParser, get_loader, set_loade
 from rich.console import Console
 
 from comera._command import imports_are_done
+from comera.allocator import reuse_freed_memory
 from comera.bench.calibrate import calibrate
-from comera.bench.cli import add_bench, run_bench
+from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
-from comera.memory import reuse_freed_memory
-from comera.recipes.checkpoints import add_checkpoint, run_checkpoint
+from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.config import RunConfig
 from comera.recipes.doctor import examine
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
+from comera.recipes.report.run_report import write_report
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.sweep import INTERRUPTED, run_sweep
-from comera.report.run import write_report
 from comera.train.step import NonFiniteLossError
 
 _MODE = "run"

@@ -8,13 +8,21 @@ from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
-from comera.ops.kernels import build, choose, driver, emulate, look_up, low_rank, merge, source
-from comera.ops.kernels.build import KernelError
+from comera.ops.kernels import (
+    choose,
+    contract_kernel,
+    driver,
+    emulate,
+    lookup_kernel,
+    low_rank_kernel,
+    nvrtc,
+)
+from comera.ops.kernels.nvrtc import KernelError
 
 _OPERATORS = {
-    "merge_halves": merge.FILE,
-    "ttm_look_up": look_up.FILE,
-    "thin_linears": low_rank.FILE,
+    "merge_halves": contract_kernel.FILE,
+    "ttm_look_up": lookup_kernel.FILE,
+    "thin_linears": low_rank_kernel.FILE,
 }
 """What has CUDA kernels, and in which file."""
 
@@ -38,7 +46,7 @@ def _found() -> Table:
     table.add_row("cuda-bindings", _version("cuda-bindings") or _not_installed())
     table.add_row("NVRTC", _nvrtc())
     table.add_row("g++", emulate.compiler() or "none: no emulation of kernels")
-    table.add_row("kernels", str(source.folder()))
+    table.add_row("kernels", str(nvrtc.folder()))
     table.add_row("compiled kernels", _cache())
     table.add_row("COMERA_KERNELS", choose.mode())
     return table
@@ -48,8 +56,8 @@ def _kernels() -> Table:
     table = Table(title="kernels", title_justify="left")
     for column in ("file", "functions", "compiled for"):
         table.add_column(column)
-    for file in source.files():
-        table.add_row(f"{file}.cu", "\n".join(source.entries(file)), ", ".join(_made(file)) or "-")
+    for file in nvrtc.files():
+        table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(_made(file)) or "-")
     return table
 
 
@@ -87,7 +95,7 @@ def _driver() -> str:
 
 def _nvrtc() -> str:
     try:
-        return "{}.{}".format(*build.nvrtc_version())
+        return "{}.{}".format(*nvrtc.nvrtc_version())
     except (KernelError, RuntimeError) as problem:
         return str(problem)
 
@@ -104,15 +112,15 @@ def _version(package: str) -> str | None:
 
 
 def _cache() -> str:
-    files = list(build.cubin_folder().glob("*.cubin"))
+    files = list(nvrtc.cubin_folder().glob("*.cubin"))
     size = sum(file.stat().st_size for file in files)
-    return f"{build.cubin_folder()}: {len(files)} files, {size / 1e6:.1f} MB"
+    return f"{nvrtc.cubin_folder()}: {len(files)} files, {size / 1e6:.1f} MB"
 
 
 def _made(file: str) -> list[str]:
     """Architectures for which the source as it is now has been compiled."""
-    archs = {path.stem.split("-")[1] for path in build.cubin_folder().glob(f"{file}-*.cubin")}
+    archs = {path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")}
     try:
-        return sorted(arch for arch in archs if build.cubin_path(file, arch).is_file())
+        return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())
     except (KernelError, RuntimeError):
         return []

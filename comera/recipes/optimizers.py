@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore
 from comera.optim.galore_named import GaLoreAdamW8bit
+from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
-from comera.rank.groups import galore_param_groups, param_groups
 from comera.recipes.parse import did_you_mean
 
 

@@ -26,9 +26,9 @@ from comera.recipes.folder import check_data, check_folder, claim, held, is_fini
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
-from comera.report.memory import MemoryReport, memory_report
-from comera.report.plan import ModelPlan
-from comera.report.plan import plan as plan_model
+from comera.report.memory_use import MemoryReport, memory_report
+from comera.report.model_plan import ModelPlan
+from comera.report.model_plan import plan as plan_model
 from comera.train.loop import LoopResult, train
 
 _log = logging.getLogger("comera")

@@ -13,9 +13,13 @@ from comera.recipes.config import RunConfig
 from comera.recipes.jobs import Job, carry_out, settle, unsettle_other_data
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import watching
+from comera.recipes.report.sweep_report import (
+    compare,
+    comparison_text,
+    read_trained,
+    write_comparison,
+)
 from comera.recipes.run import planned_memory
-from comera.report.comparison import compare, read_trained
-from comera.report.sweep import comparison_text, write_comparison
 
 INTERRUPTED = 130
 

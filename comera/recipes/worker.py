@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from comera.memory import reuse_freed_memory
+from comera.allocator import reuse_freed_memory
 from comera.recipes.config import RunConfig
 from comera.recipes.run import run
 

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from comera.nn.hot import HotRows
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.nn.table import TTTable
-from comera.ops.machine import machine_of
-from comera.planning import linear, look_up
+from comera.nn.table import HotRows, TTTable
+from comera.ops.dispatch import machine_of
+from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.look_up import LookUp
+from comera.planning.lookup_ways import LookUp
 from comera.planning.products import linear_layer
 from comera.planning.text import table_html, text_table
 
@@ -198,19 +197,21 @@ def _ways(
         wide, high, bias = layer.in_features, layer.out_features, layer.bias is not None
         asked = linear_layer(shape, tokens, wide, high, bias, train=True)
         if 0 in ranks:
-            ways = [linear.only_bias(asked, machine, dtype)]
+            ways = [linear_ways.only_bias(asked, machine, dtype)]
         else:
-            ways = [way(asked, machine, dtype) for way in (linear.thin, linear.dense)]
-        return min(ways, key=lambda way: way.seconds), linear.torch_linear(asked, machine, dtype)
+            ways = [way(asked, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
+        return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
+            asked, machine, dtype
+        )
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
         batch = LookUp(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
         mine = (
-            look_up.only_zeros(batch, machine, dtype)
+            lookup_ways.only_zeros(batch, machine, dtype)
             if 0 in ranks
-            else look_up.halves(batch, machine, dtype, unique=True)
+            else lookup_ways.halves(batch, machine, dtype, unique=True)
         )
-        return mine, look_up.torch_embedding(batch, machine, dtype)
+        return mine, lookup_ways.torch_embedding(batch, machine, dtype)
     assert isinstance(layer, HotRows), "there are three formats"
     return None, None  # every index is counted as one of the train's
 

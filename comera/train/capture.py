@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.train.agreement import Alone
+from comera.ops.dispatch import fixed_sizes
+from comera.train.data_parallel import Alone
 from comera.train.graphs import Contents, Graphs, Recording
-from comera.train.host_state import HostState
-from comera.train.random_state import host_random_state, set_host_random_state
+from comera.train.host_state import HostState, host_random_state, set_host_random_state
 from comera.train.static_batch import (
     Signature,
     StaticBatch,

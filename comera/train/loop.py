@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.clock import StepClock
 from comera.train.log import RunLog, progress_bar
+from comera.train.run_state import load_checkpoint, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep
 
 log = logging.getLogger("comera")

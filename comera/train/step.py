@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
-from comera.memory import return_freed_memory
+from comera.allocator import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import check_whole, tensor_trains
-from comera.ops.fixed_sizes import is_free_on_cpu, sizes_are_fixed
-from comera.ops.scaled import scaled_products, why_not_scaled
+from comera.ops.dispatch import is_free_on_cpu, sizes_are_fixed
+from comera.ops.linear.fp8 import scaled_products, why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
-from comera.train.agreement import decisions_of
 from comera.train.capture import WARM_UP, Capture, StepDescription
-from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, mean_over
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
 from comera.train.host_state import HostState
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from comera.bench import kernels, memory, peak
+from comera.bench import kernel_speed, peak, peak_memory
 from comera.bench.curve import Point, hits
 from comera.bench.timing import Timings
 from comera.nn.linear import TTLinear
-from comera.ops.machine import machine_of
+from comera.ops.dispatch import machine_of
 from comera.recipes.cli import main
 from tests.peers import peer
 
@@ -250,7 +250,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @linux
 def test_memory(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(memory.subprocess, "run", in_this_process)
+    monkeypatch.setattr(peak_memory.subprocess, "run", in_this_process)
     out = tmp_path / "out.json"
     assert bench("memory", *MODEL, "--batch", "1", "2", f"--json={out}") == 0
     assert [row["at"] for row in results(out)[0]["rows"]] == ["batch 1", "batch 2"]
@@ -403,9 +403,9 @@ def test_the_floor_of_a_linear_layer_is_that_of_its_batch(tmp_path):
 
 
 def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
-    right = kernels.thin_linears
+    right = kernel_speed.thin_linears
     monkeypatch.setattr(
-        kernels, "thin_linears", lambda *arguments: [1.01 * y for y in right(*arguments)]
+        kernel_speed, "thin_linears", lambda *arguments: [1.01 * y for y in right(*arguments)]
     )
     assert bench("kernels", *KERNELS, "--only", "linear") == 1
     assert "is not timed: it disagrees with plain torch" in capsys.readouterr().out

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from comera.bench import neighbours
+from comera.bench import timing
 
 
 class Machine:
@@ -10,10 +10,10 @@ class Machine:
 
     def __init__(self, monkeypatch, tmp_path):
         self.stat, self.wall, self.own = tmp_path / "stat", 0.0, 0.0
-        monkeypatch.setattr(neighbours, "_STAT", self.stat)
-        monkeypatch.setattr(neighbours.time, "perf_counter", lambda: self.wall)
-        monkeypatch.setattr(neighbours.time, "process_time", lambda: self.own)
-        monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(timing, "_STAT", self.stat)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.wall)
+        monkeypatch.setattr(timing.time, "process_time", lambda: self.own)
+        monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
         self.show(0)
 
     def show(self, busy):
@@ -30,7 +30,7 @@ def machine(monkeypatch, tmp_path):
     ("others", "threads", "said"), [(0, 2, False), (10, 2, True), (10, 1, False), (15, 1, True)]
 )
 def test_others_are_named_where_cores_are_short(machine, others, threads, said):
-    verdict = neighbours.watch_neighbours()
+    verdict = timing.watch_neighbours()
     machine.wall, machine.own = 10, 10
     machine.show(10 + others)
     line = verdict(threads)
@@ -39,11 +39,11 @@ def test_others_are_named_where_cores_are_short(machine, others, threads, said):
 
 
 def test_nothing_is_said_of_moments_or_of_systems_that_do_not_count(machine):
-    verdict = neighbours.watch_neighbours()
+    verdict = timing.watch_neighbours()
     machine.wall = 0.1
     machine.show(50)
     assert verdict(2) is None
     machine.stat.unlink()
     machine.wall = 10
     assert verdict(2) is None
-    assert neighbours.watch_neighbours()(2) is None
+    assert timing.watch_neighbours()(2) is None

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import build, emulate, source
-from comera.ops.kernels.build import KernelError
+from comera.ops.kernels import emulate, nvrtc
+from comera.ops.kernels.nvrtc import KernelError
 
 needs_nvrtc = pytest.mark.skipif(
     find_spec("cuda") is None or find_spec("nvidia") is None,
@@ -23,16 +23,16 @@ TINY = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] = 1.f; }'
 
 
 def put(monkeypatch, text):
-    monkeypatch.setattr(build, "text", lambda file: text)
+    monkeypatch.setattr(nvrtc, "text", lambda file: text)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("file", source.files())
+@pytest.mark.parametrize("file", nvrtc.files())
 def test_every_kernel_compiles_without_spills(file, arch):
-    log = build.resources(file, arch)
+    log = nvrtc.resources(file, arch)
     names = re.findall(r"Compiling entry function '(\w+)'", log)
-    assert sorted(names) == sorted(source.entries(file))
+    assert sorted(names) == sorted(nvrtc.entries(file))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert len(spills) == len(names)
     assert set(spills) == {("0", "0")}, log
@@ -43,15 +43,15 @@ def test_every_kernel_compiles_without_spills(file, arch):
 @needs_nvrtc
 def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, monkeypatch):
     put(monkeypatch, TINY)
-    code = build.cubin("tiny", "sm_90")
+    code = nvrtc.cubin("tiny", "sm_90")
     assert code[:4] == b"\x7fELF"
-    compiled = build._compile
-    monkeypatch.setattr(build, "_compile", lambda *args: pytest.fail("compiled again"))
-    assert build.cubin("tiny", "sm_90") == code
-    monkeypatch.setattr(build, "_compile", compiled)
-    build.cubin("tiny", "sm_80")
+    compiled = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *args: pytest.fail("compiled again"))
+    assert nvrtc.cubin("tiny", "sm_90") == code
+    monkeypatch.setattr(nvrtc, "_compile", compiled)
+    nvrtc.cubin("tiny", "sm_80")
     put(monkeypatch, TINY.replace("1.f", "2.f"))
-    build.cubin("tiny", "sm_90")
+    nvrtc.cubin("tiny", "sm_90")
     assert sorted(path.name[:10] for path in cache.iterdir()) == [
         "tiny-sm_80", "tiny-sm_90", "tiny-sm_90",
     ]  # fmt: skip
@@ -60,16 +60,16 @@ def test_machine_code_is_made_once_and_kept_by_source_and_architecture(cache, mo
 @needs_nvrtc
 def test_another_compiler_makes_its_own(cache, monkeypatch):
     put(monkeypatch, TINY)
-    before = build.cubin_path("tiny", "sm_90")
-    monkeypatch.setattr(build, "nvrtc_version", lambda: (99, 0))
-    assert build.cubin_path("tiny", "sm_90") != before
+    before = nvrtc.cubin_path("tiny", "sm_90")
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (99, 0))
+    assert nvrtc.cubin_path("tiny", "sm_90") != before
 
 
 @needs_nvrtc
 def test_what_does_not_compile_leaves_its_log_in_a_file(cache, monkeypatch):
     put(monkeypatch, TINY.replace("1.f", "nonsense"))
     with pytest.raises(KernelError, match=r"tiny\.cu does not compile for sm_90.* log is in") as no:
-        build.cubin("tiny", "sm_90")
+        nvrtc.cubin("tiny", "sm_90")
     log = str(no.value).rsplit(" ", 1)[1]
     assert 'identifier "nonsense" is undefined' in Path(log).read_text()
     assert not list(cache.glob("*.cubin"))

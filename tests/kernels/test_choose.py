@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import comera
-from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.dispatch import fixed_sizes
 from comera.ops.kernels import choose
-from comera.ops.kernels.build import KernelError
 from comera.ops.kernels.choose import KernelWarning, runs_kernel
+from comera.ops.kernels.nvrtc import KernelError
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import build, emulate
+from comera.ops.kernels import emulate, nvrtc
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 PRETEND = """
 import contextlib, threading
 import torch
-from comera.ops.kernels import driver, launch, merge
+from comera.ops.kernels import driver, launch
+from comera.ops.kernels import contract_kernel
 from tests.kernels.test_merge import chains, make
 
 torch.cuda.init = lambda: None
@@ -57,13 +58,13 @@ def stand_in(tmp_path_factory):
 
 @needs_nvrtc
 def test_launches_reach_the_driver_as_they_were_meant(stand_in):
-    build.cubin("merge", "sm_90")  # NVRTC itself looks for a driver, so not beside the stand-in
+    nvrtc.cubin("merge", "sm_90")  # NVRTC itself looks for a driver, so not beside the stand-in
     lines = stand_in(
         """
-group, launch_it = chains(make("3+3", 2)), merge.launch
-merge.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
-left, right = merge.merge([group])
-grads = merge.merge_backward([group], [left, right])
+group, launch_it = chains(make("3+3", 2)), contract_kernel.launch
+contract_kernel.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
+left, right = contract_kernel.merge([group])
+grads = contract_kernel.merge_backward([group], [left, right])
 """,
         "sp",
     )
@@ -80,7 +81,7 @@ grads = merge.merge_backward([group], [left, right])
 
 @needs_nvrtc
 def test_arguments_keep_their_kinds_and_a_new_thread_enters_the_context_once(stand_in):
-    build.cubin("merge", "sm_90")
+    nvrtc.cubin("merge", "sm_90")
     lines = stand_in(
         """
 def go():
@@ -120,16 +121,16 @@ for shared in (49999, 60000, 50000):
 
 @needs_nvrtc
 def test_a_linear_layer_is_one_launch_and_two_backward(stand_in):
-    build.cubin("low_rank_linear", "sm_90")
+    nvrtc.cubin("low_rank_linear", "sm_90")
     lines = stand_in(
         """
-from comera.ops.kernels import low_rank
-launch_it = low_rank.launch
-low_rank.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
+from comera.ops.kernels import low_rank_kernel
+launch_it = low_rank_kernel.launch
+low_rank_kernel.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
 x, t, y = (torch.zeros(600, width) for width in (40, 48, 70))
 left, right = torch.zeros(40, 48), torch.zeros(48, 70)
-low_rank.multiply(x, [left], [right], [t], True)
-low_rank.multiply_backward([y], x, [left], [right], [t], True, True)
+low_rank_kernel.multiply(x, [left], [right], [t], True)
+low_rank_kernel.multiply_backward([y], x, [left], [right], [t], True, True)
 """,
         "s",
     )

@@ -7,8 +7,8 @@ import torch
 
 import comera
 from comera.nn.fused import feed_forward, self_attention
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.ops.kernels import choose, low_rank
+from comera.ops.dispatch import fixed_sizes
+from comera.ops.kernels import choose, low_rank_kernel
 from tests.kernels.numbers import assert_near
 from tests.train.test_launches import batch as batch_of_tokens
 from tests.train.test_launches import make_step
@@ -53,8 +53,8 @@ def batch(device="cpu"):
 @pytest.mark.parametrize("kind", ["attention", "feed-forward"])
 def test_by_kernels_as_by_torch(kind, bias, emulated, monkeypatch):
     part, x = Part(kind, bias=bias), batch().requires_grad_()
-    started, launch = [], low_rank.launch
-    monkeypatch.setattr(low_rank, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    started, launch = [], low_rank_kernel.launch
+    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     got = part.run(x)
     kernels = ["forward"] * 2 + ["back_rows", "back_columns"] * 2
     assert started == [f"low_rank_{kernel}_f32" for kernel in kernels]
@@ -66,8 +66,8 @@ def test_by_kernels_as_by_torch(kind, bias, emulated, monkeypatch):
 @pytest.mark.parametrize("kind", ["attention", "feed-forward"])
 def test_under_autocast(kind, emulated, monkeypatch):
     part, x = Part(kind), batch().requires_grad_()
-    started, launch = [], low_rank.launch
-    monkeypatch.setattr(low_rank, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    started, launch = [], low_rank_kernel.launch
+    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     got = part.run(x, torch.bfloat16)
     assert len(started) == 6
     assert all(name.endswith("_bf16") for name in started)
@@ -77,8 +77,8 @@ def test_under_autocast(kind, emulated, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["attention", "feed-forward"])
 def test_too_wide_a_bond_takes_torch_operations(kind, emulated, monkeypatch):
-    monkeypatch.setattr(low_rank, "_MOST_RANK", 7)
-    monkeypatch.setattr(low_rank, "launch", lambda *a: pytest.fail("a kernel ran"))
+    monkeypatch.setattr(low_rank_kernel, "_MOST_RANK", 7)
+    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: pytest.fail("a kernel ran"))
     part, x = Part(kind), batch().requires_grad_()
     assert_near(part.run(x), Part(kind).double().run(x.double().detach().requires_grad_()),
                 torch.float32, factor=4)  # fmt: skip

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.ops.kernels import look_up, low_rank, merge
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
+from comera.ops.kernels import contract_kernel, lookup_kernel, low_rank_kernel
+from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches
 from tests.train.test_launches import batch, make_step
 
@@ -28,7 +28,7 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
     in float64, one operation more than in float32. Raise a budget only for a reason.
     """
     started = []
-    for module in (merge, look_up, low_rank):
+    for module in (contract_kernel, lookup_kernel, low_rank_kernel):
         launch = module.launch
         monkeypatch.setattr(
             module, "launch", lambda *a, launch=launch: started.append(a[1]) or launch(*a)

@@ -6,9 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.kernels import choose, emulate, look_up, merge, source
-from comera.ops.kernels.build import KernelError
-from comera.ops.look_up import look_up as look_up_op
+from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
+from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.table.lookup import look_up as look_up_op
 from tests.kernels.numbers import assert_near, distance
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -57,7 +57,7 @@ class Table:
         for param in self.params:
             param.requires_grad_()
         others = (self.hot, self.basis, self.weights)
-        assert look_up.reads_by_kernel(self.left, self.right, *others)
+        assert lookup_kernel.reads_by_kernel(self.left, self.right, *others)
         out, _, _ = look_up_op(
             self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
             self.rows, self.width,
@@ -221,8 +221,8 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
     want = table.want()
     torch.use_deterministic_algorithms(True)
     try:
-        assert look_up.reads_by_kernel(table.left, table.right)
-        assert not look_up.sums_by_kernel(table.left, table.right)
+        assert lookup_kernel.reads_by_kernel(table.left, table.right)
+        assert not lookup_kernel.sums_by_kernel(table.left, table.right)
         got = table.run()
         again = table.run()
     finally:
@@ -233,15 +233,15 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
 
 def test_halves_too_large_for_a_block_are_refused(emulated):
     left, right = torch.empty(2, 128, 128), torch.empty(2, 128, 128)
-    assert not look_up.reads_by_kernel(left, right)
-    assert not look_up.reads_by_kernel(left.double(), right.double())
+    assert not lookup_kernel.reads_by_kernel(left, right)
+    assert not lookup_kernel.reads_by_kernel(left.double(), right.double())
     table = Table("odd")
-    assert not look_up.reads_by_kernel(table.left, table.right.bfloat16())
+    assert not lookup_kernel.reads_by_kernel(table.left, table.right.bfloat16())
 
 
 def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeypatch):
     started = []
-    for module in (look_up, merge):
+    for module in (lookup_kernel, contract_kernel):
         launch = module.launch
         monkeypatch.setattr(
             module, "launch", lambda *a, launch=launch: started.append(a[1]) or launch(*a)
@@ -274,7 +274,7 @@ def test_layers_read_through_kernels(dtype, emulated, monkeypatch):
 def test_an_index_out_of_range_stops_the_kernel(emulated):
     table = Table("odd")
     with pytest.raises(KernelError, match="index out of range"):
-        look_up.read(torch.tensor([0, table.rows]), table.left, table.right, None, None, None,
+        lookup_kernel.read(torch.tensor([0, table.rows]), table.left, table.right, None, None, None,
                      table.rows, table.width)  # fmt: skip
 
 
@@ -303,7 +303,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, source.text(look_up.FILE), count=1)
+    mutant, count = re.subn(pattern, instead, nvrtc.text(lookup_kernel.FILE), count=1)
     assert count == 1
     plant(mutant)
     table = Table("the paper's, fewer rows", "hot", True, True, entries=1000)
@@ -324,7 +324,7 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     ids=["a bag by one block", "gradients in float32"],
 )
 def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, plant):
-    mutant, count = re.subn(careful, instead, source.text(look_up.FILE))
+    mutant, count = re.subn(careful, instead, nvrtc.text(lookup_kernel.FILE))
     assert count in (1, 3)
     plant(mutant)
     table = Table("odd", "hot", True, entries=entries, seed=1)

@@ -6,10 +6,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.nn.fused import linears
-from comera.ops import tt_linear
-from comera.ops.kernels import choose, emulate, low_rank, source
-from comera.ops.kernels.build import KernelError
+from comera.ops.kernels import choose, emulate, low_rank_kernel, nvrtc
 from comera.ops.kernels.choose import KernelWarning
+from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.linear import tt_linear
 from tests.kernels.numbers import assert_near, distance
 
 MATHS = {
@@ -63,10 +63,10 @@ class Product:
 
     def run(self):
         """By the kernels themselves: every y and t, then every gradient."""
-        assert low_rank.multiplies_by_kernel(self.x, self.lefts, self.rights)
+        assert low_rank_kernel.multiplies_by_kernel(self.x, self.lefts, self.rights)
         ts = [self.x.new_full((self.rows, left.shape[1]), torch.nan) for left in self.lefts]
-        ys = low_rank.multiply(self.x, self.lefts, self.rights, ts, self.bias)
-        grad_x, lefts, rights = low_rank.multiply_backward(
+        ys = low_rank_kernel.multiply(self.x, self.lefts, self.rights, ts, self.bias)
+        grad_x, lefts, rights = low_rank_kernel.multiply_backward(
             self.grads, self.x, self.lefts, self.rights, ts[: len(ys)], True, True
         )
         return [*ys, *ts, grad_x, *self.without_padding(lefts), *rights]
@@ -142,7 +142,7 @@ def test_every_number_is_where_it_belongs(name, math, emulated):
 
 @pytest.mark.parametrize("blocks", [1, 2, 1000])
 def test_the_batch_is_summed_in_parts_always_in_one_order(blocks, math, emulated, monkeypatch):
-    monkeypatch.setattr(low_rank, "_BLOCKS", blocks)
+    monkeypatch.setattr(low_rank_kernel, "_BLOCKS", blocks)
     product, results = Product("many rows", math), []
     for order in (emulate.ASCENDING, emulate.DESCENDING):  # of blocks too: another comes last
         monkeypatch.setattr(emulate, "order", order)
@@ -226,8 +226,8 @@ def test_layers_by_kernels_equal_layers_by_torch(bias, outs, autocast, emulated,
     torch.manual_seed(0)
     layers = [comera.TTLinear(24, out, bias, rank=5) for out in outs]
     x = torch.randn(3, 7, 24, requires_grad=True)
-    started, launch = [], low_rank.launch
-    monkeypatch.setattr(low_rank, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    started, launch = [], low_rank_kernel.launch
+    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     got = grads_of(layers, x, True, monkeypatch, autocast)
     kind = "f32" if autocast is None else "bf16"
     kernels = ("forward", "back_rows", "back_columns")
@@ -244,8 +244,8 @@ def test_only_what_is_wanted_is_computed(frozen, emulated, monkeypatch):
     for leaf in leaves[:1] if frozen == "x" else leaves[1:]:
         leaf.requires_grad_(False)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    started, launch = [], low_rank.launch
-    monkeypatch.setattr(low_rank, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    started, launch = [], low_rank_kernel.launch
+    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     *ys, _ = tt_linear._thin_linears(product.x, product.lefts, product.rights, True)
     grads = torch.autograd.grad(ys, wanted, product.grads)
     assert len(started) == (3 if frozen == "x" else 2)
@@ -270,7 +270,7 @@ def test_no_rows(emulated):
 
 def test_a_layer_that_has_vanished_has_no_kernel(emulated):
     left, right = torch.empty(24, 0), torch.empty(0, 20)
-    assert not low_rank.multiplies_by_kernel(torch.ones(3, 24), [left], [right])
+    assert not low_rank_kernel.multiplies_by_kernel(torch.ones(3, 24), [left], [right])
     (y,) = tt_linear.thin_linears(torch.ones(3, 24), [left], [right], False)
     assert not y.any()
 
@@ -287,19 +287,21 @@ def test_bonds_that_kernels_do_not_take(ranks, reason, emulated, monkeypatch, re
     x = torch.randn(3, 24)
     lefts = [torch.randn(24, rank) for rank in ranks]
     rights = [torch.randn(rank, 20) for rank in ranks]
-    assert not low_rank.multiplies_by_kernel(x, lefts, rights)
+    assert not low_rank_kernel.multiplies_by_kernel(x, lefts, rights)
     assert len(tt_linear.thin_linears(x, lefts, rights, False)) == len(ranks)
     assert not [w for w in recwarn if w.category is KernelWarning]  # on a CPU nothing is missed
     given = []
-    monkeypatch.setattr(low_rank, "runs_kernel", lambda *args: given.append(args[3]()))
-    low_rank.multiplies_by_kernel(x, lefts, rights)
+    monkeypatch.setattr(low_rank_kernel, "runs_kernel", lambda *args: given.append(args[3]()))
+    low_rank_kernel.multiplies_by_kernel(x, lefts, rights)
     assert given == [reason]
 
 
 def test_several_dtypes_do_not_go_together(emulated):
     product = Product("grouped")
-    assert not low_rank.multiplies_by_kernel(product.x.bfloat16(), product.lefts, product.rights)
-    assert not low_rank.multiplies_by_kernel(
+    assert not low_rank_kernel.multiplies_by_kernel(
+        product.x.bfloat16(), product.lefts, product.rights
+    )
+    assert not low_rank_kernel.multiplies_by_kernel(
         product.x.double(), [h.double() for h in product.lefts], []
     )
 
@@ -381,10 +383,10 @@ BUGS = {
 @pytest.mark.usefixtures("tf32")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, source.text(low_rank.FILE), count=1)
+    mutant, count = re.subn(pattern, instead, nvrtc.text(low_rank_kernel.FILE), count=1)
     assert count == 1
     plant(mutant, "_tf32")
-    monkeypatch.setattr(low_rank, "_BLOCKS", 24)
+    monkeypatch.setattr(low_rank_kernel, "_BLOCKS", 24)
     monkeypatch.setitem(CASES, "all of it", (260, 50, [(24, 70), (40, 8)]))
     off = []
     for name in ("all of it", "beyond one tile"):

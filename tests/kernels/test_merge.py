@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import comera
-from comera.ops.halves import layout_of, merge_groups, merge_halves
-from comera.ops.kernels import choose, emulate, merge, source
-from comera.ops.kernels.build import KernelError
+from comera.ops.factors import layout_of, merge_groups, merge_halves
+from comera.ops.kernels import choose, contract_kernel, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
+from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.numbers import assert_near, distance
 from tests.ops.test_halves import SHAPES, Group
 
@@ -88,7 +88,7 @@ def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
-    assert merge.merges_by_kernel([chains(group)])
+    assert contract_kernel.merges_by_kernel([chains(group)])
     assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor=2)
 
 
@@ -122,7 +122,7 @@ def test_a_captured_step_of_a_model_follows_its_parameters():
 
 
 def chains(group):
-    return merge.Chains(*group.arguments())
+    return contract_kernel.Chains(*group.arguments())
 
 
 def merged_at_once(groups):
@@ -138,10 +138,10 @@ def merged_at_once(groups):
 @pytest.mark.parametrize("limits", [(16, 1536), (2, 1536), (16, 40)], ids=str)
 def test_groups_share_launches_up_to_what_a_launch_can_carry(limits, emulated, monkeypatch):
     """Smaller limits than the kernel's are kept by it too."""
-    monkeypatch.setattr(merge, "_MOST_GROUPS", limits[0])
-    monkeypatch.setattr(merge, "_MOST_POINTERS", limits[1])
-    started, launch = [], merge.launch
-    monkeypatch.setattr(merge, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    monkeypatch.setattr(contract_kernel, "_MOST_GROUPS", limits[0])
+    monkeypatch.setattr(contract_kernel, "_MOST_POINTERS", limits[1])
+    started, launch = [], contract_kernel.launch
+    monkeypatch.setattr(contract_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     groups = [make("2+1", 2, bias=False), make("3+3", 5), make("1+1", 3, gated=False)]
     halves = merged_at_once(groups)
     launches = len(started)
@@ -165,9 +165,9 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
     merged, x = comera.GroupedMerge(model), torch.randn(3, 24)
     model(x).sum().backward()
     want = [param.grad.clone() for param in model.parameters()]
-    started, launch = [], merge.launch
+    started, launch = [], contract_kernel.launch
     model.zero_grad()
-    monkeypatch.setattr(merge, "launch", lambda *a: started.append(a[1]) or launch(*a))
+    monkeypatch.setattr(contract_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     with merged:
         model(x).sum().backward()
     assert started == ["merge_f32", "merge_back_halves_f32", "merge_back_cores_f32"]
@@ -214,7 +214,7 @@ def test_cores_that_are_not_contiguous(emulated):
 
 def test_what_kernels_do_not_take_is_joined_by_torch(emulated, recwarn):
     group = make("3+3", dtype=torch.float64)
-    assert not merge.merges_by_kernel([chains(group)])
+    assert not contract_kernel.merges_by_kernel([chains(group)])
     assert_near(run(group), in_float64(group), torch.float32, factor=1e-6)
     assert not [w for w in recwarn if w.category is KernelWarning]  # on a CPU nothing is missed
 
@@ -235,7 +235,7 @@ BUGS = {
 @pytest.mark.usefixtures("_wide_shapes")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, source.text(merge.FILE), count=1)
+    mutant, count = re.subn(pattern, instead, nvrtc.text(contract_kernel.FILE), count=1)
     assert count == 1
     plant(mutant)
     group = make("2+4", 1)

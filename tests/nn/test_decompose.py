@@ -5,8 +5,8 @@ from tensorly.decomposition import tensor_train
 
 from comera.nn import decompose
 from comera.nn.decompose import balance, decompose_matrix, decompose_table, tt_svd
-from comera.ops.tt_embedding import ttm_to_dense
-from comera.ops.tt_linear import tt_to_dense
+from comera.ops.linear.tt_linear import tt_to_dense
+from comera.ops.table.tt_embedding import ttm_to_dense
 from comera.shapes import TTMShape, TTShape
 
 

@@ -4,7 +4,7 @@ import pytest
 import tensorly
 import torch
 
-from comera.ops.chain import merge_chain
+from comera.ops.cores import merge_chain
 
 CHAINS = {  # bonds, then the modes of each core
     "one core": ((1, 4), [(3,)]),

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from comera.ops import feed_forward as module
-from comera.ops.feed_forward import (
+from comera.ops.linear import feed_forward as module
+from comera.ops.linear.feed_forward import (
     ACTIVATIONS,
     _feed_forward,
     thin_feed_forward,

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from comera.ops.chain import merge_chain
-from comera.ops.halves import layout_of, merge_groups, merge_halves
+from comera.ops.cores import merge_chain
+from comera.ops.factors import layout_of, merge_groups, merge_halves
 from comera.ops.kernels import choose
-from comera.planning.padding import padded_rank
+from comera.shapes import padded_rank
 
 SHAPES = {  # bonds of a train, its modes, and how many of them carry the input
     "1+1": ((1, 2, 1), (4, 3), 1),

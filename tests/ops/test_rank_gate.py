@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from comera.ops.rank_gate import open_gate, rank_gate, rank_gate_reference
+from comera.ops.cores import open_gate, rank_gate, rank_gate_reference
 
 CORES = [(1, 8, 12), (12, 12, 30), (30, 7, 1), (3, 1, 5), (2, 3, 4, 5), (2, 3, 0)]
 

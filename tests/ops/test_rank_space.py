@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.kernels import choose
-from comera.ops.rank_space import head_factors, thin_projections
+from comera.ops.linear.factored_attention import head_factors, thin_projections
 
 
 def random(*shape):

@@ -6,11 +6,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops import look_up, read_slices
-from comera.ops.fixed_sizes import fixed_sizes
+from comera.ops.dispatch import fixed_sizes
 from comera.ops.kernels import choose
-from comera.ops.read_slices import Asked, read_halves
-from comera.ops.tt_embedding import tt_embedding_bag
+from comera.ops.table import lookup, slices
+from comera.ops.table.slices import Asked, read_halves
+from comera.ops.table.tt_embedding import tt_embedding_bag
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
 
 ORDERS = {
@@ -20,10 +20,10 @@ ORDERS = {
 
 
 @pytest.fixture
-def slices(monkeypatch):
+def few_slices(monkeypatch):
     """However small a table is, only slices that are read are joined."""
-    monkeypatch.setattr(read_slices, "_DEARER", 0)
-    monkeypatch.setattr(read_slices, "_WORTH_IT", 0)
+    monkeypatch.setattr(slices, "_DEARER", 0)
+    monkeypatch.setattr(slices, "_WORTH_IT", 0)
 
 
 def asked(problem, indices):
@@ -31,7 +31,7 @@ def asked(problem, indices):
     return Asked(indices, problem.cores, problem.gates, 0.01, problem.rows, hot)
 
 
-@pytest.mark.usefixtures("slices")
+@pytest.mark.usefixtures("few_slices")
 @pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("name", ORDERS)
@@ -42,7 +42,7 @@ def test_rows_and_gradients(name, gated, hot, monkeypatch):
         assert_all_agree(problem, indices)
 
 
-@pytest.mark.usefixtures("slices")
+@pytest.mark.usefixtures("few_slices")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (40,)], ids=str)
 def test_shapes_and_types_of_the_indices(shape, dtype):
@@ -50,7 +50,7 @@ def test_shapes_and_types_of_the_indices(shape, dtype):
     assert_all_agree(problem, torch.randint(problem.rows, shape, dtype=dtype))
 
 
-@pytest.mark.usefixtures("slices")
+@pytest.mark.usefixtures("few_slices")
 def test_weighted_bags():
     problem = Problem("4 cores", gated=True, hot=3, hot_rank=2)
     indices, offsets = torch.tensor([1, 20, 20, 26, 3, 3, 11]), torch.tensor([0, 2, 2, 5])
@@ -67,7 +67,7 @@ def test_weighted_bags():
     torch.testing.assert_close(problem.grads(got), problem.grads(want), **CLOSE)
 
 
-@pytest.mark.usefixtures("slices")
+@pytest.mark.usefixtures("few_slices")
 def test_no_more_slices_than_are_read():
     problem = Problem("4 cores")
     assert problem.shape.row_modes == (2, 3, 2, 2)
@@ -76,7 +76,7 @@ def test_no_more_slices_than_are_read():
     assert read.right_WRQ.shape[0] == 2
 
 
-@pytest.mark.usefixtures("slices")
+@pytest.mark.usefixtures("few_slices")
 @pytest.mark.parametrize("wrong", [24, -1, 10**12])
 def test_an_index_out_of_range_is_named(wrong):
     with pytest.raises(IndexError, match=rf"index {wrong} at 1 is out of range .* 24 rows"):
@@ -89,7 +89,7 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     cores = problem.cores[2 * side : 2 * side + 2]
     shapes = {tuple(core.shape) for core in cores}
     monkeypatch.setattr(
-        read_slices, "_is_in_part", lambda _, half: {tuple(c.shape) for c in half} == shapes
+        slices, "_is_in_part", lambda _, half: {tuple(c.shape) for c in half} == shapes
     )
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
@@ -151,7 +151,7 @@ def test_a_gate_that_is_not_a_number_is_seen():
 
 def test_narrow_gradients_are_rounded_once(monkeypatch):
     """However many pieces they are summed over."""
-    monkeypatch.setattr(look_up, "_PIECE", 300)
+    monkeypatch.setattr(lookup, "_PIECE", 300)
     table = comera.TTEmbedding(3000, 16, shape=((3000, 1), (1, 16)), rank=8, dtype=torch.bfloat16)
     with torch.no_grad():
         for core in table.cores:
@@ -165,6 +165,6 @@ def test_narrow_gradients_are_rounded_once(monkeypatch):
 
 @pytest.mark.parametrize("piece", [1, 300])
 def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
-    monkeypatch.setattr(look_up, "_PIECE", piece)
+    monkeypatch.setattr(lookup, "_PIECE", piece)
     problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
     assert_all_agree(problem, torch.randint(problem.rows, (60,)))

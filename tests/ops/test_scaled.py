@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import comera
 from comera.nn.fused import feed_forward, linears
-from comera.ops import scaled as scaled_module
-from comera.ops.scaled import (
+from comera.ops.linear import fp8 as scaled_module
+from comera.ops.linear.fp8 import (
     GRADIENTS,
     VALUES,
     Scaled,
@@ -17,10 +17,10 @@ from comera.ops.scaled import (
     scaled_product,
     scaled_product_reference,
     scaled_products,
+    scaled_thin_linears,
     why_not_scaled,
 )
-from comera.ops.scaled_linear import scaled_thin_linears
-from comera.ops.tt_linear import thin_linears
+from comera.ops.linear.tt_linear import thin_linears
 
 pytestmark = pytest.mark.skipif(
     why_not_scaled(torch.device("cpu")) is not None, reason="torch multiplies no eight bits here"

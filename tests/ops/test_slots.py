@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from comera.ops.look_up import every_row, look_up
-from comera.ops.slots import make_slots, sorted_rows, sum_by
+from comera.ops.table.indices import make_slots, sorted_rows, sum_by
+from comera.ops.table.lookup import every_row, look_up
 
 
 @pytest.mark.parametrize("hot", [0, 3])

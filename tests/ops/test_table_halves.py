@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from comera.ops.rank_gate import rank_gate_reference
-from comera.ops.table_halves import _merge_table_halves, merge_table_halves
+from comera.ops.cores import rank_gate_reference
+from comera.ops.table.table_factors import _merge_table_halves, merge_table_halves
 from comera.shapes import TTMShape
 
 SHAPES = {

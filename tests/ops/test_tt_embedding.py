@@ -2,10 +2,10 @@ import pytest
 import tensorly
 import torch
 
-from comera.ops.look_up import look_up, look_up_backward
-from comera.ops.rank_gate import rank_gate_reference
-from comera.ops.table_halves import merge_table_halves
-from comera.ops.tt_embedding import (
+from comera.ops.cores import rank_gate_reference
+from comera.ops.table.lookup import look_up, look_up_backward
+from comera.ops.table.table_factors import merge_table_halves
+from comera.ops.table.tt_embedding import (
     tt_embedding,
     tt_embedding_reference,
     ttm_to_dense,

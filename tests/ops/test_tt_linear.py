@@ -4,8 +4,8 @@ import pytest
 import tensorly
 import torch
 
-from comera.ops.rank_gate import rank_gate_reference
-from comera.ops.tt_linear import _thin_linears, tt_linear, tt_linear_reference, tt_to_dense
+from comera.ops.cores import rank_gate_reference
+from comera.ops.linear.tt_linear import _thin_linears, tt_linear, tt_linear_reference, tt_to_dense
 from comera.shapes import TTShape
 
 SHAPES = {

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comera.planning.padding import padded_rank
-from comera.shapes import TTMShape, TTShape
+from comera.shapes import TTMShape, TTShape, padded_rank
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def dense_linear_cost(in_features: int, out_features: int, tokens: int) -> Cost:
 
 
 def tt_linear_cost(shape: TTShape, tokens: int, ranks: Sequence[int] | None = None) -> Cost:
-    """Cost of ``comera.ops.tt_linear`` on ``tokens`` rows, at other ranks if given.
+    """Cost of ``comera.ops.linear.tt_linear`` on ``tokens`` rows, at other ranks if given.
 
     What pads the bond between the halves takes memory, but is not counted as work.
     """
@@ -56,7 +55,7 @@ def dense_embedding_cost(tokens: int) -> Cost:
 
 
 def tt_embedding_cost(shape: TTMShape, tokens: int, ranks: Sequence[int] | None = None) -> Cost:
-    """Cost of ``comera.ops.tt_embedding`` on ``tokens`` indices that are all different."""
+    """Cost of ``comera.ops.table.tt_embedding`` on ``tokens`` indices that are all different."""
     ranks = shape.ranks if ranks is None else tuple(ranks)
     middle = ranks[shape.split - 1]
     pairs = tokens * middle * shape.num_cols

@@ -76,7 +76,7 @@ def test_it_is_fast_and_searches_nothing(monkeypatch):
     def no_search(*_):
         raise AssertionError("opt_einsum was called")
 
-    monkeypatch.setattr("comera.planning.linear.find_tree", no_search)
+    monkeypatch.setattr("comera.planning.linear_ways.find_tree", no_search)
     best = min(
         _timed(lambda r=r: dense_from(SHAPE.with_rank(r), machine=CPU)) for r in range(380, 420)
     )

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.nn.linear import TTLinear
-from comera.ops.halves import merge_halves
-from comera.ops.table_halves import merge_table_halves
+from comera.ops.factors import merge_halves
+from comera.ops.table.table_factors import merge_table_halves
 from comera.shapes import TTMShape, TTShape
 from tests.planning.closed_forms import (
     dense_embedding_cost,

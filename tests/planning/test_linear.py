@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera.planning.linear import (
+from comera.planning.linear_ways import (
     Layer,
     dense,
     only_bias,

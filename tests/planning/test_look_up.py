@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from comera.ops.tt_embedding import ttm_to_dense
-from comera.planning.look_up import LookUp, halves, only_zeros, sequential, torch_embedding
+from comera.ops.table.tt_embedding import ttm_to_dense
+from comera.planning.lookup_ways import LookUp, halves, only_zeros, sequential, torch_embedding
 from comera.planning.machine import default_machine
 from comera.shapes import TTMShape
 from tests.planning.closed_forms import tt_embedding_cost

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.network import linear_network, look_up_network
-from comera.planning.schedule import schedule
-from comera.planning.search import find_tree
+from comera.planning.tree import find_tree, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import random_tensors, run
 from tests.planning.test_search import shapes

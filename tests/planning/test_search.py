@@ -3,8 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.network import linear_network, look_up_network
-from comera.planning.schedule import leaves, schedule
-from comera.planning.search import find_tree
+from comera.planning.tree import find_tree, leaves, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import cheapest
 

@@ -9,8 +9,8 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
+from comera.rank.prune import prune_to_
 from comera.rank.sensitivity import Sensitivities
-from comera.rank.truncate import prune_to_
 from comera.train.step import NonFiniteLossError
 
 from .conftest import loss_fn, make_model

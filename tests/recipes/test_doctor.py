@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from comera.ops.kernels import build, choose, driver
-from comera.ops.kernels.build import KernelError
+from comera.ops.kernels import choose, driver, nvrtc
+from comera.ops.kernels.nvrtc import KernelError
 from comera.recipes.cli import main
 from comera.recipes.doctor import examine
 from tests.kernels.test_build import needs_nvrtc
@@ -76,9 +76,9 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
 def test_without_cuda_python(monkeypatch):
     for name in ("cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, None)
-    build.nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     text = printed()
-    build.nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     told = ["cuda-bindings is not installed (pip install 'comera[cuda]')"]
     assert row(text, "NVRTC") == row(text, "CUDA driver") == told
 
@@ -86,8 +86,8 @@ def test_without_cuda_python(monkeypatch):
 @needs_nvrtc
 def test_it_lists_what_has_been_compiled():
     assert row(printed(), "ttm_look_up.cu")[1] == "-"
-    build.cubin("ttm_look_up", "sm_90")
-    path = build.cubin_path("ttm_look_up", "sm_80")
+    nvrtc.cubin("ttm_look_up", "sm_90")
+    path = nvrtc.cubin_path("ttm_look_up", "sm_80")
     path.with_name("ttm_look_up-sm_80-ofanothersource.cubin").write_bytes(b"")
     text = printed()
     assert row(text, "ttm_look_up.cu")[1] == "sm_90"

@@ -12,7 +12,7 @@ from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
-from comera.ops.scaled import why_not_scaled
+from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig

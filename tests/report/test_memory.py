@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.optim.layout import stored_bytes
+from comera.optim.state_layout import stored_bytes
 from tests.peers import peer
 
 KINDS = {

@@ -4,7 +4,7 @@ from torch import nn
 
 import comera
 from comera.planning.plan import Plan
-from comera.report.plan import ModelPlan
+from comera.report.model_plan import ModelPlan
 
 
 def model():

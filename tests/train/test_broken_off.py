@@ -7,10 +7,10 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
+from comera.train.host_state import make_capturable_
 from tests.processes import in_two_processes
 
 from .conftest import get_batch, loss_fn, make_step

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
+from comera.train.host_state import make_capturable_
 from comera.train.loop import train
 
 from .conftest import evaluate, get_batch, loss_fn, make_step
@@ -494,7 +494,7 @@ def test_on_a_cpu_it_says_that_it_runs_eagerly(caplog):
 
 
 def test_checkpoints_hold_rates_in_tensors(tapes, tmp_path):
-    from comera.train.checkpoint import load_checkpoint, save_checkpoint
+    from comera.train.run_state import load_checkpoint, save_checkpoint
 
     step = make_step()
     for k in range(FIRST + 1):

@@ -5,10 +5,10 @@ import torch
 
 import comera
 from comera.bench.encoders import Encoders, learned_ranks, train_step
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.ops.scaled import why_not_scaled
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
+from comera.ops.linear.fp8 import why_not_scaled
 from comera.train.capture import WARM_UP
+from comera.train.host_state import make_capturable_
 
 from .conftest import evaluate, get_batch, loss_fn, make_step
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import comera
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
 from comera.train import data_parallel
 from comera.train import step as step_module
 from comera.train.data_parallel import WARM_UP_TOGETHER
+from comera.train.host_state import make_capturable_
 from tests.processes import in_two_processes
 
 from .conftest import get_batch, loss_fn, make_step

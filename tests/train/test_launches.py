@@ -5,9 +5,9 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
 from comera.planning.crossover import _dense_from as planned_dense_from
+from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches
 
 

@@ -13,9 +13,9 @@ import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import grouped
 from comera.nn.module import tensor_trains
-from comera.train.checkpoint import load_checkpoint, save_checkpoint
 from comera.train.log import last_logged, read_metrics
 from comera.train.loop import train
+from comera.train.run_state import load_checkpoint, save_checkpoint
 from comera.train.step import NonFiniteLossError
 
 from ..states import assert_equal

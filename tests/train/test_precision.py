@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.ops.fixed_sizes import fixed_sizes
-from comera.ops.scaled import why_not_scaled
-from comera.optim.capturable import make_capturable_
+from comera.ops.dispatch import fixed_sizes
+from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes.config import TrainConfig
 from comera.train import step as step_module
+from comera.train.host_state import make_capturable_
 
 from .tape import Tapes
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.kernels import driver
-from comera.ops.kernels.build import KernelError, nvrtc_version
-from comera.ops.kernels.source import entries
+from comera.ops.kernels.nvrtc import KernelError, entries, nvrtc_version
 
 MODES = ("auto", "ref", "emulate")
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comera.ops.kernels.build import KernelError, checked, cubin
+from comera.ops.kernels.nvrtc import KernelError, checked, cubin
 
 PLENTY_OF_SHARED = 48 * 1024
 """Bytes of shared memory a block gets without asking."""

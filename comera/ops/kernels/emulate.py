@@ -12,8 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from comera.files import cache_folder, replacing
-from comera.ops.kernels.build import KernelError
-from comera.ops.kernels.source import EMULATION, entries, folder, text
+from comera.ops.kernels.nvrtc import EMULATION, KernelError, entries, folder, text
 
 ASCENDING, DESCENDING = 0, 1
 order = ASCENDING

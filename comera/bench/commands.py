@@ -1,0 +1,285 @@
+"""``comera bench WHAT``: from the command line to a benchmark and its exit status."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from comera.allocator import reuse_freed_memory
+from comera.bench.checkpoint_speed import checkpoints
+from comera.bench.curve import (
+    DEFAULT_POINTS,
+    POINTS,
+    Axis,
+    check_plot,
+    curve,
+    look_up_curve,
+    plot_curve,
+)
+from comera.bench.kernel_speed import OPERATORS, kernels
+from comera.bench.linear_speed import linear
+from comera.bench.numerics import DisagreementError
+from comera.bench.optimizer_speed import Llama, optimizers
+from comera.bench.options import (
+    add_checkpoints,
+    add_common,
+    add_embedding,
+    add_kernels,
+    add_linear,
+    add_memory,
+    add_objective,
+    add_optimizers,
+    add_ranking,
+    add_step,
+    add_truncation,
+    check_positive,
+    encoders_of,
+    numbers_of,
+    rank_of,
+    shape_of,
+    widths_of,
+)
+from comera.bench.peak import LayerShape, TableShape
+from comera.bench.peak_memory import Subject, memory
+from comera.bench.rank_learning_speed import objective, truncation
+from comera.bench.ranking import ranking
+from comera.bench.session import Session
+from comera.bench.step_speed import step
+from comera.bench.table_speed import embedding
+from comera.checkpoint.contents import Quality
+
+_INTERRUPTED = 130
+
+_TOKENS, _WIDTH_TOKENS = 4096, 512
+"""Of a layer, where nothing is said; wide ones take fewer."""
+
+
+def add_bench(commands: Any) -> None:
+    """Add ``bench`` and its subcommands to the commands of ``comera``."""
+    parser = ArgumentParser(
+        description="Time and weigh compressed layers beside dense ones and other packages, in "
+        "one process and in turn. Compare the ratios, not the milliseconds.",
+        allow_abbrev=False,
+    )
+    # The outer level first, then the inner one: jsonargparse insists.
+    commands.add_subcommand("bench", parser, help="time and weigh layers beside dense ones")
+    benchmarks = parser.add_subcommands(dest="benchmark")
+    for name, (text, add, _) in _BENCHMARKS.items():
+        command = ArgumentParser(description=text, allow_abbrev=False)
+        add(command)
+        add_common(command, name)
+        benchmarks.add_subcommand(name, command, help=text)
+
+
+def run_bench(chosen: Namespace, console: Console) -> int:
+    """Run what was asked for; returns the exit status.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+    name = chosen.benchmark
+    options = chosen[name]
+    session = _session(options, console)
+    if options.json is not None:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+    session.introduce(options.get("dtype", "float32"))
+    status = 0
+    try:
+        _BENCHMARKS[name][2](session, options)
+    except DisagreementError as problem:
+        console.print(f"[bold red]refused:[/] {problem}", highlight=False, soft_wrap=True)
+        status = 1
+    except KeyboardInterrupt:
+        session.print("interrupted")
+        status = _INTERRUPTED
+    if options.json is not None:
+        session.write(Path(options.json), name, options.as_dict())
+    return status or int(session.failed)
+
+
+def _session(options: Namespace, console: Console) -> Session:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a GPU that torch can see; --device=cpu runs here")
+    if options.threads is not None:
+        check_positive("threads", options.threads)
+        torch.set_num_threads(options.threads)
+    repeats = options.get("repeats", 1)
+    check_positive("repeats", repeats)
+    kept = options.malloc == "keep" and reuse_freed_memory()
+    return Session(console, torch.device(options.device), repeats, kept)
+
+
+def _run_linear(session: Session, options: Namespace) -> None:
+    shape, rank = shape_of(options.shape), rank_of(options.rank)
+    dtype = getattr(torch, options.dtype)
+    tokens = numbers_of("tokens", options.tokens) if options.tokens else []
+    points = numbers_of("points", options.points) if options.points else []
+    axis: Axis | None = options.curve or ("tokens" if len(tokens) > 1 else None)
+    if axis is None:
+        for name in ("points", "plot"):
+            if options[name]:
+                axes = ", ".join(DEFAULT_POINTS)
+                raise ValueError(f"{name}={options[name]!r} needs --curve, one of {axes}")
+        linear(session, shape, rank, (tokens or [_TOKENS])[0], dtype, options.peers == "all")
+        return
+    if axis != "tokens" and len(tokens) > 1:
+        raise ValueError(f"tokens={tokens} must be one number beside --curve={axis}")
+    if axis == "tokens" and len(tokens) > 1:
+        points = points or tokens
+    if options.plot:
+        check_plot(Path(options.plot))
+    fixed = (tokens or [_WIDTH_TOKENS if axis == "width" else _TOKENS])[0]
+    points = points or DEFAULT_POINTS[axis]
+    title, measured = curve(session, axis, points, shape, rank, fixed, dtype)
+    if options.plot:
+        plot_curve(measured, axis, title, Path(options.plot))
+        session.print(f"wrote {options.plot}")
+
+
+def _run_embedding(session: Session, options: Namespace) -> None:
+    for name in ("rows", "width", "indices"):
+        check_positive(name, options[name])
+    if options.curve is not None:
+        points = numbers_of("points", options.points) if options.points else POINTS[options.curve]
+        look_up_curve(
+            session, options.curve, points, options.rows, options.width, options.indices,
+            rank_of(options.rank),
+        )  # fmt: skip
+        return
+    if options.points:
+        raise ValueError(f"points={options.points} needs --curve, one of {', '.join(POINTS)}")
+    embedding(
+        session,
+        options.rows,
+        options.width,
+        options.indices,
+        options.bag,
+        rank_of(options.rank),
+        options.zipf,
+        getattr(torch, options.dtype),
+        options.dense_limit,
+        options.peers == "all",
+    )
+
+
+def _run_step(session: Session, options: Namespace) -> None:
+    batches = numbers_of("batch", options.batch)
+    step(session, encoders_of(options), batches, options.peers == "all", options.compile)
+
+
+def _run_memory(session: Session, options: Namespace) -> None:
+    batches = numbers_of("batch", options.batch)
+    subject: Subject | None = None
+    if options.layer or options.table:
+        check_positive("tokens", options.tokens)
+        shape, rank = shape_of(options.shape), rank_of(options.rank)
+        subject = LayerShape(shape, rank, options.tokens)
+        if options.table:
+            subject = TableShape(*shape, max(rank) if isinstance(rank, list) else rank,
+                                 options.tokens, options.zipf)  # fmt: skip
+    memory(session, None if subject else encoders_of(options), batches, subject)
+
+
+def _run_objective(session: Session, options: Namespace) -> None:
+    check_positive("batch", options.batch)
+    objective(session, encoders_of(options), options.batch)
+
+
+def _run_checkpoints(session: Session, options: Namespace) -> None:
+    for name in ("parameters", "width"):
+        check_positive(name, options[name])
+    quality = Quality(options.bits, options.rate, beta=options.beta)
+    checkpoints(session, options.parameters, options.width, quality)
+
+
+def _run_truncation(session: Session, options: Namespace) -> None:
+    check_positive("batch", options.batch)
+    truncation(session, encoders_of(options), options.batch, options.keep)
+
+
+def _run_optimizers(session: Session, options: Namespace) -> None:
+    sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "batch")
+    for name in (*sizes, "rank", "gap"):
+        check_positive(name, options[name])
+    llama = Llama(**{name: options[name] for name in sizes})
+    with_peers = options.peers == "all"
+    optimizers(session, llama, options.rank, options.gap, with_peers, options.only)
+
+
+def _run_kernels(session: Session, options: Namespace) -> None:
+    unknown = [name for name in options.only if name not in OPERATORS]
+    if unknown:
+        raise ValueError(f"only={unknown[0]!r} must be some of {', '.join(OPERATORS)}")
+    for name in ("rank", "layers"):
+        check_positive(name, options[name])
+    rows, width = options.table
+    check_positive("table", min(rows, width))
+    kernels(
+        session,
+        options.only,
+        numbers_of("tokens", options.tokens),
+        numbers_of("indices", options.indices),
+        widths_of(options.widths),
+        options.rank,
+        options.layers,
+        (rows, width),
+        getattr(torch, options.dtype),
+        None if options.markdown is None else Path(options.markdown),
+    )
+
+
+def _run_ranking(session: Session, options: Namespace) -> None:
+    ranks = numbers_of("rank", options.rank)
+    ranking(session, widths_of(options.widths), ranks, numbers_of("tokens", options.tokens))
+
+
+_BENCHMARKS: Mapping[
+    str,
+    tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
+] = {
+    "linear": (
+        "time one linear layer, forward and backward; or a curve of them",
+        add_linear,
+        _run_linear,
+    ),
+    "embedding": (
+        "time look-up, backward and optimizer step of an embedding table",
+        add_embedding,
+        _run_embedding,
+    ),
+    "step": ("time a training step of a transformer", add_step, _run_step),
+    "memory": ("peak memory of a training step", add_memory, _run_memory),
+    "objective": (
+        "time what the rank objective adds to a training step",
+        add_objective,
+        _run_objective,
+    ),
+    "checkpoints": (
+        "time checkpoints that are copied, compressed and read",
+        add_checkpoints,
+        _run_checkpoints,
+    ),
+    "truncation": (
+        "time a training step before and after truncation of its ranks",
+        add_truncation,
+        _run_truncation,
+    ),
+    "optimizers": (
+        "time the updates of optimizers on a dense language model",
+        add_optimizers,
+        _run_optimizers,
+    ),
+    "kernels": (
+        "time operators that have CUDA kernels beside plain torch and beside their floors",
+        add_kernels,
+        _run_kernels,
+    ),
+    "ranking": (
+        "measure all ways to compute a layer, and whether the planner's order is right",
+        add_ranking,
+        _run_ranking,
+    ),
+}

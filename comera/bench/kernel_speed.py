@@ -1,0 +1,323 @@
+"""Operators that have CUDA kernels, beside plain torch and the least time they could take.
+
+Every one is timed over several inputs in turn, so that none is found in a cache, and on a GPU as a
+CUDA graph of all of them. The floor is what reading and writing each number once takes, or the
+arithmetic if that is more, on the machine's profile.
+
+Shape suffixes: N = entries, V = left and W = right part of a row's number, P and Q = left and right
+part of the width, R = bond between the halves, M = tokens, I = width in, O = width out.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.bench.numerics import compare
+from comera.bench.replay_timing import in_turn
+from comera.bench.session import Session, machine_facts, machine_line
+from comera.files import replacing
+from comera.nn.embedding import TTEmbedding
+from comera.nn.grouped import GroupedMerge
+from comera.nn.linear import TTLinear
+from comera.ops.cores import merge_chain
+from comera.ops.dispatch import fixed_sizes, machine_of
+from comera.ops.linear.tt_linear import thin_linears
+from comera.ops.table.lookup import look_up
+from comera.ops.table.table_factors import merge_table_halves
+
+OPERATORS = ("merge", "look_up", "linear")
+
+_OURS, _PLAIN = "comera", "plain torch"
+_ROTATED = 128 << 20
+"""Bytes of all inputs of an operator on a GPU together: twice the cache of an H200."""
+
+_MOST_COPIES = 16
+_TABLE_MODES = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
+
+_Run = Callable[[int], list[Tensor]]
+"""From the number of an input to what is compared."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at one size.
+
+    Attributes:
+        title: In words.
+        ours: By the operator.
+        plain: By torch operations.
+        copies: How many inputs there are.
+        nbytes: Read and written at least, for each of them.
+        flops: Of each of them.
+    """
+
+    title: str
+    ours: _Run
+    plain: _Run
+    copies: int
+    nbytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one case."""
+
+    title: str
+    ours: float
+    plain: float
+    floor: float
+
+    def cells(self) -> list[str]:
+        """For a table: microseconds and ratios."""
+        times = [f"{1e6 * seconds:,.1f}" for seconds in (self.ours, self.plain)]
+        ratios = [f"{self.plain / self.ours:.2f}", f"{self.ours / self.floor:.2f}"]
+        return [self.title, *times, ratios[0], f"{1e6 * self.floor:,.1f}", ratios[1]]
+
+
+HEADINGS = ["", "comera µs", "plain µs", "plain / comera", "floor µs", "comera / floor"]
+
+
+def kernels(
+    session: Session,
+    operators: Sequence[str],
+    tokens: Sequence[int],
+    indices: Sequence[int],
+    widths: Sequence[tuple[int, int]],
+    rank: int,
+    layers: int,
+    table: tuple[int, int],
+    dtype: torch.dtype,
+    markdown: Path | None,
+) -> list[Row]:
+    """Time operators and say how far they are from their floors.
+
+    Args:
+        session: Where to run.
+        operators: Some of ``OPERATORS``.
+        tokens: Of the batches of linear layers.
+        indices: Of look-ups, uniform.
+        widths: In and out, of linear layers.
+        rank: Of all tensor trains.
+        layers: Of each of the widths, whose halves are joined together.
+        table: Rows and width.
+        dtype: Of everything.
+        markdown: A file for the table, dated.
+    """
+    torch.manual_seed(0)
+    cases = {
+        "merge": lambda: _merges(session.device, dtype, widths, rank, layers),
+        "look_up": lambda: _look_ups(session.device, dtype, indices, table, rank),
+        "linear": lambda: _linears(session.device, dtype, tokens, widths, rank),
+    }
+    rows = []
+    with fixed_sizes():  # as in a captured step
+        for name in operators:
+            for case in cases[name]():
+                rows.append(_measure(session, case, dtype))
+    shown = Table(caption="floor: each number read and written once, or the arithmetic")
+    for number, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        shown.add_row(*row.cells())
+    session.show_table("operators, each over several inputs in turn", shown)
+    if markdown is not None:
+        _write(session, rows, dtype, markdown)
+    return rows
+
+
+def _measure(session: Session, case: Case, dtype: torch.dtype) -> Row:
+    pairs = zip(case.ours(0), case.plain(0), strict=True)
+    compared = {f"result {k}": pair for k, pair in enumerate(pairs)}
+    session.check(compare(case.title, compared, dtype, _PLAIN))
+    runs = {
+        name: in_turn([lambda k=k, run=run: run(k) for k in range(case.copies)], session.device)  # type: ignore[misc]
+        for name, run in ((_OURS, case.ours), (_PLAIN, case.plain))
+    }
+    timings = session.time(case.title, runs, _PLAIN)
+    for name in runs:
+        each = [seconds / case.copies for seconds in timings.seconds[name]]
+        timings = timings.with_seconds(name, each)
+    machine = machine_of(session.device)
+    arithmetic = case.flops / machine.rate(str(dtype).removeprefix("torch."))
+    floor = max(case.nbytes / machine.bandwidth, arithmetic)
+    row = Row(case.title, timings.median(_OURS), timings.median(_PLAIN), floor)
+    session.results.append({"title": case.title, **timings.as_dict(), "floor": floor})
+    return row
+
+
+def _write(session: Session, rows: Sequence[Row], dtype: torch.dtype, path: Path) -> None:
+    facts = machine_facts(session.device, session.kept)
+    lines = [
+        f"# Operators beside plain torch, {facts['date']}",
+        "",
+        machine_line(facts, str(dtype).removeprefix("torch.")),
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|---" + "|---:" * (len(HEADINGS) - 1) + "|",
+        *("| " + " | ".join(row.cells()) + " |" for row in rows),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    session.print(f"wrote {path}")
+
+
+def _copies(device: torch.device, nbytes: float) -> int:
+    if device.type != "cuda":
+        return 2
+    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
+
+
+def _both_ways(
+    title: str,
+    forward: tuple[_Run, _Run],
+    inputs: Callable[[int], Sequence[Tensor]],
+    copies: int,
+    nbytes: tuple[float, float],
+    flops: tuple[float, float],
+) -> Iterator[Case]:
+    """A case of the forward pass and one of both passes, whose results are gradients.
+
+    Args:
+        title: Of both.
+        forward: By the operator and by torch operations.
+        inputs: What gradients are wanted of, by the number of the input.
+        copies: Inputs.
+        nbytes: Of the forward pass and of both.
+        flops: Likewise.
+    """
+    with torch.no_grad():
+        grads = [torch.randn_like(y) for y in forward[0](0)]
+
+    def alone(run: _Run) -> _Run:
+        return torch.no_grad()(run)
+
+    def both(run: _Run) -> _Run:
+        return lambda k: list(torch.autograd.grad(run(k), list(inputs(k)), grads))
+
+    ours, plain = forward
+    yield Case(f"{title}, forward", alone(ours), alone(plain), copies, nbytes[0], flops[0])
+    title = f"{title}, forward + backward"
+    yield Case(title, both(ours), both(plain), copies, nbytes[1], flops[1])
+
+
+def _merges(
+    device: torch.device, dtype: torch.dtype, widths: Sequence[tuple[int, int]], rank: int,
+    layers: int,
+) -> Iterator[Case]:  # fmt: skip
+    """All layers of a model; there is one model, whose cores are in the cache in a step, too."""
+    model = torch.nn.ModuleList(
+        TTLinear(*pair, rank=rank, device=device, dtype=dtype)
+        for pair in widths
+        for _ in range(layers)
+    )
+    trains: list[TTLinear] = list(model)  # type: ignore[arg-type]
+    merged = GroupedMerge(model)
+
+    def ours(_: int) -> list[Tensor]:
+        with merged:
+            return [half for layer in trains for half in layer.halves()]
+
+    def plain(_: int) -> list[Tensor]:
+        found = []
+        for layer, left_IR in zip(trains, lefts, strict=True):
+            split, cores = layer.shape.split, list(layer.cores)
+            gates, below = list(layer.gates), layer.prune_below
+            left = merge_chain(cores[:split], gates[:split], below)[0]
+            right = merge_chain(cores[split:], gates[split:], below)[..., 0]
+            padding = left_IR.shape[1] - left.shape[1] - 1
+            assert layer.bias is not None
+            bias = layer.bias[None]
+            found += [
+                F.pad(left, (0, padding + 1)),
+                torch.cat([F.pad(right, (0, 0, 0, padding)), bias]),
+            ]
+        return found
+
+    with torch.no_grad():
+        halves = ours(0)
+    lefts = halves[::2]
+    params = list(model.parameters())
+    once = sum(t.numel() * t.element_size() for t in (*params, *halves))
+    flops = 2 * sum(half.numel() for half in halves) * rank
+    yield from _both_ways(
+        f"join the cores of {len(trains)} layers, rank {rank}", (ours, plain), lambda k: params, 1,
+        (once, 3 * once), (flops, 3 * flops),
+    )  # fmt: skip
+
+
+def _look_ups(
+    device: torch.device, dtype: torch.dtype, indices: Sequence[int], table: tuple[int, int],
+    rank: int,
+) -> Iterator[Case]:  # fmt: skip
+    """Beside the way a tensor train is read without more ado: gather slices, then one einsum."""
+    rows, width = table
+    layer = TTEmbedding(
+        rows, width, rank=rank, shape=_TABLE_MODES.get(table), device=device, dtype=dtype
+    )
+    with torch.no_grad():
+        halves = merge_table_halves(list(layer.cores))
+    left_VPR, right_WRQ = (half.detach().requires_grad_() for half in halves)
+    (_, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    for count in indices:
+        nbytes = count * width * dtype.itemsize
+        copies = _copies(device, nbytes)
+        picked = [torch.randint(0, rows, (count,)).to(device) for _ in range(copies)]
+
+        def ours(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
+            found = look_up(picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width)
+            return [found[0]]
+
+        def plain(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
+            left_NPR, right_NRQ = left_VPR[picked[k] // W], right_WRQ[picked[k] % W]
+            return [torch.einsum("npr,nrq->npq", left_NPR, right_NRQ).flatten(1)[:, :width]]
+
+        half_bytes = (left_VPR.numel() + right_WRQ.numel()) * dtype.itemsize
+        flops = 2 * count * P * Q * R
+        yield from _both_ways(
+            f"look up {count:,} rows of {rows:,} x {width}, rank {rank}", (ours, plain),
+            lambda k: [left_VPR, right_WRQ], copies,
+            (nbytes + half_bytes, 2 * nbytes + 3 * half_bytes), (flops, 3 * flops),
+        )  # fmt: skip
+
+
+def _linears(
+    device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
+    widths: Sequence[tuple[int, int]], rank: int,
+) -> Iterator[Case]:  # fmt: skip
+    """Beside two linear layers of torch's."""
+    for count in tokens:
+        for I, O in widths:  # noqa: E741
+            layer = TTLinear(I, O, rank=rank, device=device, dtype=dtype)
+            with torch.no_grad():
+                halves = layer.halves()
+            left_IR, right_RO = (half.detach().requires_grad_() for half in halves)
+            nbytes = count * (I + O) * dtype.itemsize
+            copies = _copies(device, nbytes)
+            xs = [
+                torch.randn(count, I, device=device, dtype=dtype).requires_grad_()
+                for _ in range(copies)
+            ]
+
+            def ours(k: int, xs=xs, left_IR=left_IR, right_RO=right_RO) -> list[Tensor]:
+                return thin_linears(xs[k], [left_IR], [right_RO], True)
+
+            def plain(k: int, xs=xs, left_IR=left_IR, right_RO=right_RO) -> list[Tensor]:
+                return [F.linear(F.linear(xs[k], left_IR.T), right_RO.T, right_RO[-1])]
+
+            def inputs(k: int, xs=xs, left_IR=left_IR, right_RO=right_RO) -> list[Tensor]:
+                return [xs[k], left_IR, right_RO]
+
+            backward = count * (O + 2 * I) * dtype.itemsize
+            flops = 2 * count * rank * (I + O)
+            yield from _both_ways(
+                f"linear {I} -> {O}, rank {rank}, {count:,} tokens", (ours, plain), inputs, copies,
+                (nbytes, nbytes + backward), (flops, 3 * flops),
+            )  # fmt: skip

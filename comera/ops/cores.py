@@ -1,0 +1,217 @@
+"""Join neighbouring cores along their bonds, gates applied on the way.
+
+The half-chains of a layer are small next to its batch, so they are joined first; everything
+the batch then meets is a thin matrix. The backward pass absorbs one core at a time and shares
+the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
+
+Chains of equal shape are joined together, so that a model of many layers costs as few calls as
+one: ``G`` such chains are held as one tensor ``(G, L, N, R)`` for each position.
+
+Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, multiplied.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.dispatch import operator, without_autocast
+from comera.ops.product import stacked_product
+
+
+def merge_chain(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
+) -> Tensor:
+    """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
+
+    Core by core, for autograd to differentiate: what everything faster is compared with.
+
+    Args:
+        cores: Each ``(left bond, mode(s), right bond)``; neighbours agree on their bond.
+        gates: ``gates[k]`` scales the right bond of ``cores[k]``; there may be fewer than cores.
+        threshold: A gate at or below it is a pruned rank.
+
+    Returns:
+        A tensor of the cores' dtype. Narrow dtypes are joined in float32 and rounded once.
+    """
+    wide = torch.promote_types(cores[0].dtype, torch.float32)
+    with without_autocast(cores[0]):
+        gated = [core.to(wide) for core in cores]
+        for k, gate in enumerate(gates):
+            gated[k] = rank_gate_reference(gated[k], gate, threshold)
+        merged = gated[0]
+        for core in gated[1:]:
+            merged = torch.tensordot(merged, core, 1)
+        return merged.flatten(1, -2).to(cores[0].dtype)
+
+
+def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:
+    """``(G, L, N, R)`` in float32 or wider for each position; ``cores`` is listed chain by chain.
+
+    One chain alone is not copied.
+    """
+    length = len(cores) // num_chains
+    wide = torch.promote_types(cores[0].dtype, torch.float32)
+    stacked = []
+    for k in range(length):
+        together = cores[k][None] if num_chains == 1 else torch.stack(list(cores[k::length]))
+        if together.dim() != 4:
+            together = together.flatten(2, -2)
+        stacked.append(together.to(wide))
+    return stacked
+
+
+def unstack_chains(
+    stacked: Sequence[Tensor], cores: Sequence[Tensor], num_chains: int
+) -> list[Tensor]:
+    """Undo :func:`stack_chains`: shapes and dtype of ``cores``, listed chain by chain."""
+    length = len(stacked)
+    sizes = [core.shape for core in cores[:length]]
+    apart = [s.to(cores[0].dtype).unbind(0) for s in stacked]
+    return [apart[k][g].reshape(sizes[k]) for g in range(num_chains) for k in range(length)]
+
+
+def stack_gates(
+    gates: Sequence[Tensor], num_chains: int, threshold: float
+) -> tuple[list[Tensor], Tensor | None]:
+    """``(G, R)`` for each bond, zero where its rank is pruned, and which of all are not pruned."""
+    if not gates:
+        return [], None
+    bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
+    flat = gates[0] if len(gates) == 1 else torch.cat(list(gates))
+    opened = open_gate(flat, threshold).reshape(num_chains, sum(bonds))
+    return list(opened.split(bonds, 1)), flat > threshold
+
+
+def unstack_gates(
+    per_gate: Sequence[Tensor], live: Tensor | None, gates: Sequence[Tensor], num_chains: int
+) -> list[Tensor]:
+    """Gradients ``(G, R)`` a bond to one a gate; a pruned rank gets none."""
+    if live is None:
+        return []
+    flat = torch.where(live, torch.cat(list(per_gate), 1).flatten().to(gates[0].dtype), 0)
+    return list(flat.split([gate.shape[0] for gate in gates]))
+
+
+def gate_chains(stacked: Sequence[Tensor], open_gates: Sequence[Tensor]) -> list[Tensor]:
+    """Scale right bonds; there may be fewer gates than cores."""
+    gated = [
+        core * gate[:, None, None, :].to(core.dtype)
+        for core, gate in zip(stacked, open_gates, strict=False)
+    ]
+    return [*gated, *stacked[len(gated) :]]
+
+
+def gate_grads(
+    grads: Sequence[Tensor], stacked: Sequence[Tensor], open_gates: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """From gradients of the gated cores to those of cores and gates."""
+    per_gate = [
+        (grad * core).sum((1, 2)) for grad, core, _ in zip(grads, stacked, open_gates, strict=False)
+    ]
+    return gate_chains(grads, open_gates), per_gate
+
+
+def join(cores: Sequence[Tensor]) -> Tensor:
+    """Contract all cores ``(G, L, N, R)`` of each chain into one."""
+    merged = _partial_products(cores, len(cores))[-1]
+    modes = math.prod(core.shape[2] for core in cores)
+    return merged.reshape(merged.shape[0], cores[0].shape[1], modes, cores[-1].shape[3])
+
+
+def join_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
+    """Each core's gradient; the remaining gradient shrinks by one core at a time."""
+    partial, grads = _partial_products(cores, len(cores) - 1), []
+    G = cores[0].shape[0]
+    if _from_left(cores):
+        rest = grad
+        for core, before in zip(reversed(cores[1:]), reversed(partial), strict=True):
+            rest = rest.reshape(G, before.shape[1], core.shape[2] * core.shape[3])
+            grads.append(stacked_product(before.mT, rest).view(core.shape))
+            rest = stacked_product(rest, core.flatten(2).mT)
+        return [rest.reshape(cores[0].shape), *reversed(grads)]
+    rest = grad
+    for core, after in zip(cores[:-1], reversed(partial), strict=True):
+        rest = rest.reshape(G, core.shape[1] * core.shape[2], after.shape[2])
+        grads.append(stacked_product(rest, after.mT).view(core.shape))
+        rest = stacked_product(core.flatten(1, 2).mT, rest)
+    return [*grads, rest.reshape(cores[-1].shape)]
+
+
+def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Products of the first one, two, ... ``count`` cores, counted from the narrower end."""
+    out: list[Tensor] = []
+    if _from_left(cores):
+        for core in cores[:count]:
+            G, L, N, R = core.shape
+            if not out:
+                out.append(core.reshape(G, L * N, R))
+                continue
+            rows = out[-1].shape[1] * N
+            out.append(stacked_product(out[-1], core.reshape(G, L, N * R)).view(G, rows, R))
+        return out
+    for core in list(reversed(cores))[:count]:
+        G, L, N, R = core.shape
+        if not out:
+            out.append(core.reshape(G, L, N * R))
+            continue
+        columns = N * out[-1].shape[2]
+        out.append(stacked_product(core.reshape(G, L * N, R), out[-1]).view(G, L, columns))
+    return out
+
+
+def _from_left(cores: Sequence[Tensor]) -> bool:
+    return cores[0].shape[1] <= cores[-1].shape[3]
+
+
+def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
+    """The gate where it lets its rank through, zero where the rank is pruned; NaN stays."""
+    return F.threshold(gate_R, threshold, 0.0)
+
+
+def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
+    return core * open_gate(gate_R, threshold).to(core.dtype)
+
+
+@operator("comera::rank_gate")
+def rank_gate(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
+    """Multiply the last dimension of ``core`` by ``gate_R`` where that is above ``threshold``.
+
+    Args:
+        core: ``(..., R)``, any floating dtype.
+        gate_R: ``(R,)``, float32 or float64.
+        threshold: At or below it a rank is pruned: its slice is zero and gets no gradient.
+
+    Returns:
+        A tensor like ``core``.
+    """
+    return rank_gate_reference(core, gate_R, threshold)
+
+
+@rank_gate.register_fake
+def _(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
+    return torch.empty_like(core)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    core, gate_R, ctx.threshold = inputs
+    ctx.save_for_backward(core, gate_R)
+
+
+def rank_gate_grads(
+    grad: Tensor, core: Tensor, gate_R: Tensor, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a gated core with respect to the core and to the gate."""
+    per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
+    grad_gate_R = torch.where(gate_R > threshold, per_rank_R, 0)
+    return rank_gate_reference(grad, gate_R, threshold), grad_gate_R
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    core, gate_R = ctx.saved_tensors
+    return *rank_gate_grads(grad, core, gate_R, ctx.threshold), None
+
+
+rank_gate.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,238 @@
+"""Join the two halves of tensor-train matrices, those of all layers of one shape together.
+
+What comes out is what a batch multiplies by: ``left`` and ``right`` with the bond between them
+padded to a multiple of eight, which matrix products are fastest at, and the bias as the last row
+of ``right``. Where the batch has a one in that column, adding the bias and summing its gradient
+happen inside products that run anyway.
+
+Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the halves.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.cores import (
+    gate_chains,
+    gate_grads,
+    join,
+    join_grads,
+    stack_chains,
+    stack_gates,
+    unstack_chains,
+    unstack_gates,
+)
+from comera.ops.dispatch import operator, without_autocast
+from comera.ops.kernels.contract_kernel import Chains, merge, merge_backward, merges_by_kernel
+
+
+def merge_halves(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    num_layers: int,
+    split: int,
+    threshold: float,
+    padded: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Join the first ``split`` cores of each layer, and the others.
+
+    Args:
+        cores: ``(left bond, mode, right bond)``, listed layer by layer; all layers have the same
+            modes and bonds.
+        gates: One vector for each inner bond, listed layer by layer, or none at all.
+        biases: One for each layer, or none at all; they may be narrower than the output modes.
+        num_layers: How many layers there are.
+        split: How many cores of a layer carry the input.
+        threshold: A gate at or below it is a pruned rank.
+        padded: Whether to pad the bond, which a bias needs.
+
+    Returns:
+        ``left (G, I, R)`` and ``right (G, R, O)`` in the dtype of the cores; what pads the bond is
+        zero, but for the last row of ``right``, which holds the bias.
+    """
+    layout = layout_of(cores, gates, biases, num_layers, split, padded)
+    left_GIR, right_GRO = merge_groups(cores, gates, biases, layout, [threshold])
+    return left_GIR, right_GRO
+
+
+def layout_of(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    num_layers: int,
+    split: int,
+    padded: bool = True,
+) -> list[int]:
+    """What :func:`merge_groups` has to know of a group."""
+    return [len(cores), len(gates), len(biases), num_layers, split, int(padded)]
+
+
+@operator("comera::merge_halves")
+def merge_groups(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Tensor]:
+    """As :func:`merge_halves`, for several groups of layers of one shape each.
+
+    Args:
+        cores: Of all groups, one group after the other, as are ``gates`` and ``biases``.
+        gates: See ``cores``.
+        biases: See ``cores``.
+        layout: :func:`layout_of` each group, in a row.
+        thresholds: Of each group.
+
+    Returns:
+        ``left`` and ``right`` of each group.
+    """
+    groups = _groups(cores, gates, biases, layout, thresholds)
+    if merges_by_kernel(groups):
+        return merge(groups)
+    return [half for group in groups for half in _merge(group)]
+
+
+@merge_groups.register_fake
+def _(cores, gates, biases, layout, thresholds):
+    groups = _groups(cores, gates, biases, layout, thresholds)
+    return [cores[0].new_empty(shape) for group in groups for shape in group.half_shapes]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    cores, gates, biases, ctx.layout, ctx.thresholds = inputs
+    ctx.num_cores = len(cores)
+    ctx.bias_widths = [bias.shape[0] for bias in biases]
+    ctx.save_for_backward(*cores, *gates)
+
+
+def _backward(ctx, grads: Sequence[Tensor]):
+    saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    cores, gates = list(saved[: ctx.num_cores]), list(saved[ctx.num_cores :])
+    groups = _groups(cores, gates, [], _without_biases(ctx.layout), ctx.thresholds)
+    if not torch.is_grad_enabled() and merges_by_kernel(groups):
+        flat = _merge_backward(grads, cores, gates, ctx.layout, ctx.thresholds)
+        grad_cores, grad_gates = _apart(flat[0], cores), _apart(flat[1], gates)
+    else:
+        grad_cores, grad_gates = [], []
+        for group, grad_left, grad_right in zip(groups, grads[::2], grads[1::2], strict=True):
+            of_cores, of_gates = _merge_grads(group, grad_left, grad_right)
+            grad_cores += of_cores
+            grad_gates += of_gates
+    grad_biases: list[Tensor] = []
+    for number, count in enumerate(ctx.layout[2::_PER_GROUP]):
+        if count:
+            width = ctx.bias_widths[len(grad_biases)]
+            grad_biases += list(grads[2 * number + 1][:, -1, :width].unbind(0))
+    return grad_cores, grad_gates, grad_biases, None, None
+
+
+merge_groups.register_autograd(_backward, setup_context=_setup_context)
+
+
+@operator("comera::merge_halves_backward")
+def _merge_backward(
+    grads: Sequence[Tensor],
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Tensor]:
+    """Gradients of all cores one after the other, then those of all gates."""
+    groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
+    if merges_by_kernel(groups):
+        return list(merge_backward(groups, grads))
+    # A graph that was compiled where kernels run may be called where they do not.
+    pairs = zip(groups, grads[::2], grads[1::2], strict=True)
+    of_groups = [_merge_grads(*each) for each in pairs]
+    flat_cores = [grad.flatten() for of_cores, _ in of_groups for grad in of_cores]
+    flat_gates = [grad for _, of_gates in of_groups for grad in of_gates]
+    return [torch.cat(flat_cores), torch.cat(flat_gates or [cores[0].new_empty(0)]).float()]
+
+
+@_merge_backward.register_fake
+def _(grads, cores, gates, layout, thresholds):
+    wide = cores[0].new_empty(sum(gate.numel() for gate in gates), dtype=torch.float32)
+    return [cores[0].new_empty(sum(core.numel() for core in cores)), wide]
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor after the other, in the shapes of others."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+_PER_GROUP = 6
+"""Numbers of a group in a layout."""
+
+
+def _groups(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Chains]:
+    if len(thresholds) == 1:
+        *_, num_layers, split, padded = layout
+        return [Chains(cores, gates, biases, num_layers, split, thresholds[0], bool(padded))]
+    groups, rest = [], [iter(cores), iter(gates), iter(biases)]
+    for number, threshold in enumerate(thresholds):
+        *counts, num_layers, split, padded = layout[number * _PER_GROUP :][:_PER_GROUP]
+        of_cores, of_gates, of_biases = (
+            list(itertools.islice(tensors, count))
+            for tensors, count in zip(rest, counts, strict=True)
+        )
+        lists = of_cores, of_gates, of_biases
+        groups.append(Chains(*lists, num_layers, split, threshold, bool(padded)))
+    return groups
+
+
+def _without_biases(layout: Sequence[int]) -> list[int]:
+    return [0 if k % _PER_GROUP == 2 else number for k, number in enumerate(layout)]
+
+
+def _merge(group: Chains) -> tuple[Tensor, Tensor]:
+    """By torch operations."""
+    cores, split = group.cores, group.split
+    with without_autocast(cores[0]):
+        stacked, open_gates, _ = _stack(group)
+        gated = gate_chains(stacked, open_gates)
+        more = group.width - cores[split].shape[0]
+        gated[split - 1] = F.pad(gated[split - 1], (0, more))  # copies, even where more is 0
+        gated[split] = F.pad(gated[split], (0, 0, 0, 0, 0, more))
+        left, right = join(gated[:split])[:, 0], join(gated[split:])[..., 0]
+        if group.biases:
+            right[:, -1, : group.biases[0].shape[0]] = torch.stack(list(group.biases))
+        return left.to(cores[0].dtype), right.to(cores[0].dtype)
+
+
+def _merge_grads(
+    group: Chains, grad_left_GIR: Tensor, grad_right_GRO: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of cores and gates by torch operations, which can be differentiated again."""
+    split, num_layers = group.split, group.num_layers
+    with without_autocast(grad_left_GIR):
+        stacked, open_gates, live = _stack(group)
+        gated = gate_chains(stacked, open_gates)
+        rank, wide = stacked[split].shape[1], stacked[0].dtype
+        grads = [
+            *join_grads(grad_left_GIR[:, None, :, :rank].to(wide), gated[:split]),
+            *join_grads(grad_right_GRO[:, :rank, :, None].to(wide), gated[split:]),
+        ]
+        grads, per_gate = gate_grads(grads, stacked, open_gates)
+        return (
+            unstack_chains(grads, group.cores, num_layers),
+            unstack_gates(per_gate, live, group.gates, num_layers),
+        )
+
+
+def _stack(group: Chains) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    return (
+        stack_chains(group.cores, group.num_layers),
+        *stack_gates(group.gates, group.num_layers, group.threshold),
+    )

@@ -1,0 +1,143 @@
+"""Compile kernels with NVRTC, each once for a card's architecture, and keep them on disk.
+
+What is made is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
+and takes its machine code. NVRTC needs neither a driver nor a card.
+"""
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from comera.files import cache_folder, replacing
+
+OPTIONS = ("--std=c++17",)
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled, loaded or launched; the message says which and why."""
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """Of the compiler that is installed.
+
+    Raises:
+        KernelError: If there is none, or no cuda-bindings to reach it through.
+    """
+    return checked(_nvrtc().nvrtcVersion(), "NVRTC's version")
+
+
+def cubin(file: str, arch: str) -> bytes:
+    """Machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
+
+    Raises:
+        KernelError: If it does not compile; the compiler's log is then in a file that is named.
+    """
+    path = cubin_path(file, arch)
+    if path.is_file():
+        return path.read_bytes()
+    code, problem = _compile(text(file), f"{file}.cu", arch)
+    if code is None:
+        log = path.with_suffix(".log")
+        with replacing(log) as temporary:
+            temporary.write_text(problem)
+        raise KernelError(f"{file}.cu does not compile for {arch}: the compiler's log is in {log}")
+    with replacing(path) as temporary:  # several processes may come at once
+        temporary.write_bytes(code)
+    return code
+
+
+def cubin_path(file: str, arch: str) -> Path:
+    """Where the machine code is kept; another source, option or compiler is another path."""
+    key = repr((text(file), arch, OPTIONS, nvrtc_version()))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
+    return cubin_folder() / f"{file}-{arch}-{digest}.cubin"
+
+
+def cubin_folder() -> Path:
+    return cache_folder() / "kernels"
+
+
+def resources(file: str, arch: str) -> str:
+    """What ptxas says about registers, spills and shared memory of each function."""
+    code, log = _compile(text(file), f"{file}.cu", arch, "--ptxas-options=-v")
+    if code is None:
+        raise KernelError(f"{file}.cu does not compile for {arch}:\n{log}")
+    return log
+
+
+def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
+    """Machine code, or None where it does not compile; and the compiler's log."""
+    nvrtc = _nvrtc()
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
+    try:
+        given = [f"--gpu-architecture={arch}", *OPTIONS, *options]
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(given), [o.encode() for o in given])
+        log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program), name))
+        checked(nvrtc.nvrtcGetProgramLog(program, log), name)
+        said = log.rstrip(b"\0\n").decode(errors="replace")
+        if int(result):
+            return None, said or f"NVRTC gives no log, only {result.name}"
+        code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program), name))
+        checked(nvrtc.nvrtcGetCUBIN(program, code), name)
+        return bytes(code), said
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as problem:
+        raise KernelError(
+            "cuda-bindings is not installed (pip install 'comera[cuda]')"
+        ) from problem
+    return nvrtc
+
+
+def checked(answer: tuple[Any, ...], what: str) -> Any:
+    """What a call of cuda-bindings gives after its status."""
+    status, *values = answer
+    if int(status):
+        raise KernelError(f"{what}: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+COMMON = "common.cuh"
+EMULATION = "emulation.h"
+
+_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
+
+
+def folder() -> Path:
+    """Where the sources are: beside the package when installed, above it in a checkout.
+
+    Raises:
+        FileNotFoundError: If they are at neither place.
+    """
+    package = Path(__file__).parents[2]
+    places = [package / "_kernels", package.parent / "kernels"]
+    for place in places:
+        if (place / COMMON).is_file():
+            return place
+    shown = " nor in ".join(map(str, places))
+    raise FileNotFoundError(f"the sources of comera's kernels are neither in {shown}: reinstall it")
+
+
+def files() -> list[str]:
+    """Names of the sources, without their suffix."""
+    return sorted(path.stem for path in folder().glob("*.cu"))
+
+
+@functools.cache
+def text(file: str) -> str:
+    """One source with what it includes pasted in, so that no compiler needs a folder to look in."""
+    common = (folder() / COMMON).read_text().replace("#pragma once\n", "")
+    return (folder() / f"{file}.cu").read_text().replace(f'#include "{COMMON}"\n', common)
+
+
+def entries(file: str) -> list[str]:
+    """The functions of a source that can be launched."""
+    return _ENTRY.findall(text(file))

@@ -1,0 +1,194 @@
+"""The parts of an attention that stays in the middle bonds of its tensor trains, for kernels.
+
+With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
+``(x A_q) (B_q B_k^T) (x A_k)^T``. The batch meets ``A_q`` and then the small middle factors of all
+heads side by side, which is a low-rank linear layer itself; of the keys and values only ``x A_k``
+and ``x A_v`` are wanted.
+
+Shape suffixes: M = rows of the batch, I = input width, D = width, H = heads, R = padded bonds.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.dispatch import operator, without_autocast
+from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+
+
+def projects_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RD: Tensor) -> bool:
+    """Whether :func:`thin_projections` has a kernel for these; in a compiled graph, may have."""
+    if torch.compiler.is_compiling():
+        return x_MI.is_cuda  # the operator asks for it when it runs
+    return multiplies_by_kernel(x_MI, lefts, [right_RD])
+
+
+@operator("comera::head_factors")
+def head_factors(
+    right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    """What stands between the thin products of an attention, for all heads.
+
+    Args:
+        right_q: ``(R, D)``, as are ``right_k`` and ``right_v``; heads side by side.
+        right_k: See ``right_q``.
+        right_v: See ``right_q``.
+        left_o: ``(D, R)``.
+        num_heads: Of D.
+
+    Returns:
+        ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each
+        head's ``B_v A_o`` below the other. They can be differentiated once.
+    """
+    q, k, v, o = _by_head(right_q, right_k, right_v, left_o, num_heads)
+    scores = q.new_empty(q.shape[1], num_heads, k.shape[1])
+    with without_autocast(q):
+        _product_into(scores.transpose(0, 1), q, k.mT)
+        values = torch.bmm(v, o)
+    return scores.flatten(1), values.flatten(0, 1)
+
+
+@head_factors.register_fake
+def _(right_q, right_k, right_v, left_o, num_heads):
+    return (
+        right_q.new_empty(right_q.shape[0], num_heads * right_k.shape[0]),
+        right_q.new_empty(num_heads * right_v.shape[0], left_o.shape[1]),
+    )
+
+
+@torch.library.custom_op("comera::head_factors_backward", mutates_args=())
+def _head_factors_backward(
+    grad_scores: Tensor,
+    grad_values: Tensor,
+    right_q: Tensor,
+    right_k: Tensor,
+    right_v: Tensor,
+    left_o: Tensor,
+    num_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    halves = right_q, right_k, right_v, left_o
+    of_q, of_k, of_v, of_o = (half.new_empty(half.shape) for half in halves)
+    q, k, v, o = _by_head(*halves, num_heads)
+    to_q, to_k, to_v, to_o = _by_head(of_q, of_k, of_v, of_o, num_heads)
+    scores = grad_scores.unflatten(1, (num_heads, -1)).transpose(0, 1)
+    values = grad_values.unflatten(0, (num_heads, -1))
+    _product_into(to_q, scores, k)
+    _product_into(to_k, scores.mT, q)
+    _product_into(to_v, values, o.mT)
+    _product_into(to_o, v.mT, values)
+    return of_q, of_k, of_v, of_o
+
+
+@_head_factors_backward.register_fake
+def _(grad_scores, grad_values, right_q, right_k, right_v, left_o, num_heads):
+    return tuple(half.new_empty(half.shape) for half in (right_q, right_k, right_v, left_o))
+
+
+def _setup_factors(ctx, inputs, output) -> None:
+    *halves, ctx.num_heads = inputs
+    ctx.save_for_backward(*halves)
+
+
+def _back_factors(ctx, grad_scores: Tensor, grad_values: Tensor):
+    with without_autocast(grad_scores):
+        grads = _head_factors_backward(grad_scores, grad_values, *ctx.saved_tensors, ctx.num_heads)
+    return *grads, None
+
+
+head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
+
+
+@operator("comera::thin_projections")
+def thin_projections(
+    x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool
+) -> list[Tensor]:
+    """One layer's output and the thin products of others, in one pass over x.
+
+    Args:
+        x_MI: The batch.
+        lefts: ``(I, R)`` each, left halves as
+            :func:`~comera.ops.factors.merge_halves` makes them.
+        right_RO: Right half of the first.
+        bias: Whether the last column of each thin product is one instead.
+
+    Returns:
+        ``x @ lefts[0] @ right``, then ``x @ left`` of all the others, then that of the first. All
+        can be differentiated once but the last, which is for the backward pass.
+    """
+    if multiplies_by_kernel(x_MI, lefts, [right_RO]):
+        ts = [x_MI.new_empty(x_MI.shape[0], left.shape[1]) for left in lefts]
+        (y,) = multiply(x_MI, lefts, [right_RO], ts, bias)
+        return [y, *ts[1:], ts[0]]
+    ts = [x_MI @ left for left in lefts]
+    if bias:
+        for t in ts:
+            t[:, -1].fill_(1)
+    return [ts[0] @ right_RO, *ts[1:], ts[0]]
+
+
+@thin_projections.register_fake
+def _(x_MI, lefts, right_RO, bias):
+    widths = [right_RO.shape[1], *(left.shape[1] for left in (*lefts[1:], lefts[0]))]
+    return [x_MI.new_empty(x_MI.shape[0], width) for width in widths]
+
+
+@torch.library.custom_op("comera::thin_projections_backward", mutates_args=())
+def _thin_projections_backward(
+    grads: Sequence[Tensor],
+    x_MI: Tensor,
+    lefts: Sequence[Tensor],
+    right_RO: Tensor,
+    t_MR: Tensor,
+) -> list[Tensor]:
+    """Of x, the left halves and the right one."""
+    if multiplies_by_kernel(x_MI, lefts, [right_RO]):
+        grad_x, grad_lefts, grad_rights = multiply_backward(
+            grads, x_MI, lefts, [right_RO], [t_MR], True, True
+        )
+        assert grad_x is not None
+        return [grad_x, *grad_lefts, *grad_rights]
+    us = [grads[0] @ right_RO.T, *grads[1:]]
+    u = torch.cat(us, 1)
+    return [u @ torch.cat(list(lefts), 1).T, *(x_MI.T @ each for each in us), t_MR.T @ grads[0]]
+
+
+@_thin_projections_backward.register_fake
+def _(grads, x_MI, lefts, right_RO, t_MR):
+    return [each.new_empty(each.shape) for each in (x_MI, *lefts, right_RO)]
+
+
+def _setup_projections(ctx, inputs, output) -> None:
+    x_MI, lefts, right_RO, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x_MI, *lefts, right_RO, output[-1])
+
+
+def _back_projections(ctx, grads: Sequence[Tensor | None]):
+    x_MI, *lefts, right_RO, t_MR = ctx.saved_tensors
+    widths = [right_RO.shape[1], *(left.shape[1] for left in lefts[1:])]
+    with without_autocast(x_MI):
+        grads = [
+            x_MI.new_zeros(x_MI.shape[0], width) if grad is None else grad.to(x_MI.dtype)
+            for grad, width in zip(grads, widths, strict=False)
+        ]
+        grad_x, *halves = _thin_projections_backward(grads, x_MI, lefts, right_RO, t_MR)
+    return grad_x, halves[:-1], halves[-1], None
+
+
+thin_projections.register_autograd(_back_projections, setup_context=_setup_projections)
+
+
+def _by_head(
+    right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(H, R, D / H)`` each, and ``(H, D / H, R)``."""
+    q, k, v = (
+        right.unflatten(1, (num_heads, -1)).transpose(0, 1) for right in (right_q, right_k, right_v)
+    )
+    return q, k, v, left_o.unflatten(0, (num_heads, -1))
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Rows of ``out`` may lie apart, so that nothing is copied."""
+    torch.bmm(a, b, out=out)

@@ -1,0 +1,198 @@
+"""Two tensor-train layers with an activation between them, without keeping what lies between.
+
+The wide hidden activation is the largest tensor of a transformer block. Here it exists for a few
+hundred rows at a time, which stay in the processor's cache, and is computed once more in the
+backward pass from the thin ``t1 = x @ left1``: one thin product more, three wide tensors less.
+
+Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from comera.ops.dispatch import autocast_together, is_free_on_cpu, operator, without_autocast
+from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.product import add_product, product, product_into, store_product_
+
+_aten = torch.ops.aten
+
+ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gelu": (_aten.gelu.out, _aten.gelu_backward.grad_input),
+    "relu": (_aten.relu.out, lambda g, h, grad_input: _aten.threshold_backward.grad_input(
+        g, h, 0, grad_input=grad_input)),
+    "silu": (_aten.silu.out, _aten.silu_backward.grad_input),
+}  # fmt: skip
+"""Value into ``out=``, and gradient from that of the output and the input into ``grad_input=``."""
+
+_HIDDEN_NUMBERS = 1 << 21
+"""Numbers of the hidden activation at a time on a CPU: a few megabytes, the size of a cache."""
+
+
+def thin_feed_forward_reference(
+    x_BI: Tensor, halves1: tuple[Tensor, Tensor], halves2: tuple[Tensor, Tensor], activation: str
+) -> Tensor:
+    """The same as :func:`thin_feed_forward` in plain products, both layers with a bias."""
+    (left1, right1), (left2, right2) = halves1, halves2
+    hidden = getattr(torch.nn.functional, activation)(x_BI @ left1 @ right1 + right1[-1])
+    return hidden @ left2 @ right2 + right2[-1]
+
+
+def thin_feed_forward(
+    x_BI: Tensor,
+    halves1: tuple[Tensor, Tensor],
+    halves2: tuple[Tensor, Tensor],
+    bias: bool,
+    activation: str,
+) -> Tensor:
+    """``act(x @ W1 + b1) @ W2 + b2`` for two layers given by their halves.
+
+    Args:
+        x_BI: ``(*, I)``.
+        halves1: ``(I, R)`` and ``(R, F)`` as :func:`~comera.ops.factors.merge_halves` makes them.
+        halves2: ``(F, R)`` and ``(R, O)``.
+        bias: Whether the last row of both right halves is a bias.
+        activation: A key of ``ACTIVATIONS``.
+
+    Returns:
+        ``(*, O)``. It can be differentiated once.
+    """
+    x_BI, lefts, rights = autocast_together(
+        x_BI, [halves1[0], halves2[0]], [halves1[1], halves2[1]]
+    )
+    return _feed_forward(x_BI, lefts[0], rights[0], lefts[1], rights[1], bias, activation)[0]
+
+
+@operator("comera::thin_feed_forward")
+def _feed_forward(
+    x_BI: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    bias: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``y``, and the thin products with both left halves, a bias' columns of ones in them."""
+    x = x_BI.reshape(-1, x_BI.shape[-1])
+    value, _ = ACTIVATIONS[activation]
+    t2 = x.new_empty(x.shape[0], left2.shape[1])
+    if _by_kernels(x, left1, right1, left2, right2):
+        t1 = x.new_empty(x.shape[0], left1.shape[1])
+        (h,) = multiply(x, [left1], [right1], [t1], bias)
+        (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
+        return y.view(*x_BI.shape[:-1], y.shape[1]), t1, t2
+    t1 = product(x, left1).contiguous()  # as all results are promised to be
+    if bias:
+        t1[:, -1].fill_(1)
+    (hidden,) = _buffers(x, right1.shape[1], 1)
+    for rows in _slices(x, right1.shape[1]):
+        h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
+        store_product_(t2[rows], value(h, out=h), left2)
+    if bias:
+        t2[:, -1].fill_(1)
+    y = product(t2, right2).reshape(*x_BI.shape[:-1], right2.shape[1])
+    return y, t1, t2
+
+
+@_feed_forward.register_fake
+def _(x_BI, left1, right1, left2, right2, bias, activation):
+    rows = math.prod(x_BI.shape[:-1])
+    y = x_BI.new_empty(*x_BI.shape[:-1], right2.shape[1])
+    return y, x_BI.new_empty(rows, left1.shape[1]), x_BI.new_empty(rows, left2.shape[1])
+
+
+@torch.library.custom_op("comera::thin_feed_forward_backward", mutates_args=())
+def _feed_forward_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    t1: Tensor,
+    t2: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    value, grad_of = ACTIVATIONS[activation]
+    if _by_kernels(x, left1, right1, left2, right2):
+        h = t1 @ right1
+        a = value(h, out=torch.empty_like(h))
+        ga, (gl2,), (gr2,) = multiply_backward([grad_y], a, [left2], [right2], [t2], True, True)
+        gh = grad_of(ga, h, grad_input=ga)
+        gx, (gl1,), (gr1,) = multiply_backward([gh], x, [left1], [right1], [t1], True, True)
+        return gx, gl1, gr1, gl2, gr2  # type: ignore[return-value]
+    wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
+    u2 = product(grad_y, right2.T)
+    u1 = torch.empty_like(t1)
+    grad_left2 = grad_right1 = None
+    hidden, active, grad = _buffers(x, right1.shape[1], 3)
+    for rows in _slices(x, right1.shape[1]):
+        count = t1[rows].shape[0]
+        h = product_into(hidden[:count], t1[rows], right1)
+        a = value(h, out=active[:count])
+        grad_left2 = add_product(grad_left2, u2[rows].T, a, wide)  # transposed: faster that way
+        ga = product_into(grad[:count], u2[rows], left2.T)
+        gh = grad_of(ga, h, grad_input=ga)
+        grad_right1 = add_product(grad_right1, t1[rows].T, gh, wide)
+        store_product_(u1[rows], gh, right1.T)
+    if grad_left2 is None or grad_right1 is None:  # without a row
+        grad_left2, grad_right1 = torch.zeros_like(left2.T), torch.zeros_like(right1)
+    return (
+        product(u1, left1.T),
+        product(u1.T, x).T.contiguous(),
+        grad_right1.to(x.dtype).contiguous(),
+        grad_left2.T.to(x.dtype).contiguous(),
+        product(t2.T, grad_y).contiguous(),
+    )
+
+
+@_feed_forward_backward.register_fake
+def _(grad_y, x, t1, t2, left1, right1, left2, right2, activation):
+    return tuple(map(torch.empty_like, (x, left1, right1, left2, right2)))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_BI, left1, right1, left2, right2, _, ctx.activation = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x_BI, output[1], output[2], left1, right1, left2, right2)
+
+
+def _backward(ctx, grad_y: Tensor | None, *_):
+    if grad_y is None:
+        return (None,) * 7
+    x_BI, *saved = ctx.saved_tensors
+    with without_autocast(x_BI):
+        x = x_BI.reshape(-1, x_BI.shape[-1])
+        gy = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
+        grad_x, *grads = _feed_forward_backward(gy, x, *saved, ctx.activation)
+    return grad_x.reshape(x_BI.shape), *grads, None, None
+
+
+_feed_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _by_kernels(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor) -> bool:
+    """Then the hidden activation exists for all rows at once, but is not kept either."""
+    return multiplies_by_kernel(x, [left1], [right1]) and multiplies_by_kernel(x, [left2], [right2])
+
+
+def _rows_at_a_time(x: Tensor, hidden: int) -> int:
+    """On a CPU pieces of equal size, none much below 64 rows."""
+    rows = max(1, x.shape[0])
+    if not is_free_on_cpu(x):
+        return rows
+    pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
+    return -(-rows // max(1, pieces))
+
+
+def _slices(x: Tensor, hidden: int) -> Iterator[slice]:
+    rows = _rows_at_a_time(x, hidden)
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+
+
+def _buffers(x: Tensor, hidden: int, count: int) -> list[Tensor]:
+    rows = _rows_at_a_time(x, hidden)
+    return [x.new_empty(rows, hidden) for _ in range(count)]

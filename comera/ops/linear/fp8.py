@@ -1,0 +1,223 @@
+"""Matrix products of numbers of eight bits, with one scale a matrix found anew for each product.
+
+Values and weights are held as e4m3, which has three bits after the leading one and reaches 448,
+gradients as e5m2, which has two and reaches 57344 (Micikevicius et al., FP8 formats for deep
+learning, arXiv 2209.05433). The scale puts the largest entry of a matrix at the largest number of
+the format. Products add up in float32. This is the recipe that torchao calls tensorwise, dynamic;
+torchao itself takes ``nn.Linear`` modules, of which a tensor train has none.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.dispatch import operator, without_autocast
+
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_STEP = 16
+"""cuBLAS takes such matrices only with rows of a multiple of 16 bytes."""
+
+_FIRST_CARD = (8, 9)
+
+_depth = 0  # one for all threads, as that of fixed_sizes
+
+
+@contextlib.contextmanager
+def scaled_products() -> Iterator[None]:
+    """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def products_are_scaled() -> bool:
+    """Inside of :func:`scaled_products`."""
+    return _depth > 0
+
+
+class Scaled(NamedTuple):
+    """A matrix in eight bits.
+
+    Attributes:
+        values: ``(M, N)``, both padded with zeros to multiples of 16.
+        scale: A float32 scalar; the matrix is the product of both.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def T(self) -> "Scaled":
+        """Transposed, as a copy: products read rows only."""
+        return Scaled(self.values.T.contiguous(), self.scale)
+
+
+def padded_to_step(size: int) -> int:
+    """The next multiple of 16."""
+    return -(-size // _STEP) * _STEP
+
+
+def scaled(x_MN: Tensor, dtype: torch.dtype) -> Scaled:
+    """A matrix that is not empty in eight bits, ``VALUES`` or ``GRADIENTS``."""
+    largest = torch.finfo(dtype).max
+    # Above zero, so that a matrix of zeros stays one; NaN stays NaN.
+    scale = (x_MN.abs().amax().float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    narrow = (x_MN.float() / scale).clamp_(-largest, largest).to(dtype)
+    rows, columns = map(padded_to_step, x_MN.shape)
+    if narrow.shape == (rows, columns):
+        return Scaled(narrow.contiguous(), scale)
+    values = torch.zeros(rows, columns, dtype=torch.uint8, device=x_MN.device)
+    values[: x_MN.shape[0], : x_MN.shape[1]] = narrow.view(torch.uint8)
+    return Scaled(values.view(dtype), scale)
+
+
+def scaled_product(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b.T``, padding included: both are read row by row."""
+    # torch.nn.functional.scaled_mm is the public one; torch 2.11 does not have it on a CPU.
+    return torch._scaled_mm(
+        a_MK.values, b_NK.values.T, scale_a=a_MK.scale, scale_b=b_NK.scale, out_dtype=out_dtype
+    )
+
+
+def scaled_product_reference(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor:
+    """The same as :func:`scaled_product` by numbers that are widened first."""
+    a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
+    return (a @ b.T).to(out_dtype)
+
+
+@functools.cache
+def why_not_scaled(device: torch.device) -> str | None:
+    """Why products in eight bits do not run on a device, in words; None if they do."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FIRST_CARD:
+            return (
+                f"{torch.cuda.get_device_name(device)} has compute capability "
+                f"{'.'.join(map(str, capability))}, and 8.9 or newer multiplies in eight bits"
+            )
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has no torch._scaled_mm"
+    try:
+        for dtype in (VALUES, GRADIENTS):
+            one = torch.ones(_STEP, _STEP, device=device)
+            scaled_product(scaled(one, dtype), scaled(one, VALUES), torch.bfloat16)
+    except (RuntimeError, NotImplementedError, TypeError) as problem:
+        return f"torch._scaled_mm fails on {device}: {str(problem).splitlines()[0]}"
+    return None
+
+
+def scaled_thin_linears(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    """``x @ left @ right`` for each pair of halves; arguments as those of ``thin_linears``.
+
+    Returns:
+        ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
+    """
+    return _scaled_thin_linears(x_BI, lefts, rights, bias)[: len(lefts)]
+
+
+@operator("comera::scaled_thin_linears")
+def _scaled_thin_linears(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    """Every ``y``, then in eight bits x and ``t = x @ left``, both left and right halves."""
+    with without_autocast(x_BI):
+        batch, dtype = x_BI.shape[:-1], x_BI.dtype
+        rows = math.prod(batch)
+        x = scaled(x_BI.reshape(rows, -1), VALUES)
+        left_RI = scaled(_beside(lefts).T, VALUES)
+        t = scaled(scaled_product(x, left_RI, dtype), VALUES)
+        ys, kept, end = [], [], 0
+        for right in rights:
+            begin, end = end, end + padded_to_step(right.shape[0])
+            right_RO = scaled(_without_bias(right, bias), VALUES)
+            tj = Scaled(t.values[:, begin:end].contiguous(), t.scale)
+            y = scaled_product(tj, right_RO.T, dtype)[:rows, : right.shape[1]]
+            y = y + right[-1] if bias else y.contiguous()
+            ys.append(y.reshape(*batch, right.shape[1]))
+            kept += [*right_RO]
+        return [*ys, *x, *t, *left_RI, *kept]
+
+
+@_scaled_thin_linears.register_fake
+def _(x_BI, lefts, rights, bias):
+    batch, width = x_BI.shape[:-1], padded_to_step(x_BI.shape[-1])
+    rows = padded_to_step(math.prod(batch))
+    bonds = [padded_to_step(right.shape[0]) for right in rights]
+    sizes = [(rows, width), (rows, sum(bonds)), (sum(bonds), width)]
+    sizes += [
+        (bond, padded_to_step(right.shape[1])) for bond, right in zip(bonds, rights, strict=True)
+    ]
+    kept = [
+        part
+        for size in sizes
+        for part in (
+            x_BI.new_empty(size, dtype=VALUES),
+            x_BI.new_empty((), dtype=torch.float32),
+        )
+    ]
+    return [*(x_BI.new_empty(*batch, right.shape[1]) for right in rights), *kept]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_BI, lefts, rights, ctx.bias = inputs
+    ctx.shape, ctx.dtype = x_BI.shape, x_BI.dtype
+    ctx.bonds = [left.shape[1] for left in lefts]
+    ctx.widths = [right.shape[1] for right in rights]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[len(lefts) :])
+
+
+def _backward(ctx, grads: Sequence[Tensor | None]):
+    count, saved = len(ctx.bonds), ctx.saved_tensors
+    if all(gy is None for gy in grads[:count]):
+        return None, [None] * count, [None] * count, None
+    pairs = [Scaled(*saved[k : k + 2]) for k in range(0, len(saved), 2)]
+    x, t, left_RI, *rights = pairs
+    rows, width = math.prod(ctx.shape[:-1]), ctx.shape[-1]
+    like = saved[1]
+    with without_autocast(like):
+        us, grad_rights, end = [], [], 0
+        t_RB = t.T
+        for gy, right_RO, bond, out in zip(grads, rights, ctx.bonds, ctx.widths, strict=False):
+            begin, end = end, end + right_RO.values.shape[0]
+            if gy is None:
+                gy = like.new_zeros(rows, out, dtype=ctx.dtype)
+            gy = gy.reshape(rows, out).to(ctx.dtype)
+            narrow = scaled(gy, GRADIENTS)
+            us.append(scaled_product(narrow, right_RO, ctx.dtype))
+            tj = Scaled(t_RB.values[begin:end], t.scale)
+            grad = scaled_product(tj, narrow.T, ctx.dtype)[:bond, :out]
+            if ctx.bias:
+                grad = torch.cat([grad[:-1], gy.sum(0, keepdim=True)])
+            grad_rights.append(grad.contiguous())
+        u = scaled(torch.cat(us, 1), GRADIENTS)
+        grad_x = scaled_product(u, left_RI.T, ctx.dtype)[:rows, :width].reshape(ctx.shape)
+        grad_left_RI = scaled_product(u.T, x.T, ctx.dtype)[:, :width]
+        parts = grad_left_RI.split([right.values.shape[0] for right in rights])
+        grad_lefts = [part[:bond].T for part, bond in zip(parts, ctx.bonds, strict=True)]
+    return grad_x, grad_lefts, grad_rights, None
+
+
+_scaled_thin_linears.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _without_bias(right_RO: Tensor, bias: bool) -> Tensor:
+    """The row of a bias left out; what is padded takes its place."""
+    return F.pad(right_RO[:-1], (0, 0, 0, 1)) if bias else right_RO
+
+
+def _beside(lefts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [F.pad(left, (0, padded_to_step(left.shape[1]) - left.shape[1])) for left in lefts], 1
+    )

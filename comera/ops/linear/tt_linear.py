@@ -1,0 +1,251 @@
+"""Multiply by matrices held as tensor trains, without ever forming them.
+
+The input cores join to a thin ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
+meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; the backward pass keeps
+x, the thin ``x @ left`` and the halves, nothing else (CoMERA, arXiv 2405.14377, section 4).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.cores import merge_chain
+from comera.ops.dispatch import autocast_together, operator, without_autocast
+from comera.ops.factors import merge_halves
+from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.linear.fp8 import products_are_scaled
+from comera.ops.product import affine, product
+
+
+def tt_linear_reference(
+    x_BI: Tensor,
+    cores: Sequence[Tensor],
+    split: int,
+    bias_O: Tensor | None = None,
+    *,
+    in_features: int | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """The same as :func:`tt_linear` through the dense matrix, for autograd to differentiate."""
+    weight = tt_to_dense(cores, split)[:out_features, :in_features]
+    return torch.nn.functional.linear(x_BI, weight, bias_O)
+
+
+def tt_linear(
+    x_BI: Tensor,
+    cores: Sequence[Tensor],
+    split: int,
+    bias_O: Tensor | None = None,
+    *,
+    gates: Sequence[Tensor] = (),
+    threshold: float = 0.0,
+    in_features: int | None = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """Return ``x @ W.T + bias`` where ``W`` is a tensor train.
+
+    Args:
+        x_BI: ``(*, in_features)``; any leading dimensions, empty ones included.
+        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
+        split: How many of the cores carry the input.
+        bias_O: ``(out_features,)`` or None.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+        in_features: Width of x if the modes multiply to more: x is zero-padded, without a copy.
+        out_features: Width of the result if the modes multiply to more: it is cut.
+
+    Returns:
+        ``(*, out_features)`` in the dtype of x; under autocast in autocast's dtype.
+
+    Raises:
+        ValueError: If x has another width than the layer.
+    """
+    biases = [] if bias_O is None else [bias_O]
+    left_GIR, right_GRO = merge_halves(list(cores), list(gates), biases, 1, split, threshold)
+    left_IR, right_RO = left_GIR[0, :in_features], right_GRO[0, :, :out_features]
+    return thin_linears(x_BI, [left_IR], [right_RO], bias_O is not None)[0]
+
+
+def thin_linears(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    """``x @ left @ right`` for each pair of halves, all in one pass over x.
+
+    Args:
+        x_BI: ``(*, I)``.
+        lefts: ``(I, R)`` each, as :func:`~comera.ops.factors.merge_halves` makes them.
+        rights: ``(R, O)`` each; O may differ.
+        bias: Whether the last row of each right half is a bias.
+
+    Returns:
+        ``(*, O)`` for each pair, at autocast's dtype where autocast is on. As in torch's own
+        products, float64 is left as it is.
+
+    Raises:
+        ValueError: If x has another width than the layer.
+    """
+    check_width(x_BI, lefts[0])
+    x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
+    if products_are_scaled() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
+        from comera.ops.linear.fp8 import scaled_thin_linears  # few cards ever multiply so
+
+        return scaled_thin_linears(x_BI, lefts, rights, bias)
+    return _thin_linears(x_BI, lefts, rights, bias)[:-1]
+
+
+def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
+    """Raise ``ValueError`` if x has another width than the layer."""
+    if x_BI.shape[-1] != left_IR.shape[0]:
+        raise ValueError(
+            f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
+            f"but this layer takes {left_IR.shape[0]}"
+        )
+
+
+def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> Tensor:
+    """The same as :func:`thin_linears` of one pair, through the dense matrix.
+
+    The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
+    """
+    check_width(x_BI, left_IR)
+    weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left
+    y = affine(x_BI.reshape(-1, x_BI.shape[-1]), weight_IO, right_RO[-1] if bias else None)
+    return y.view(*x_BI.shape[:-1], y.shape[-1])
+
+
+@operator("comera::thin_linears")
+def _thin_linears(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
+    x = x_BI.reshape(-1, x_BI.shape[-1])
+    if multiplies_by_kernel(x, lefts, rights):
+        t = x.new_empty(x.shape[0], sum(left.shape[1] for left in lefts))
+        ys = multiply(x, lefts, rights, t.split([left.shape[1] for left in lefts], 1), bias)
+        return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
+    t = product(x, _beside(lefts)).contiguous()  # as all results are promised to be
+    ys, end = [], 0
+    for right in rights:
+        begin, end = end, end + right.shape[0]
+        if bias:
+            t[:, end - 1].fill_(1)
+        y = product(t[:, begin:end].contiguous(), right)
+        ys.append(y.view(*x_BI.shape[:-1], right.shape[1]))
+    return [*ys, t]
+
+
+@_thin_linears.register_fake
+def _(x_BI, lefts, rights, bias):
+    batch = x_BI.shape[:-1]
+    ys = [x_BI.new_empty(*batch, right.shape[1]) for right in rights]
+    return [*ys, x_BI.new_empty(math.prod(batch), sum(right.shape[0] for right in rights))]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_BI, lefts, rights, _ = inputs
+    ctx.count = len(lefts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x_BI, output[-1], *lefts, *rights)
+
+
+def _backward(ctx, grads: Sequence[Tensor | None]):
+    x_BI, t, *halves = ctx.saved_tensors
+    lefts, rights = halves[: ctx.count], halves[ctx.count :]
+    *grad_ys, grad_t = grads
+    need_x, need_lefts, need_rights, _ = ctx.needs_input_grad
+    needs = need_x, any(need_lefts), any(need_rights)
+    with without_autocast(x_BI):
+        x = x_BI.reshape(-1, x_BI.shape[-1])
+        gys = [
+            x.new_zeros(x.shape[0], right.shape[1])
+            if gy is None
+            else gy.reshape(-1, gy.shape[-1]).to(x.dtype)
+            for gy, right in zip(grad_ys, rights, strict=True)
+        ]
+        if not torch.is_grad_enabled() and multiplies_by_kernel(x, lefts, rights):
+            found = _thin_linears_backward(gys, x, t, lefts, rights, *needs)
+        else:  # grad_t: only when this backward pass is itself differentiated
+            found = _gradients(gys, grad_t, x, t, lefts, rights, *needs)
+        grad_x, *grads_of_halves = found
+        grad_lefts = grads_of_halves[: ctx.count] if needs[1] else [None] * ctx.count
+        grad_rights = grads_of_halves[ctx.count :] if needs[2] else [None] * ctx.count
+        return grad_x.reshape(x_BI.shape) if need_x else None, grad_lefts, grad_rights, None
+
+
+def _gradients(
+    gys: Sequence[Tensor],
+    grad_t: Tensor | None,
+    x: Tensor,
+    t: Tensor,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    need_x: bool,
+    need_lefts: bool,
+    need_rights: bool,
+) -> list[Tensor]:
+    """Of x, then of all left and all right halves; empty ones where they are not wanted."""
+    u = _beside([product(gy, right.T) for gy, right in zip(gys, rights, strict=True)])
+    if grad_t is not None:
+        u = u + grad_t
+    widths = [right.shape[0] for right in rights]
+    nothing = [x.new_empty(0)] * len(lefts)
+    return [
+        product(u, _beside(lefts).T) if need_x else x.new_empty(0),
+        # Transposed: faster that way.
+        *([g.T for g in product(u.T, x).split(widths)] if need_lefts else nothing),
+        *(
+            [product(tj.T, gy) for tj, gy in zip(t.split(widths, 1), gys, strict=True)]
+            if need_rights
+            else nothing
+        ),
+    ]
+
+
+@operator("comera::thin_linears_backward")
+def _thin_linears_backward(
+    gys: Sequence[Tensor],
+    x: Tensor,
+    t: Tensor,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    need_x: bool,
+    need_lefts: bool,
+    need_rights: bool,
+) -> list[Tensor]:
+    needs = need_x, need_lefts, need_rights
+    if not multiplies_by_kernel(x, lefts, rights):
+        # A graph that was compiled where kernels run may be called where they do not.
+        found = _gradients(gys, None, x, t, lefts, rights, *needs)
+        return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
+    ts = t.split([left.shape[1] for left in lefts], 1)
+    grad_x, grad_lefts, grad_rights = multiply_backward(
+        gys, x, lefts, rights, ts, need_x, need_lefts or need_rights
+    )
+    of_x = x.new_empty(0) if grad_x is None else grad_x
+    if not grad_lefts:
+        return [of_x, *(x.new_empty(0) for _ in (*lefts, *rights))]
+    return [of_x, *grad_lefts, *grad_rights]
+
+
+@_thin_linears_backward.register_fake
+def _(gys, x, t, lefts, rights, need_x, need_lefts, need_rights):
+    of_halves = [
+        x.new_empty(half.shape if need_lefts or need_rights else 0) for half in (*lefts, *rights)
+    ]
+    return [x.new_empty(x.shape if need_x else 0), *of_halves]
+
+
+_thin_linears.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
+    """The ``(out, in)`` matrix of a tensor train, by joining all its cores; differentiable."""
+    left = merge_chain(cores[:split])
+    right = merge_chain(cores[split:])
+    return (left[0] @ right[..., 0]).T

@@ -1,0 +1,1 @@
+"""What embedding tables run: rows and bags read from factors or from slices of cores."""

@@ -1,0 +1,397 @@
+"""The operator that reads rows of a table from its two halves, and sums of rows over bags.
+
+Two redundancies go: every distinct row is made once however often it is asked for, and the halves
+are joined once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is ever laid
+out beside the distinct ones.
+
+Shape suffixes: N = entries, B = bags (or entries, where there are none), V = left and W = right
+part of a row's number, P and Q = left and right part of the width, R = the bond between the halves,
+D = width, H = hot rows, K = their coordinates: D where they are dense, fewer where they are
+coordinates in a basis.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.dispatch import is_free_on_cpu, operator, without_autocast
+from comera.ops.kernels.lookup_kernel import (
+    read,
+    reads_by_kernel,
+    row_grads,
+    sums_by_kernel,
+    weight_grads,
+)
+from comera.ops.table.indices import (
+    Slots,
+    check_range,
+    make_slots,
+    sorted_rows,
+    sum_by,
+    sum_by_sorted,
+)
+
+
+@operator("comera::ttm_look_up")
+def look_up(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, or sums over bags of rows.
+
+    Args:
+        indices_N: Rows to read.
+        left_VPR: Left half.
+        right_WRQ: Right half: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
+        hot_HK: Rows before those of the train.
+        basis_KD: Of the hot rows.
+        weights_N: Of every entry in its bag; None for ones.
+        offsets_B: First entry of each bag; None for rows instead of bags.
+        num_embeddings: Rows of the table.
+        embedding_dim: D.
+
+    Returns:
+        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
+        a kernel reads the rows they are not sorted yet.
+
+    Raises:
+        IndexError: If an index is out of range (checked on the CPU).
+    """
+    check_range(indices_N, num_embeddings)
+    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
+        hot_HD = _dense_hot(hot_HK, basis_KD)
+        indices_N = indices_N.long().contiguous()
+        return read(
+            indices_N, left_VPR, right_WRQ.contiguous(), hot_HD, weights_N, offsets_B,
+            num_embeddings, embedding_dim,
+        )  # fmt: skip
+    keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+    at_N = slots.of_entries(order_N)
+    if offsets_B is None:
+        return made_SD.index_select(0, at_N), keys_N, order_N
+    return _bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
+
+
+@look_up.register_fake
+def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
+      embedding_dim):  # fmt: skip
+    count = (indices_N if offsets_B is None else offsets_B).shape[0]
+    rows = left_VPR.new_empty(count, embedding_dim)
+    return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
+
+
+@torch.library.custom_op("comera::ttm_look_up_backward", mutates_args=())
+def look_up_backward(
+    grad_BD: Tensor,
+    indices_N: Tensor,
+    keys_N: Tensor,
+    order_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
+        if sums_by_kernel(left_VPR, right_WRQ):
+            return _backward_by_kernel(
+                grad_BD, indices_N, keys_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+                offsets_B, num_embeddings, with_weights,
+            )  # fmt: skip
+        keys_N, order_N = keys_N.sort(stable=True)
+    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    width = left_VPR.shape[1] * right_WRQ.shape[2]
+    from_N, grad_weights = order_N, _empty_like(None, grad_BD)
+    if offsets_B is not None:
+        bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
+        from_N = bag_N.index_select(0, order_N)
+        if with_weights:
+            made = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, grad_BD.shape[1])
+            at_N = slots.of_entries(order_N)
+            grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
+            )
+    weights = None if weights_N is None else weights_N.index_select(0, order_N)
+    per_slot = sum_by_sorted(grad_BD.contiguous(), from_N, slots.of_sorted_N, slots.count, weights)
+    hot, cold = per_slot.tensor_split([slots.hot.shape[0]])
+    if cold.shape[1] < width:
+        cold = F.pad(cold, (0, width - cold.shape[1]))
+    tall = slots.group * left_VPR.shape[1]
+    cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
+    grad_left, grad_right = _half_grads(slots, cold, left_VPR, right_WRQ)
+    return (
+        grad_left,
+        _lying_as(right_WRQ, grad_right),
+        *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
+        grad_weights,
+    )
+
+
+def _backward_by_kernel(
+    grad_BD: Tensor,
+    indices_N: Tensor,
+    keys_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
+    hot_HD, dense_WRQ = _dense_hot(hot_HK, basis_KD), right_WRQ.contiguous()
+    left, right, hot = row_grads(
+        grad_BD, keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
+    )
+    hot = None if hot is None else hot.to(grad_BD.dtype)
+    basis: Tensor | None = None
+    if hot is not None and hot_HK is not None and basis_KD is not None:
+        with without_autocast(hot):
+            hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
+    to_weights = None
+    if with_weights and offsets_B is not None:
+        indices_N = indices_N.long().contiguous()
+        to_weights = weight_grads(
+            grad_BD, indices_N, left_VPR, dense_WRQ, hot_HD, offsets_B, num_embeddings
+        )
+    hot, basis, to_weights = (
+        _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
+    )
+    return _lying_as(left_VPR, left), _lying_as(right_WRQ, right), hot, basis, to_weights
+
+
+def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
+    """All hot rows, ``(H, D)``."""
+    if hot_HK is None or basis_KD is None:
+        return None if hot_HK is None else hot_HK.contiguous()
+    with without_autocast(hot_HK):
+        return hot_HK @ basis_KD
+
+
+_SUM = 0
+"""torch's number of that mode of a bag."""
+
+
+@look_up_backward.register_fake
+def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+      offsets_B, num_embeddings, with_weights):  # fmt: skip
+    halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
+    hot = _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
+    return *halves, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    indices_N, *tensors, ctx.num_embeddings, _ = inputs
+    ctx.given = [tensor is not None for tensor in tensors]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        indices_N, *output[1:], *(tensor for tensor in tensors if tensor is not None)
+    )
+
+
+def _backward(ctx, grad_BD: Tensor | None, *_):
+    if grad_BD is None:
+        return (None,) * 9
+    indices_N, keys_N, order_N, *saved = ctx.saved_tensors
+    rest = iter(saved)
+    tensors = [next(rest) if given else None for given in ctx.given]
+    if torch.is_grad_enabled():  # this backward pass is itself differentiated
+        return None, *_differentiable_grads(grad_BD, indices_N, tensors), None, None, None
+    with_weights = ctx.given[4] and ctx.needs_input_grad[5]
+    grads = look_up_backward(
+        grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
+    )
+    given = [*ctx.given[:4], with_weights]
+    wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
+    return None, *wanted, None, None, None
+
+
+def _differentiable_grads(
+    grad_BD: Tensor, indices_N: Tensor, tensors: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Of all tensors but the offsets, through operations that autograd knows."""
+    # One tensor may have been made from another: aliases, so that this way is not counted here too.
+    left, right, hot, basis, weights, offsets = (
+        None if x is None else x.view_as(x) for x in tensors
+    )
+    assert left is not None, "a table has a left half"
+    assert right is not None, "a table has a right half"
+    y_BD = every_row(indices_N, left, right, hot, basis, grad_BD.shape[1])
+    if offsets is not None:  # torch's own bags can be differentiated once
+        rows_ND = y_BD if weights is None else y_BD * weights[:, None]
+        bag_N = _bag_of_entries(offsets, indices_N.shape[0])
+        y_BD = rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
+    given = [left, right, hot, basis, weights]
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in given]
+
+
+def every_row(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    embedding_dim: int,
+) -> Tensor:
+    """Every entry's row for itself, all sizes fixed by the arguments.
+
+    By operations of torch alone, so it can be differentiated as often as one likes.
+    """
+    num_hot = count_hot(hot_HK)
+    cold = (indices_N.long() - num_hot).clamp(min=0)
+    left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
+    turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
+    if turned_WQR.is_contiguous():  # gathered as it lies: otherwise that takes half as long again
+        right = turned_WQR.index_select(0, at).mT
+    else:
+        right = right_WRQ.index_select(0, at)
+    with without_autocast(left_VPR):
+        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
+        if hot_HK is None:
+            return rows
+        hot = hot_rows(indices_N.long().clamp(max=num_hot - 1), hot_HK, basis_KD)
+    return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
+
+
+look_up.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, int, int]:
+    return count_hot(hot_HK), left_VPR.shape[0], right_WRQ.shape[0]
+
+
+def count_hot(hot_HK: Tensor | None) -> int:
+    return 0 if hot_HK is None else hot_HK.shape[0]
+
+
+_PIECE = 1 << 19
+"""Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
+
+
+def _pieces(
+    slots: Slots, left_VPR: Tensor, right_WRQ: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
+
+    Those of the right half lie turned, as
+    :func:`~comera.ops.table.table_factors.merge_table_halves` makes them: products of many small matrices take up to four times as long where the rows of what they
+    make are as short as Q.
+    """
+    (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
+    count, tall = slots.right_T.shape[0], slots.group * P
+    each = max(1, (tall + turned_WQR.shape[1]) * R)
+    at_once = max(1, _PIECE // each if is_free_on_cpu(left_VPR) else count)
+    for start in range(0, count, at_once):
+        piece = slice(start, min(start + at_once, count))
+        left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
+        left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
+        yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
+
+
+def _rows(
+    slots: Slots,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    embedding_dim: int,
+) -> Tensor:
+    """The rows of all slots, ``(S, D)``."""
+    P, Q = left_VPR.shape[1], right_WRQ.shape[2]
+    cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
+    with without_autocast(left_VPR):
+        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+            torch.bmm(left, right.mT, out=cold[piece])
+        cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
+        if hot_HK is None:
+            return cold.contiguous()
+        return torch.cat([hot_rows(slots.hot, hot_HK, basis_KD), cold])
+
+
+def _half_grads(
+    slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both halves from those of the rows of all groups, ``(T, group * P, Q)``."""
+    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
+    # Narrow numbers are rounded once, when all pieces are summed.
+    wide = torch.promote_types(left_VPR.dtype, torch.float32)
+    grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
+    with without_autocast(left_VPR):
+        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+            torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
+            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
+            _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
+    grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
+    turned_WQR = grad_right.to(left_VPR.dtype).view(W, Q, R)
+    return grad_left.view_as(left_VPR), turned_WQR.mT
+
+
+def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
+    """Add each value to the row that it is of; these rise."""
+    each = torch.arange(values.shape[0], device=values.device)
+    if is_free_on_cpu(values):  # touch no rows but these
+        first, last = int(of_values[0]), int(of_values[-1])
+        sums, of_values = sums[first : last + 1], of_values - first
+    sums += sum_by_sorted(values, each, of_values, sums.shape[0])
+
+
+def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
+    """Hot rows by their numbers, ``(N, D)``."""
+    hot = hot_HK.index_select(0, rows_N)
+    return hot if basis_KD is None else hot @ basis_KD
+
+
+def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
+    if not at_N.shape[0]:  # torch refuses an empty table
+        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
+    return F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
+
+
+def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
+    """Which bag each entry is in; entries before the first bag do not occur."""
+    each = torch.arange(entries, device=offsets_B.device)
+    return torch.searchsorted(offsets_B, each, right=True) - 1
+
+
+def _hot_grads(
+    grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the hot rows and their basis, from the gradients of distinct rows; empty for None."""
+    grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
+    if hot_HK is None:
+        return grad_hot, grad_basis
+    if basis_KD is not None:
+        with without_autocast(grad_ND):
+            grad_basis = hot_HK[rows].T @ grad_ND
+            grad_ND = grad_ND @ basis_KD.T
+    grad_hot.zero_()[rows] = grad_ND
+    return grad_hot, grad_basis
+
+
+def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """The same numbers in the dtype and memory layout of another tensor."""
+    same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
+    return tensor if same else torch.empty_like(like).copy_(tensor)
+
+
+def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
+    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)

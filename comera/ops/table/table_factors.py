@@ -1,0 +1,173 @@
+"""Join the cores of a tensor-train table to its two halves, rows and columns apart.
+
+Shape suffixes: V = left and W = right part of a row's number, P and Q = left and right part of the
+width, R = the bond between the halves.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.cores import (
+    gate_chains,
+    gate_grads,
+    join,
+    join_grads,
+    stack_chains,
+    stack_gates,
+    unstack_chains,
+    unstack_gates,
+)
+from comera.ops.dispatch import operator, without_autocast
+from comera.ops.factors import layout_of, merge_groups
+from comera.ops.kernels.contract_kernel import Chains, merges_by_kernel
+
+
+def merge_table_halves(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``.
+
+    Where torch makes it, the right half lies in memory as ``(W, Q, R)``: rows are made, and their
+    gradients taken, of slices whose bond is innermost.
+
+    Args:
+        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+
+    Returns:
+        Two tensors in the dtype of the cores.
+    """
+    return merge_tables([(cores, gates, threshold)])[0]
+
+
+def merge_tables(
+    tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`merge_table_halves` of each table; by kernels all at once.
+
+    Args:
+        tables: What :func:`merge_table_halves` takes of each, all of one dtype and device.
+    """
+    chains = [
+        Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
+        for cores, gates, threshold in tables
+    ]
+    if torch.compiler.is_compiling():
+        kernels = chains[0].cores[0].is_cuda  # the operator asks for them when it runs
+    else:
+        kernels = merges_by_kernel(chains)
+    if not kernels:
+        return [_merge_table_halves(list(c), list(g), threshold) for c, g, threshold in tables]
+    halves = merge_groups(
+        [core for chain in chains for core in chain.cores],
+        [gate for chain in chains for gate in chain.gates],
+        [],
+        [n for c in chains for n in layout_of(c.cores, c.gates, [], 1, c.split, padded=False)],
+        [chain.threshold for chain in chains],
+    )
+    found = []
+    for (cores, _, _), left_1IR, right_1RO in zip(tables, halves[::2], halves[1::2], strict=True):
+        split = len(cores) // 2
+        left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
+        found.append((left, _right_apart(right, cores[split:], turned=False)))
+    return found
+
+
+@operator("comera::merge_table_halves")
+def _merge_table_halves(
+    cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
+) -> tuple[Tensor, Tensor]:
+    split = len(cores) // 2
+    with without_autocast(cores[0]):
+        gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
+        left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
+        return _left_apart(left, cores[:split]), _right_apart(right, cores[split:], turned=True)
+
+
+@_merge_table_halves.register_fake
+def _(cores, gates, threshold):
+    split = len(cores) // 2
+    (V, P), (W, Q) = _sizes(cores[:split]), _sizes(cores[split:])
+    R = cores[split].shape[0]
+    return cores[0].new_empty(V, P, R), cores[0].new_empty(W, Q, R).mT
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    cores, gates, ctx.threshold = inputs
+    ctx.num_cores = len(cores)
+    ctx.save_for_backward(*cores, *gates)
+
+
+def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
+    saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
+    split = len(cores) // 2
+    with without_autocast(grad_left_VPR):
+        stacked = stack_chains(cores, 1)
+        open_gates, live = stack_gates(gates, 1, ctx.threshold)
+        gated = gate_chains(stacked, open_gates)
+        wide = stacked[0].dtype
+        left = _left_together(grad_left_VPR.to(wide), cores[:split])
+        right = _right_together(grad_right_WRQ.to(wide), cores[split:])
+        grads = join_grads(left[None, None], gated[:split])
+        grads += join_grads(right[None, ..., None], gated[split:])
+        grads, per_gate = gate_grads(grads, stacked, open_gates)
+        grad_gates = unstack_gates(per_gate, live, gates, 1)
+        return unstack_chains(grads, cores, 1), grad_gates, None
+
+
+_merge_table_halves.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(cores: Sequence[Tensor]) -> tuple[int, int]:
+    """Rows and columns of a part of the train."""
+    return math.prod(core.shape[1] for core in cores), math.prod(core.shape[2] for core in cores)
+
+
+def _left_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo the interleaving of modes: ``(v1 p1 v2 p2, R)`` to ``(V, P, R)``."""
+    count, modes = len(cores), _modes(cores)
+    order = [*range(0, 2 * count, 2), *range(1, 2 * count, 2), 2 * count]
+    rank = merged.shape[-1]
+    return _new(merged.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
+
+
+def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_left_apart`."""
+    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
+    order = [k for i in range(count) for k in (i, count + i)]
+    split = apart.view(*rows, *columns, apart.shape[2])
+    return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
+
+
+def _right_apart(merged: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
+    """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
+    count, modes = len(cores), _modes(cores)
+    rows, columns = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
+    order = [*rows, *columns, 0] if turned else [*rows, 0, *columns]
+    rank, (W, Q) = merged.shape[0], _sizes(cores)
+    made = _new(merged.view(rank, *modes).permute(order), cores)
+    return made.view(W, Q, rank).mT if turned else made.view(W, rank, Q)
+
+
+def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Undo :func:`_right_apart`, however it lies."""
+    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
+    order = [k for i in range(count) for k in (i, count + 1 + i)]
+    rank = apart.shape[1]
+    split = apart.unflatten(2, columns).unflatten(0, rows)
+    return split.permute(count, *order).reshape(rank, math.prod(_sizes(cores)))
+
+
+def _modes(cores: Sequence[Tensor]) -> list[int]:
+    """Row mode and column mode of each core in turn."""
+    return [size for core in cores for size in core.shape[1:3]]
+
+
+def _new(tensor: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Contiguous, and never a view: an operator may not return its input."""
+    return tensor.to(cores[0].dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,273 @@
+"""Read rows of an embedding table that is held as a tensor-train matrix, or sums of them over bags.
+
+The cores join to two halves; a row is the product of one slice of each.
+
+Shape suffixes: N = entries, B = bags, V = left and W = right part of a row's number, P and Q = left
+and right part of the width, R = the bond between the halves, D = width, H = hot rows, K = their
+coordinates: D where they are dense, fewer where they are coordinates in a basis.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from comera.ops.dispatch import sizes_are_fixed
+from comera.ops.kernels.lookup_kernel import reads_by_kernel, sums_by_kernel
+from comera.ops.table.indices import check_range
+from comera.ops.table.lookup import count_hot, every_row, look_up
+from comera.ops.table.slices import Asked, read_halves
+from comera.ops.table.table_factors import merge_table_halves
+
+
+def tt_embedding_reference(
+    indices: Tensor,
+    cores: Sequence[Tensor],
+    embedding_dim: int,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
+) -> Tensor:
+    """The same as :func:`tt_embedding` through the dense table, for autograd to differentiate."""
+    table = ttm_to_dense(cores)[:, :embedding_dim]
+    if hot_HK is not None:
+        table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
+    return torch.nn.functional.embedding(indices, table)
+
+
+def tt_embedding(
+    indices: Tensor,
+    cores: Sequence[Tensor],
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    gates: Sequence[Tensor] = (),
+    threshold: float = 0.0,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
+) -> Tensor:
+    """Gather rows of a table held as a tensor-train matrix.
+
+    Args:
+        indices: Integers of any shape, ``0 <= index < num_embeddings``.
+        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        num_embeddings: True number of rows; the row modes may multiply to more.
+        embedding_dim: True width; the column modes may multiply to more.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+        hot_HK: Rows that stand before the tensor train: row ``i < H`` is ``hot_HK[i]``, row
+            ``i >= H`` is row ``i - H`` of the train.
+        basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
+
+    Returns:
+        ``(*indices.shape, embedding_dim)`` in the dtype of the cores.
+
+    Raises:
+        IndexError: If an index is out of range (checked on the CPU).
+    """
+    if not torch.compiler.is_compiling():
+        check_range(indices, num_embeddings)  # it knows the shape, the operator does not
+    asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK))
+    flat, left_VPR, right_WRQ, num_read = read_halves(asked)
+    halves = left_VPR, right_WRQ
+    if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
+        rows = every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
+    else:
+        rows, _, _ = look_up(flat, *halves, hot_HK, basis_KD, None, None, num_read, embedding_dim)
+    return rows.reshape(*indices.shape, embedding_dim)
+
+
+def tt_embedding_bag(
+    indices_N: Tensor,
+    offsets_B: Tensor,
+    weights_N: Tensor | None,
+    cores: Sequence[Tensor],
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    gates: Sequence[Tensor] = (),
+    threshold: float = 0.0,
+    hot_HK: Tensor | None = None,
+    basis_KD: Tensor | None = None,
+) -> Tensor:
+    """Weighted sums over bags of rows, no row laid out more than once.
+
+    Args:
+        indices_N: Integers, bag after bag.
+        offsets_B: First entry of each bag, rising from 0.
+        weights_N: Of every entry, in the dtype of the cores; None for ones.
+        cores: As for :func:`tt_embedding`, as is all that follows.
+        num_embeddings: See there.
+        embedding_dim: See there.
+        gates: See there.
+        threshold: See there.
+        hot_HK: See there.
+        basis_KD: See there.
+
+    Returns:
+        ``(B, embedding_dim)`` in the dtype of the cores.
+
+    Raises:
+        IndexError: If an index is out of range (checked on the CPU).
+    """
+    asked = Asked(indices_N, cores, gates, threshold, num_embeddings, count_hot(hot_HK))
+    indices_N, left_VPR, right_WRQ, num_read = read_halves(asked)
+    return sums_of_rows(
+        indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HK, basis_KD, num_read,
+        embedding_dim,
+    )  # fmt: skip
+
+
+def sums_of_rows(
+    indices_N: Tensor,
+    offsets_B: Tensor,
+    weights_N: Tensor | None,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> Tensor:
+    """:func:`tt_embedding_bag` of a table whose halves are known."""
+    offsets_B = offsets_B.long()
+    others = hot_HK, basis_KD, weights_N
+    if sizes_are_fixed(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
+        rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+        each = torch.arange(indices_N.shape[0], device=indices_N.device)
+        return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
+    sums, _, _ = look_up(
+        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
+        embedding_dim,
+    )  # fmt: skip
+    return sums
+
+
+def ttm_to_dense(
+    cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
+) -> Tensor:
+    """The whole ``(rows, columns)`` table, padding included; differentiable."""
+    left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
+    table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
+    return table_VWPQ.flatten(0, 1).flatten(1)
+
+
+def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
+    """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
+    return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
+
+
+@dataclass(frozen=True)
+class TableBags:
+    """What is asked of one table.
+
+    Attributes:
+        indices_N: Rows by their numbers in these halves, bag after bag.
+        offsets_B: First entry of each bag, rising from 0.
+        weights_N: Of every entry, in the dtype of the halves; None for ones.
+        left_VPR: Left half, or the slices of it that are read.
+        right_WRQ: Right half, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
+        hot_HD: Rows that stand before those of the train; None for none.
+    """
+
+    indices_N: Tensor
+    offsets_B: Tensor
+    weights_N: Tensor | None
+    left_VPR: Tensor
+    right_WRQ: Tensor
+    hot_HD: Tensor | None
+
+
+def tt_embedding_bags(
+    tables: Sequence[TableBags], embedding_dim: int, places_5T: Tensor
+) -> list[Tensor]:
+    """Weighted sums over bags of rows, of each table.
+
+    Args:
+        tables: Their halves agree in P and Q, in dtype and device; bonds are padded to the largest
+            R. Every index is a row of its table: that is not checked here.
+        embedding_dim: Width of a row; P * Q may be more.
+        places_5T: What :func:`places` returns, on the device of the tables.
+
+    Returns:
+        ``(B, embedding_dim)`` for each table, in the dtype of the halves.
+    """
+    rank = max(table.left_VPR.shape[2] for table in tables)
+    left_VPR = torch.cat([_padded(table.left_VPR, 2, rank) for table in tables])
+    right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
+    hot = [table.hot_HD for table in tables if table.hot_HD is not None]
+    num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
+    sums_BD = sums_of_rows(
+        _rows_of_the_whole(tables, places_5T, num_hot, all_W),
+        _offsets(tables),
+        _weights(tables),
+        left_VPR,
+        right_WRQ,
+        torch.cat(hot) if hot else None,
+        None,
+        num_hot + left_VPR.shape[0] * all_W,
+        embedding_dim,
+    )
+    return list(sums_BD.split([table.offsets_B.shape[0] for table in tables]))
+
+
+def places(tables: Sequence[TableBags]) -> list[list[int]]:
+    """Where each table stands in the whole: five numbers a table, known from shapes alone.
+
+    Its hot rows and its W; then those of the tables before it: hot rows, V and W.
+    """
+    hots = [0 if table.hot_HD is None else table.hot_HD.shape[0] for table in tables]
+    lefts = [table.left_VPR.shape[0] for table in tables]
+    rights = [table.right_WRQ.shape[0] for table in tables]
+    return [hots, rights, _before(hots), _before(lefts), _before(rights)]
+
+
+def _rows_of_the_whole(
+    tables: Sequence[TableBags], places_5T: Tensor, num_hot: int, all_W: int
+) -> Tensor:
+    """All entries by the numbers of their rows in the whole, int64 (N,)."""
+    counts = [table.indices_N.shape[0] for table in tables]
+    indices_N = torch.cat([table.indices_N.long() for table in tables])
+    of_each = [
+        column.expand(-1, n) for column, n in zip(places_5T.split(1, 1), counts, strict=True)
+    ]
+    hot_N, right_N, hot_before_N, left_before_N, right_before_N = torch.cat(of_each, 1)
+    cold_N = indices_N - hot_N
+    left_N = left_before_N + cold_N.div(right_N, rounding_mode="floor")
+    found_N = num_hot + left_N * all_W + right_before_N + cold_N % right_N
+    return torch.where(cold_N < 0, hot_before_N + indices_N, found_N) if num_hot else found_N
+
+
+def _padded(half: Tensor, dim: int, rank: int) -> Tensor:
+    """Its bond with zeros up to a rank."""
+    more = rank - half.shape[dim]
+    return F.pad(half, (0, 0) * (2 - dim) + (0, more)) if more else half
+
+
+def _cat(halves: Sequence[Tensor]) -> Tensor:
+    """One below the other, bonds innermost in memory where they were."""
+    if halves[0].is_contiguous():
+        return torch.cat(list(halves))
+    return torch.cat([half.mT for half in halves]).mT
+
+
+def _before(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:k]) for k in range(len(sizes))]
+
+
+def _offsets(tables: Sequence[TableBags]) -> Tensor:
+    before = _before([table.indices_N.shape[0] for table in tables])
+    return torch.cat([t.offsets_B.long() + n for t, n in zip(tables, before, strict=True)])
+
+
+def _weights(tables: Sequence[TableBags]) -> Tensor | None:
+    if all(table.weights_N is None for table in tables):
+        return None
+    like = tables[0].left_VPR
+    return torch.cat(
+        [
+            like.new_ones(table.indices_N.shape[0]) if table.weights_N is None else table.weights_N
+            for table in tables
+        ]
+    )

@@ -1,0 +1,141 @@
+"""The parts of an optimizer that torch's own code does not reach: packed state, all attributes,
+state that is wider than its parameter."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_OF_A_PLACE = ("step", "zero_grad")
+"""Methods that a scheduler or a profiler may have wrapped for one object: not for its copies."""
+
+
+def whole(optimizer: Optimizer) -> dict[str, Any]:
+    """All attributes but the hooks: torch's ``__getstate__`` keeps none that a subclass added."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if not key.startswith("_optimizer_") and key not in _OF_A_PLACE
+    }
+
+
+def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
+    """Lay a parameter's state out in plain tensors that can be cut along with it.
+
+    By the optimizer's own ``unpack_state_`` where it has one; torchao's eight-bit and four-bit
+    moments become float32.
+    """
+    if optimizer is None:
+        return
+    own = getattr(optimizer, "unpack_state_", None)
+    if own is not None:
+        own(param)
+    elif hasattr(optimizer, "_new_buffer"):
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if hasattr(value, "__tensor_flatten__") and hasattr(value, "dequantize"):
+                state[key] = value.dequantize()
+
+
+def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
+    """Undo :func:`unpack_state_` for the shape that the parameter has now."""
+    if optimizer is None:
+        return
+    own, new_buffer = (getattr(optimizer, name, None) for name in ("pack_state_", "_new_buffer"))
+    if own is not None:
+        own(param)
+    elif new_buffer is not None:
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():  # all but the number of steps
+                state[key] = new_buffer(param.detach(), key == "exp_avg").copy_(value)
+
+
+def stored_bytes(value: Any) -> int:
+    """Bytes that a tensor keeps, those inside of a packed one; none for what is no tensor."""
+    if not isinstance(value, Tensor):
+        return 0
+    if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return sum(stored_bytes(getattr(value, name)) for name in names)
+    return value.numel() * value.element_size()
+
+
+@contextlib.contextmanager
+def loading_exactly(
+    optimizer: Optimizer, exact: Callable[[dict[str, Any], Tensor], dict[str, Any]]
+) -> Iterator[None]:
+    """Around a ``load_state_dict`` of torch's, which casts all state to its parameter's dtype.
+
+    Args:
+        optimizer: Whose state is loaded.
+        exact: From the given state of a parameter, and that, to what its state is to hold instead
+            of what torch makes of it. What it raises leaves the optimizer as it was.
+    """
+    found: dict[Tensor, dict[str, Any]] = {}
+
+    def keep(_: Optimizer, given: dict[str, Any]) -> None:
+        numbers = [n for group in given["param_groups"] for n in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
+            if number in given["state"]:
+                found[param] = exact(given["state"][number], param)
+
+    def restore(_: Optimizer) -> None:
+        for param, state in found.items():
+            optimizer.state[param].update(state)
+
+    # Registered last and first: after whatever changes the dict, before whatever reads it.
+    before = optimizer.register_load_state_dict_pre_hook(keep)
+    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
+    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
+
+    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
+    go through offers ``step_on_(param, position)``.
+
+    Args:
+        optimizer: Steps each parameter by its own gradient and state.
+        param: With its gradient.
+        position: Of its group among the optimizer's.
+
+    Raises:
+        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
+    """
+    own = getattr(optimizer, "step_on_", None)
+    if own is not None:
+        own(param, position)
+        return
+    groups = optimizer.param_groups
+    group = groups[position]
+    alone = {**group, "params": [param]}
+    optimizer.param_groups = [alone]
+    try:
+        plain_step(type(optimizer))(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    written = [k for k, v in alone.items() if k != "params" and v is not group.get(k)]
+    if written:
+        raise TypeError(
+            f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
+            "groups in every step, which is a sum over all parameters and cannot be had from one: "
+            "call its step() after backward"
+        )
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's step without what torch wraps around it: hooks and a profiler's record."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step

@@ -1,0 +1,182 @@
+"""The ways a tensor-train linear layer can be computed, and the dense layer, as lists of steps.
+
+``thin`` joins the cores of each side to a thin matrix, ``A (in, r)`` and ``B (r, out)``, and the
+batch meets those two. ``dense`` goes on to ``W = A B`` and the batch meets W. ``sequential``
+follows the contraction tree with the fewest operations, on modes. All three are trees of the same
+network, so in all of them forward and gradients share every partial product.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.machine import Machine
+from comera.planning.network import OUTPUT_GRADIENT, linear_network
+from comera.planning.operation import Step, product
+from comera.planning.products import Layer, dense_products, thin_products
+from comera.planning.tree import Schedule, find_tree, schedule
+
+
+def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+    """``y = (x A) B``; the bias rides along as one more row of B, against a column of ones."""
+    left, right = half_chains(layer.shape)
+    t, y, gt, gx, ga, gb = thin_products(layer)
+    ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
+    forward = [
+        *_halves(layer),
+        product("t", ("x", "A"), "bi,ir->br", (1, *t)),
+        *([ones] if layer.bias else []),
+        product("y", ("t", "B"), "br,ro->bo", (1, *y)),
+    ]
+    backward = [
+        product("grad(t)", ("gy", "B"), "bo,ro->br", (1, *gt)),
+        product("grad(x)", ("grad(t)", "A"), "br,ir->bi", (1, *gx)),
+        product(f"grad({left.name})", ("x", "grad(t)"), "bi,br->ir", (1, *ga)),
+        product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
+        *_core_gradients(layer),
+    ]
+    return _linear("thin", layer, machine, dtype, forward, backward, _cores(layer))
+
+
+def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+    """``W = A B``, then the products of an ordinary linear layer."""
+    left, right = half_chains(layer.shape)
+    w, y, gx, gw, ga, gb = dense_products(layer)
+    forward = [
+        *_halves(layer),
+        product("W", ("A", "B"), "ir,ro->io", (1, *w)),
+        product("y", ("x", "W"), "bi,io->bo", (1, *y)),
+    ]
+    backward = [
+        product("grad(x)", ("gy", "W"), "bo,io->bi", (1, *gx)),
+        product("grad(W)", ("x", "gy"), "bi,bo->io", (1, *gw)),
+        *_bias_gradient(layer),
+        product(f"grad({left.name})", ("grad(W)", "B"), "io,ro->ir", (1, *ga)),
+        product(f"grad({right.name})", ("A", "grad(W)"), "ir,io->ro", (1, *gb)),
+        *_core_gradients(layer),
+    ]
+    return _linear("dense", layer, machine, dtype, forward, backward, _cores(layer))
+
+
+def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
+    """The tree with the fewest operations, product by product, and its bare schedule.
+
+    Where the input gets no gradient the tree is still the forward pass's best.
+    """
+    shape = layer.shape
+    network = linear_network(shape, layer.tokens)
+    tree = find_tree(network.without(OUTPUT_GRADIENT))
+    wanted = {name for name in network.tensors if name != "x" or layer.input_grad}
+    wanted = wanted if layer.train else set()
+    plan = schedule(network, tree, root=OUTPUT_GRADIENT, result="y", wanted=wanted)
+    wide, high = layer.tokens * shape.in_width, layer.tokens * shape.out_width
+    pads_x, pads_y = shape.in_width > layer.in_features, shape.out_width > layer.out_features
+    forward = [
+        *_shared(layer, gates(shape, layer.operators)),
+        *([_pass("x", "zeros up to the modes", wide)] if pads_x else []),
+        *plan.forward,
+        *([_pass("y", "cut to the width", high)] if pads_y else []),
+        *([_pass("y", "bias added", high)] if layer.bias else []),
+    ]
+    backward = [
+        *_bias_gradient(layer),
+        *([_pass("gy", "zeros up to the modes", high)] if pads_y else []),
+        *plan.backward,
+        *([_pass("grad(x)", "cut to the width", wide)] if pads_x else []),
+        *_shared(layer, gate_gradients(shape, layer.operators)),
+    ]
+    made = _linear(
+        "sequential", layer, machine.without_onednn, dtype, forward, backward, _cores(layer)
+    )
+    return made, plan
+
+
+def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+    """``torch.nn.Linear`` of the same widths, for comparison."""
+    _, y, gx, gw, _, _ = dense_products(layer)
+    forward = [product("y", ("x", "weight"), "bi,oi->bo", (1, *y))]
+    backward = [
+        product("grad(x)", ("gy", "weight"), "bo,oi->bi", (1, *gx)),
+        product("grad(weight)", ("gy", "x"), "bo,bi->oi", (1, *gw)),
+        *_bias_gradient(layer),
+    ]
+    weight = {"weight": layer.in_features * layer.out_features}
+    return _linear("nn.Linear", layer, machine.without_onednn, dtype, forward, backward, weight)
+
+
+def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+    """A layer whose weight has vanished: its output is the bias, its input's gradient is zero."""
+    wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
+    what = "the bias in every row" if layer.bias else "zeros"
+    forward = [Step("y", (), what, high, moved=high)]
+    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *_bias_gradient(layer)]
+    return _linear("only the bias", layer, machine, dtype, forward, backward, {})
+
+
+def _linear(
+    name: str,
+    layer: Layer,
+    machine: Machine,
+    dtype: str,
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    parameters: Mapping[str, int],
+) -> Candidate:
+    """Time and memory of a linear layer; steps that it does not need are dropped."""
+    needed = [step for step in backward if layer.input_grad or step.result != "grad(x)"]
+    return candidate(
+        name,
+        machine,
+        dtype,
+        forward=forward,
+        backward=needed if layer.train else [],
+        inputs={"x": layer.tokens * layer.in_features},
+        output_gradient=layer.tokens * layer.out_features,
+        parameters={**parameters, **({"bias": layer.out_features} if layer.bias else {})},
+    )
+
+
+def _halves(layer: Layer) -> list[Step]:
+    """The cores joined to A and B, the bond between them padded."""
+    left, right = half_chains(layer.shape)
+    rank, bond = layer.shape.ranks[layer.shape.split - 1], layer.bond
+    wide, high = layer.in_features, layer.out_features
+    bias = ("bias",) if layer.bias else ()
+    what = f"bond {rank} padded to {bond}"
+    steps = [
+        *gates(layer.shape, layer.operators),
+        *left.forward,
+        *right.forward,
+        Step("A", (left.name,), what, wide * bond, moved=wide * (rank + bond), calls=2),
+        Step("B", (right.name, *bias), what, high * bond, moved=high * (rank + bond), calls=2),
+    ]
+    return _shared(layer, steps)
+
+
+def _core_gradients(layer: Layer) -> list[Step]:
+    """From the gradients of A and B to those of cores and gates."""
+    left, right = half_chains(layer.shape)
+    steps = [*left.backward, *right.backward, *gate_gradients(layer.shape, layer.operators)]
+    return _shared(layer, steps)
+
+
+def _shared(layer: Layer, steps: list[Step]) -> list[Step]:
+    """Steps on the cores, the calls of which serve several layers."""
+    if layer.together == 1:
+        return steps
+    return [replace(step, calls=step.calls / layer.together) for step in steps]
+
+
+def _cores(layer: Layer) -> dict[str, int]:
+    return {f"core{k}": a * n * b for k, (a, n, b) in enumerate(layer.shape.core_shapes)}
+
+
+def _bias_gradient(layer: Layer) -> list[Step]:
+    if not layer.bias:
+        return []
+    numbers = layer.tokens * layer.out_features
+    return [Step("grad(bias)", ("gy",), "sum over rows", layer.out_features, moved=numbers)]
+
+
+def _pass(name: str, what: str, numbers: int) -> Step:
+    return Step(name, (name,), what, numbers, moved=2 * numbers)

@@ -1,0 +1,179 @@
+"""The ways rows of a tensor-train table can be read, and the dense table, as lists of steps.
+
+``halves`` joins the cores to two halves and makes each row as the product of one slice of each;
+``unique`` does the same once for every distinct row; ``sequential`` gathers a slice of every core
+and multiplies those, row by row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.machine import Machine
+from comera.planning.network import OUTPUT_GRADIENT, look_up_network
+from comera.planning.operation import Step, product
+from comera.planning.tree import Schedule, find_tree, schedule
+from comera.shapes import TTMShape
+
+OPERATORS = 3
+"""Python operators of a tensor-train table in each direction: two half-chains and the look-up."""
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """One batch of look-ups.
+
+    Args:
+        shape: Modes and ranks.
+        tokens: Indices in the batch.
+        distinct: How many different ones are expected among them.
+        num_embeddings: True number of rows.
+        embedding_dim: True width.
+        train: Whether a backward pass follows.
+    """
+
+    shape: TTMShape
+    tokens: int
+    distinct: int
+    num_embeddings: int
+    embedding_dim: int
+    train: bool = True
+
+
+def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
+    """Every row, or with ``unique`` every distinct row, as a product of a slice of each half.
+
+    Halves are counted as joined whole. On a CPU that is too much for large tables and small
+    batches, which have only the slices joined that they read (:mod:`comera.ops.table.slices`).
+    """
+    shape, rank = look_up.shape, look_up.shape.ranks[look_up.shape.split - 1]
+    rows = look_up.distinct if unique else look_up.tokens
+    left, right = half_chains(shape)
+    wide, high = (
+        math.prod(shape.col_modes[: shape.split]),
+        math.prod(shape.col_modes[shape.split :]),
+    )
+    left_size = math.prod(shape.slice_sizes[: shape.split]) * rank
+    right_size = math.prod(shape.slice_sizes[shape.split :]) * rank
+    numbers = look_up.tokens * look_up.embedding_dim
+    made = "rows" if unique else "y"
+    gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
+    search = [_sort(look_up.tokens)] if unique else []
+    gathers = [
+        _gather("slices of A", left.name, rows * wide * rank),
+        _gather("slices of B", right.name, rows * rank * high),
+    ]
+    forward = [
+        *gates(shape, OPERATORS),
+        *left.forward,
+        *right.forward,
+        _permute(left.name, left_size),
+        _permute(right.name, right_size),
+        *search,
+        *gathers,
+        product(made, ("slices of A", "slices of B"), "bpr,brq->bpq", (rows, wide, rank, high)),
+        *([_gather("y", made, numbers)] if unique else []),
+    ]
+    # The slices are gathered again: keeping them would take a multiple of the output's memory.
+    backward = [
+        *search,
+        *([_scatter(gradient, OUTPUT_GRADIENT, numbers, rows * wide * high)] if unique else []),
+        *gathers,
+        product(
+            "grad(slices of A)", (gradient, "slices of B"), "bpq,brq->bpr", (rows, wide, high, rank)
+        ),
+        product(
+            "grad(slices of B)", ("slices of A", gradient), "bpr,bpq->brq", (rows, rank, wide, high)
+        ),
+        _scatter(f"grad({left.name})", "grad(slices of A)", rows * wide * rank, left_size),
+        _scatter(f"grad({right.name})", "grad(slices of B)", rows * rank * high, right_size),
+        _permute(f"grad({left.name})", left_size),
+        _permute(f"grad({right.name})", right_size),
+        *left.backward,
+        *right.backward,
+        *gate_gradients(shape, OPERATORS),
+    ]
+    name = "unique" if unique else "halves"
+    return _look_up(name, look_up, machine, dtype, forward, backward, _cores(shape))
+
+
+def sequential(look_up: LookUp, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
+    """Row by row along the tree with the fewest operations, and its bare schedule."""
+    shape, cores = look_up.shape, _cores(look_up.shape)
+    network = look_up_network(shape, look_up.tokens)
+    tree = find_tree(network.without(OUTPUT_GRADIENT))
+    wanted = set(network.tensors) if look_up.train else set()
+    plan = schedule(network, tree, root=OUTPUT_GRADIENT, result="y", wanted=wanted)
+    slices = [name for name in network.tensors if name != OUTPUT_GRADIENT]
+    picked = {name: network.size_of(network.tensors[name]) for name in slices}
+    pairs = list(zip(cores, slices, strict=True))
+    gathers = [_gather(name, core, picked[name]) for core, name in pairs]
+    forward = [*gates(shape, OPERATORS), *gathers, *plan.forward]
+    backward = [
+        *gathers,
+        *plan.backward,
+        *(_scatter(f"grad({c})", f"grad({name})", picked[name], cores[c]) for c, name in pairs),
+        *gate_gradients(shape, OPERATORS),
+    ]
+    return _look_up("sequential", look_up, machine, dtype, forward, backward, cores), plan
+
+
+def torch_embedding(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
+    """``torch.nn.Embedding`` with a dense gradient, for comparison; the optimizer not counted."""
+    weight = look_up.num_embeddings * look_up.embedding_dim
+    numbers = look_up.tokens * look_up.embedding_dim
+    forward = [_gather("y", "weight", numbers)]
+    backward = [_scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)]
+    return _look_up("nn.Embedding", look_up, machine, dtype, forward, backward, {"weight": weight})
+
+
+def only_zeros(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
+    """A table that has vanished: every row is zero."""
+    numbers = look_up.tokens * look_up.embedding_dim
+    forward = [Step("y", (), "zeros", numbers, moved=numbers)]
+    return _look_up("zeros", look_up, machine, dtype, forward, [], {})
+
+
+def _look_up(
+    name: str,
+    look_up: LookUp,
+    machine: Machine,
+    dtype: str,
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    parameters: Mapping[str, int],
+) -> Candidate:
+    return candidate(
+        name,
+        machine,
+        dtype,
+        forward=forward,
+        backward=backward if look_up.train else [],
+        inputs={"indices": look_up.tokens},
+        output_gradient=look_up.tokens * look_up.embedding_dim,
+        parameters=parameters,
+    )
+
+
+def _cores(shape: TTMShape) -> dict[str, int]:
+    return {f"core{k}": math.prod(size) for k, size in enumerate(shape.core_shapes)}
+
+
+def _sort(tokens: int) -> Step:
+    """Sorting: each number is moved about log2(tokens) times, as are its eight-byte positions."""
+    moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
+    return Step("distinct", ("indices",), "sort the indices", 2 * tokens, moved=moved, calls=6)
+
+
+def _gather(name: str, source: str, numbers: int) -> Step:
+    return Step(name, (source, "indices"), f"gather from {source}", numbers, copied=numbers)
+
+
+def _scatter(name: str, source: str, numbers: int, size: int) -> Step:
+    what = f"add up {source}"
+    return Step(name, (source, "indices"), what, size, moved=size, copied=numbers, calls=2)
+
+
+def _permute(name: str, numbers: int) -> Step:
+    return Step(name, (name,), "rows and columns apart", numbers, copied=numbers)

@@ -1,0 +1,288 @@
+"""``comera checkpoint WHAT``: look into chains of checkpoints, test, write and make them."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from comera.checkpoint.archive import Archive, Manifest
+from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
+from comera.checkpoint.contents import Quality
+from comera.checkpoint.foreign import find_series, read_foreign, step_of, write_weights
+from comera.checkpoint.streams import DamagedError
+from comera.recipes.replayed import replay
+from comera.train.log import progress_bar
+
+
+def add_checkpoint(commands: Any) -> None:
+    """Add ``checkpoint`` and its subcommands to the commands of ``comera``."""
+    parser = ArgumentParser(description="Chains of compressed checkpoints.", allow_abbrev=False)
+    # The outer level first, then the inner one: jsonargparse insists.
+    commands.add_subcommand("checkpoint", parser, help="look into chains of checkpoints, make them")
+    actions = parser.add_subcommands(dest="action")
+    for name, (text, add, _) in _ACTIONS.items():
+        command = ArgumentParser(description=text, allow_abbrev=False)
+        add(command)
+        actions.add_subcommand(name, command, help=text)
+
+
+def run_checkpoint(chosen: Namespace, console: Console) -> int:
+    """Do what was asked for; returns the exit status.
+
+    Raises:
+        ValueError, FileNotFoundError: If it cannot be done; says why.
+    """
+    return _ACTIONS[chosen.action][2](chosen[chosen.action], console)
+
+
+# ── inspect ──────────────────────────────────────────────────────────────────────────────────────
+
+_KINDS = {
+    "changes of weights": ("model/gaps", "model/codes", "model/books"),
+    "moments": (
+        "rest/gaps", "rest/places", "rest/codes", "rest/books", "rest/means",
+    ),
+    "exact tensors of the model": ("model/byte",),
+    "exact tensors of the rest": ("rest/byte",),
+    "names, shapes and plain values": ("index",),
+}  # fmt: skip
+
+
+def _inspect(options: Namespace, console: Console) -> int:
+    archive = _archive(options.folder)
+    table = Table(title=f"checkpoints in {escape(str(archive.folder))}", title_style="")
+    for name in ("step", "builds on", "bytes", "raw bytes", "ratio"):
+        table.add_column(name, justify="right")
+    for name in ("kept changes", "error", "copying s", "encoding s"):
+        table.add_column(name, justify="right")
+    sound: list[Manifest] = []
+    for step in archive.steps():
+        try:
+            manifest = archive.manifest(step)
+        except DamagedError as problem:
+            console.print(f"[red]{escape(str(problem))}[/]", soft_wrap=True, highlight=False)
+            continue
+        sound.append(manifest)
+        table.add_row(*_row(manifest))
+    if sound:
+        raw, size = (sum(m.raw_bytes for m in sound), sum(m.size for m in sound))
+        table.add_section()
+        table.add_row("all", "", f"{size:,}", f"{raw:,}", f"{raw / size:.1f}x")
+    console.print(table)
+    if sound:
+        console.print(_by_kind(sound))
+    return 0 if len(sound) == len(archive.steps()) else 1
+
+
+def _row(manifest: Manifest) -> list[str]:
+    figures, previous = manifest.figures, manifest.previous
+    entries, seconds = figures.get("entries", {}), figures.get("seconds", {})
+    lossy = entries.get("lossy", 0)
+    return [
+        f"{manifest.step:,}",
+        "key frame" if previous is None else f"{previous[0]:,}",
+        f"{manifest.size:,}",
+        f"{manifest.raw_bytes:,}",
+        f"{manifest.raw_bytes / manifest.size:.1f}x",
+        f"{entries.get('changed', 0) / lossy:.1%}" if lossy else "all",
+        f"{figures.get('error', 0):.3f}" if lossy else "none",
+        f"{seconds.get('copying', 0):.2f}",
+        f"{seconds.get('encoding', 0):.2f}",
+    ]
+
+
+def _by_kind(manifests: list[Manifest]) -> Table:
+    table = Table(title="what the bytes are, all checkpoints together", title_style="")
+    table.add_column("")
+    for name in ("quantised and packed", "entropy coded", "ratio", "share"):
+        table.add_column(name, justify="right")
+    total = sum(stored for m in manifests for _, stored in m.streams.values())
+    for kind, prefixes in _KINDS.items():
+        pairs = [
+            sizes
+            for m in manifests
+            for name, sizes in m.streams.items()
+            if name.startswith(prefixes)
+        ]
+        before, after = (sum(pair[k] for pair in pairs) for k in (0, 1))
+        if after:
+            table.add_row(
+                kind, f"{before:,}", f"{after:,}", f"{before / after:.2f}x", f"{after / total:.1%}"
+            )
+    table.caption = (
+        "error: of the change of the weights since the last checkpoint (of the weights in a key "
+        "frame), relative to its norm; the next checkpoint makes up for it"
+    )
+    return table
+
+
+# ── verify, export, compress ─────────────────────────────────────────────────────────────────────
+
+
+def _verify(options: Namespace, console: Console) -> int:
+    archive = _archive(options.folder)
+    with progress_bar(console=console) as bar:
+        task = bar.add_task("verify", total=len(archive.steps()), figures="")
+
+        def checked(step: int) -> None:
+            bar.update(task, advance=1, figures=f"step {step:,}")
+
+        problems = CheckpointChain(archive.folder).verify(checked)
+    for step, problem in problems.items():
+        told = "[green]sound[/]" if problem is None else f"[red]{escape(problem)}[/]"
+        console.print(f"step {step:,}: {told}", soft_wrap=True, highlight=False)
+    return int(any(problems.values()))
+
+
+def _export(options: Namespace, console: Console) -> int:
+    chain = CheckpointChain(_archive(options.folder).folder)
+    saved = chain.load(_step(options.step))
+    path = write_weights(Path(options.out).expanduser(), saved.model)
+    console.print(f"wrote {path}: {len(saved.model)} tensors of step {saved.step:,}", markup=False)
+    return 0
+
+
+def _compress(options: Namespace, console: Console) -> int:
+    folder = Path(options.out).expanduser()
+    if folder.resolve() == Path(options.source).expanduser().resolve():
+        raise ValueError(f"out={options.out} is where the series is: choose another folder")
+    series = _series(Path(options.source).expanduser())
+    settings = {key: value for key, value in options.items() if key not in ("source", "out")}
+    with (
+        CheckpointChain(folder, background=False, **settings) as chain,
+        progress_bar(console=console) as bar,
+    ):
+        done = set(chain.steps())
+        task = bar.add_task("compress", total=len(series), figures="")
+        for step, read in series.items():
+            if step not in done:  # the same command goes on
+                chain.save(step, **read())
+            bar.update(task, advance=1, figures=f"step {step:,}")
+    return _inspect(Namespace(folder=str(folder)), console)
+
+
+def _series(source: Path) -> dict[int, Callable[[], dict[str, Any]]]:
+    """Steps in order, and what reads the checkpoint of each."""
+    found = _find_archive(source)
+    if found is None:
+        return {step_of(path): partial(read_foreign, path) for path in find_series(source)}
+    chain = CheckpointChain(found.folder)
+    return {step: partial(_parts_of_link, chain, step) for step in chain.steps()}
+
+
+def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:
+    parts = vars(chain.load(step))
+    return {name: part for name, part in parts.items() if name != "step"}
+
+
+def _evaluate(options: Namespace, console: Console) -> int:
+    run = Path(options.run).expanduser()
+    archive = _archive(options.chain or options.run)
+    chain = CheckpointChain(archive.folder)
+    steps = [_number("at", part) for part in options.at.split(",")] if options.at else chain.steps()
+    for step in set(steps) - set(chain.steps()):
+        raise FileNotFoundError(f"at={options.at}: there is no checkpoint of step {step}")
+    if options.train_on < 0:
+        raise ValueError(f"train_on={options.train_on} must be 0 or more")
+    table = Table(title=f"loss with checkpoints in {escape(str(chain.folder))}", title_style="")
+    for name in ("step", "ratio", "the run's loss", "as read", "difference"):
+        table.add_column(name, justify="right")
+    if options.train_on:
+        for name in ("trained on to", "the run's loss", "from what is read", "difference"):
+            table.add_column(name, justify="right")
+    with progress_bar(console=console) as bar:
+        task = bar.add_task("evaluate", total=None, figures="")
+        for found in replay(run, chain, steps, options.train_on, lambda n: bar.advance(task, n)):
+            manifest = archive.manifest(found.step)
+            cells = [f"{found.step:,}", f"{manifest.raw_bytes / manifest.size:.1f}x"]
+            cells += _beside(found.logged, found.read)
+            if options.train_on:
+                cells += [f"{found.later:,}", *_beside(found.logged_later, found.read_later)]
+            table.add_row(*cells)
+            bar.update(task, advance=1, figures=f"step {found.step:,}")
+    console.print(table)
+    return 0
+
+
+def _beside(logged: float | None, read: float) -> list[str]:
+    if logged is None:
+        return ["not evaluated", f"{read:.4f}", ""]
+    return [f"{logged:.4f}", f"{read:.4f}", f"{read / logged - 1:+.2%}"]
+
+
+def _archive(folder: str) -> Archive:
+    """The checkpoints in a folder, or those of a run."""
+    found = _find_archive(Path(folder))
+    if found is None:
+        raise FileNotFoundError(f"there are no checkpoints in {folder}")
+    return found
+
+
+def _find_archive(folder: Path) -> Archive | None:
+    archives = [Archive(path) for path in (folder, folder / "checkpoints")]
+    return next((archive for archive in archives if archive.steps()), None)
+
+
+def _step(text: str) -> int | Literal["latest"]:
+    return "latest" if text == "latest" else _number("step", text, ", or 'latest'")
+
+
+def _number(name: str, text: str, other: str = "") -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a number{other}") from None
+
+
+def _add_folder(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=str, help="folder of the checkpoints, or of the run")
+
+
+def _add_export(parser: ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "out", type=str, help="a file.safetensors, or a folder for model.safetensors"
+    )
+    parser.add_argument("--step", type=str, default="latest", help="which checkpoint")
+
+
+def _add_compress(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=str,
+        help="folder of a series: files of torch or safetensors, or folders as transformers "
+        "writes them, with the step as the last number in their names; or another chain",
+    )
+    parser.add_argument("out", type=str, help="folder of the chain")
+    parser.add_argument("--mode", type=Literal["lossy", "lossless"], default="lossy")
+    for name, default, text in (
+        ("bits", Quality.bits, "2 to 8, of codes"),
+        ("rate", Quality.rate, "what a bit is worth"),
+        ("alpha", Quality.alpha, "of the paper's rule for weights"),
+        ("beta", Quality.beta, "smallest moments, in means"),
+        ("key_every", KEY_EVERY, "checkpoints from key to key"),
+        ("key_bits", Quality.key_bits, "of weights in a key frame"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+
+
+def _add_evaluate(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=str, help="folder of a run of `comera train`")
+    parser.add_argument("--chain", type=str, help="folder of its checkpoints, if not the run's own")
+    parser.add_argument("--at", type=str, help="steps of the checkpoints to take, with commas")
+    parser.add_argument("--train_on", type=int, default=0, help="steps to go on from each")
+
+
+_Action = tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace, Console], int]]
+_ACTIONS: dict[str, _Action] = {
+    "inspect": ("what is in a chain, and what its bytes are", _add_folder, _inspect),
+    "verify": ("read everything, and say what is damaged", _add_folder, _verify),
+    "export": ("write a checkpoint's weights as safetensors", _add_export, _export),
+    "evaluate": ("the loss of checkpoints beside the run's own", _add_evaluate, _evaluate),
+    "compress": ("make a chain of other programs' checkpoints", _add_compress, _compress),
+}

@@ -1,0 +1,146 @@
+"""What a model and its optimizer keep in memory, counted before training."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from comera.optim.galore import GaLore
+from comera.optim.inner import AnyOptimizer, unwrap
+from comera.optim.state_layout import stored_bytes
+from comera.optim.state_size import state_bytes
+from comera.planning.text import show_bytes, table_html, text_table
+
+_HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Parameters that belong together.
+
+    Attributes:
+        name: Of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
+            parameters and buffers.
+        entries: Numbers in them.
+        weights: Bytes of them.
+        gradients: Bytes of their gradients, between the backward pass and the step.
+        state: Bytes that the optimizer keeps from its first step on.
+    """
+
+    name: str
+    entries: int
+    weights: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.state
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryReport:
+    """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
+
+    Attributes:
+        optimizer: What it is, in words.
+        groups: In the order of the optimizer's groups.
+        title: Above the table.
+    """
+
+    optimizer: str
+    groups: tuple[GroupMemory, ...]
+    title: str = "memory at the start"
+
+    @property
+    def total(self) -> GroupMemory:
+        """All groups together."""
+        sums = (
+            sum(getattr(group, key) for group in self.groups)
+            for key in ("entries", "weights", "gradients", "state")
+        )
+        return GroupMemory("total", *sums)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table as text, the total last."""
+        return [
+            (
+                group.name,
+                f"{group.entries:,}",
+                *(f"{n:,}" for n in (group.weights, group.gradients, group.state, group.total)),
+            )
+            for group in (*self.groups, self.total)
+        ]
+
+    def summary(self) -> str:
+        """The total in words."""
+        total = self.total
+        share = f", {total.state / total.weights:.2f}x the weights" if total.weights else ""
+        return (
+            f"{show_bytes(total.total)} before activations and work space; "
+            f"{self.optimizer} keeps {show_bytes(total.state)}{share}"
+        )
+
+    def __str__(self) -> str:
+        table = text_table(f"{self.title}, bytes", _HEADER, self.rows(), total=True)
+        return f"{table}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(_HEADER, self.rows(), caption=f"{self.title}, bytes", note=self.summary())
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    title: str = "memory at the start",
+) -> MemoryReport:
+    """Bytes of weights, gradients and optimizer state, counted exactly and without allocating.
+
+    Activations, what a step computes with, and what the allocator leaves unused are not in it.
+
+    Args:
+        model: On any device, ``meta`` too.
+        optimizer: Of its parameters. Its step is run on tensors without memory to see what it
+            keeps; where it has state already, that is counted. Groups of one name share a line.
+            With updates in backward the gradients listed are never alive all at once.
+        title: Above the table.
+
+    Raises:
+        ValueError: If the optimizer's step does not run there and has not been run for real.
+
+    Example::
+
+        optimizer = comera.CAME(comera.param_groups(model, lr=3e-4))
+        print(comera.memory_report(model, optimizer))
+    """
+    optimizer = unwrap(optimizer)
+    states = state_bytes(optimizer)
+    members: dict[str, list[Tensor]] = {}
+    trained = set()
+    for number, group in enumerate(optimizer.param_groups):
+        name = group.get("name", f"group {number}" if len(optimizer.param_groups) > 1 else "all")
+        members.setdefault(str(name), []).extend(group["params"])
+        trained |= {id(param) for param in group["params"]}
+    rest: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in trained:
+            rest.setdefault(id(tensor), tensor)
+    if rest:
+        members.setdefault("not trained", []).extend(rest.values())
+    groups = []
+    for name, tensors in members.items():
+        with_grad = [tensor for tensor in tensors if tensor.requires_grad]
+        groups.append(
+            GroupMemory(
+                name,
+                entries=sum(tensor.numel() for tensor in tensors),
+                weights=sum(map(stored_bytes, tensors)),
+                gradients=sum(map(stored_bytes, with_grad)),
+                state=sum(states.get(tensor, 0) for tensor in tensors),
+            )
+        )
+    kind = type(optimizer).__name__
+    if type(optimizer) is GaLore:
+        kind += f" around {type(optimizer.inner).__name__}"
+    return MemoryReport(kind, tuple(groups), title)

@@ -1,0 +1,166 @@
+"""What the planner says about the layers of a model: which way each runs, and against dense."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.table import HotRows, TTTable
+from comera.ops.dispatch import machine_of
+from comera.planning.break_even import suggest
+from comera.planning.machine import Machine
+from comera.planning.plan import Plan
+from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.text import show_seconds, table_html, text_table
+
+_HEADER = ("layers", "shape and ranks", "runs", "time", "time / dense", "peak / dense", "instead")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The plan of layers that are alike.
+
+    Attributes:
+        names: As in ``named_modules``.
+        plan: Of each of them.
+        suggestion: What would be faster than dense, where this is not; empty otherwise.
+    """
+
+    names: tuple[str, ...]
+    plan: Plan
+    suggestion: str
+
+
+@dataclass(frozen=True, repr=False)
+class ModelPlan:
+    """The plans of all tensor-train layers of a model; prints itself, also in Jupyter.
+
+    Attributes:
+        layers: One entry for each kind of layer.
+        tokens: Rows of the batch.
+        machine: On which times are predicted.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    tokens: int
+    machine: Machine
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of all tensor-train layers, forward and backward."""
+        return sum(len(layer.names) * layer.plan.chosen.seconds for layer in self.layers)
+
+    @property
+    def dense_seconds(self) -> float:
+        """The same for the dense layers in their place."""
+        return sum(len(layer.names) * layer.plan.dense.seconds for layer in self.layers)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table as text."""
+        return [
+            (
+                _names(layer.names),
+                layer.plan.title,
+                layer.plan.chosen.name,
+                show_seconds(layer.plan.chosen.seconds),
+                f"{layer.plan.time_ratio:.2f}x",
+                f"{layer.plan.memory_ratio:.2f}x",
+                layer.suggestion,
+            )
+            for layer in self.layers
+        ]
+
+    def summary(self) -> str:
+        """What all layers take together."""
+        if not self.layers:
+            return "no tensor-train layer"
+        return (
+            f"all tensor-train layers, forward and backward: {show_seconds(self.seconds)}, dense "
+            f"{show_seconds(self.dense_seconds)}: {self.seconds / self.dense_seconds:.2f}x the time"
+            f" ({self.machine.title})"
+        )
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        shown = len(_HEADER) if any(row[-1] for row in rows) else len(_HEADER) - 1
+        table = text_table(
+            f"plan at {self.tokens} tokens",
+            _HEADER[:shown],
+            [row[:shown] for row in rows],
+            left=(0, 1, 2, 6),
+        )
+        return f"{table}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(_HEADER, self.rows(), note=self.summary())
+
+
+def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
+    """Which way each tensor-train layer runs at a batch, what that costs, and against dense.
+
+    Args:
+        model: One tensor-train layer, for a table of every contraction, or a model, for one line
+            for each kind of layer.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied. For
+            embeddings the number of indices.
+
+    Returns:
+        A :class:`~comera.planning.plan.Plan` of the layer, or a :class:`ModelPlan`. Times are
+        predicted for the device the parameters are on, from the numbers that ``comera calibrate``
+        measured or from rough defaults.
+
+    Raises:
+        ValueError: If ``tokens`` is below one, or ``model`` holds no tensor-train layer.
+    """
+    if isinstance(model, TensorTrainModule):
+        return _plan_layer(model, tokens, 1)
+    layers = tensor_trains(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
+        )
+    alike: dict[object, list[tuple[str, TensorTrainModule]]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, HotRows):  # a gather and one product, of which there is no order
+            continue
+        alike.setdefault(layer.kind() if isinstance(layer, TTLinear) else name, []).append(
+            (name, layer)
+        )
+    made = []
+    for members in alike.values():
+        names, (layer, *_) = zip(*members, strict=True)
+        layer_plan = _plan_layer(layer, tokens, len(members))
+        made.append(LayerPlan(names, layer_plan, _instead(layer, layer_plan, len(members))))
+    return ModelPlan(tuple(made), tokens, made[0].plan.machine)
+
+
+def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
+    if isinstance(layer, TTLinear):
+        arguments = layer.planner_arguments()
+        return plan_linear(layer.shape, tokens, together=together, **arguments)
+    assert isinstance(layer, TTTable), "there are two formats"
+    core = layer.cores[0]
+    return plan_embedding(
+        layer.shape,
+        tokens,
+        dtype=str(core.dtype).removeprefix("torch."),
+        machine=machine_of(core.device),
+        num_embeddings=layer.num_embeddings - layer.hot_rows,
+        embedding_dim=layer.embedding_dim,
+    )
+
+
+def _instead(layer: TensorTrainModule, layer_plan: Plan, together: int) -> str:
+    if layer_plan.time_ratio <= 1 or not isinstance(layer, TTLinear):
+        return ""
+    arguments = layer.planner_arguments()
+    better = suggest(layer.shape, layer_plan.tokens, together=together, **arguments)
+    return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    first = names[0] or "(model)"
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"

@@ -1,0 +1,153 @@
+"""Bring tensor trains into canonical form, in which ranks can be told apart by what they carry.
+
+Cores may be multiplied by any matrix on one side of a bond and by its inverse on the other: what
+they stand for is the same, but a single rank of the bond then means something else. As a model
+trains, what a bond carries comes to be spread over all of its ranks, and each one that is cut takes
+some of everything with it. In canonical form the ranks of a bond are the singular vectors of the
+weight there, split between its left and its right modes: no choice of as many ranks loses less of
+the weight, and the loss depends on few of them (``docs/quality.md``). The form is that of Vidal
+(quant-ph/0301063) and of the rounding of tensor trains (Oseledets, SIAM J. Sci. Comput. 33 (2011),
+algorithm 2).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.optim.inner import AnyOptimizer, inner_optimizer
+from comera.surgery.optimizer_state import forget_
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NOTHING = 1e-10
+"""Of the largest singular value of a bond; what is smaller is a rounding error of float64."""
+
+
+@torch.no_grad()
+def canonicalize_(
+    model: nn.Module,
+    optimizer: AnyOptimizer | None = None,
+    *,
+    process_group: "ProcessGroup | None" = None,
+) -> None:
+    """Make the ranks of every bond its singular vectors, in place; the function does not change.
+
+    The first rank of a bond carries most, the last one least. Cores before the middle bond are
+    orthonormal towards it and so are those behind it, times a factor each: their norms stay in the
+    proportions they had, so that learning rates suit them as before. Gates are absorbed and become
+    ones; ranks that carry nothing are closed, at least one of a bond stays. A layer with a frozen
+    core or gate stays as it is.
+
+    Args:
+        model: Its tensor-train layers are brought into canonical form.
+        optimizer: What it has gathered about cores and gates, such as momenta, belongs to ranks
+            that are no more: it starts anew, as do gradients. So must averages of weights that are
+            kept elsewhere.
+        process_group: Processes that hold the same model and call this together: all take over
+            what the first one has.
+
+    Raises:
+        ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
+            by ``fully_shard``. Nothing is changed.
+    """
+    check_whole(model, "canonicalize_")
+    inner = inner_optimizer(optimizer)
+    for layer in tensor_trains(model).values():
+        params = [*layer.cores, *layer.gates]
+        if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
+            continue
+        for param in params:
+            forget_(param, inner)
+            if process_group is not None:
+                dist.broadcast(param.data, group=process_group, group_src=0)
+
+
+def _canonicalize_layer(layer: TensorTrainModule) -> bool:
+    """Whether there was something to do: not for a weight that is zero or not finite."""
+    if 0 in layer.ranks:
+        return False
+    # On the CPU in float64: it happens once in a run, and not every device has float64.
+    cores = [core.detach().to("cpu", torch.float64).flatten(1, -2) for core in layer.gated_cores()]
+    found = canonical(cores, layer.shape.split)
+    if found is None:
+        return False
+    cores, singular_values = found
+    for mine, core in zip(layer.cores, cores, strict=True):
+        left, _, right = core.shape
+        mine.zero_()
+        mine[:left, ..., :right] = core.reshape(left, *mine.shape[1:-1], right).to(mine)
+    for gate, carried in zip(layer.gates, singular_values, strict=True):
+        gate.zero_()
+        gate[: int((carried > _NOTHING * carried[0]).sum())] = 1
+    return True
+
+
+def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Cores of the same product in canonical form.
+
+    Args:
+        cores: ``(left bond, mode, right bond)`` each, at least two.
+        split: Cores before it are to be orthonormal over everything but their right bond, the
+            others over everything but their left bond, times a factor each; singular values of
+            the bond between them are halved between both sides.
+
+    Returns:
+        The cores, and for each bond its singular values, largest first. Bonds are no wider than
+        either side allows. None if the product is zero or not finite.
+    """
+    left = _orthonormal_to_the_right(cores[:split])
+    right = _mirrored(_orthonormal_to_the_right(_mirrored(cores[split:])))
+    # Both now end in a matrix that belongs to the middle bond.
+    middle = left.pop().flatten(1) @ right.pop(0).flatten(1)
+    if not bool(middle.isfinite().all()) or not bool(middle.any()):
+        return None
+    u, s, vh = torch.linalg.svd(middle, full_matrices=False)
+    left[-1] = left[-1] @ u
+    right[0] = (vh @ right[0].flatten(1)).reshape(-1, *right[0].shape[1:])
+    left, before = _by_singular_vectors(left, s)
+    right, behind = _by_singular_vectors(_mirrored(right), s)
+    right = _mirrored(right)
+    left[-1] = left[-1] * s.sqrt()
+    right[0] = right[0] * s.sqrt()[:, None, None]
+    return _scaled_as(cores, [*left, *right]), [*before[::-1], s, *behind]
+
+
+def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
+    """The same product: cores orthonormal over all but their right bond, and what is left."""
+    done, rest = [], cores[0].new_ones(1, 1)
+    for core in cores:
+        core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
+        q, rest = torch.linalg.qr(core.flatten(0, 1))
+        done.append(q.reshape(core.shape[0], -1, q.shape[1]))
+    return [*done, rest[:, None]]
+
+
+def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Turn the inner bonds of the left half, whose last bond has the singular values ``s``.
+
+    Returns:
+        The cores, and the singular values of the bonds between them from right to left.
+    """
+    cores, found = list(cores), []
+    for k in range(len(cores) - 1, 0, -1):
+        u, s, _ = torch.linalg.svd((cores[k] * s).flatten(1), full_matrices=False)
+        cores[k] = (u.T @ cores[k].flatten(1)).reshape(-1, *cores[k].shape[1:])
+        cores[k - 1] = cores[k - 1] @ u
+        found.append(s)
+    return cores, found
+
+
+def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
+    """The same product, the norms of its cores in the proportions of others."""
+    theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
+    rest = (sum(mine) - sum(theirs)) / len(cores)
+    return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]
+
+
+def _mirrored(cores: Sequence[Tensor]) -> list[Tensor]:
+    return [core.transpose(0, 2) for core in reversed(cores)]

@@ -1,0 +1,117 @@
+"""Keep an optimizer going when a parameter loses some of its rows, in any dimension.
+
+The parameter stays the same object, so that parameter groups, averages and wrappers still hold
+it; its gradient and its state are cut the same way and go on where they were.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from comera.optim.state_layout import pack_state_, unpack_state_
+from comera.params import set_data_
+
+FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
+"""State that says where a step goes; the other says how large it is."""
+
+_GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
+_GOES_WITH_SQUARE = {
+    "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def carry_(
+    param: Tensor,
+    keep: Mapping[int, Tensor],
+    scale: Tensor | None = None,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Keep only the named rows of a parameter, and of everything that is shaped like it.
+
+    Args:
+        param: Changed in place to ``param[keep] * scale``; its identity stays.
+        keep: Dimension to the indices that stay.
+        scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
+            per unit of the parameter, is divided by it, and a second moment by its square. Where
+            it is zero they become zero.
+        optimizer: Its state for ``param`` is cut too. None: there is none.
+
+    Raises:
+        ValueError: If the optimizer holds a state tensor that cannot be matched to the parameter.
+    """
+    old_shape = param.shape
+    inverse = None
+    if scale is not None:
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+    # Some state follows the parameter only once it is laid out, such as factors of a matrix view.
+    unpack_state_(optimizer, param)
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    cut_state = {
+        key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.dim() == param.dim())
+    }
+    for key, value in cut_state.items():
+        power = _power_of_gradient(key, state)
+        if inverse is not None and power and _spans(value, inverse):
+            value = value * inverse**power
+        state[key] = value.to(state[key].dtype)
+    grad = param.grad
+    new = _cut("the parameter", param.data, old_shape, keep)
+    set_data_(param, new if scale is None else (new * scale).to(new.dtype))
+    if grad is not None:
+        grad = _cut("the gradient", grad, old_shape, keep)
+        param.grad = grad if inverse is None else (grad * inverse).to(grad.dtype)
+    pack_state_(optimizer, param)
+
+
+def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
+    if key == "momentum_buffer" and "square_avg" in state:
+        return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
+    return 2 if key in _GOES_WITH_SQUARE else int(key in _GOES_WITH_GRADIENT)
+
+
+def _spans(value: Tensor, scale: Tensor) -> bool:
+    """Whether the scale fits; a factored moment lacks the dimension of some scales."""
+    return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
+
+
+def follows(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor has the dimensions of a parameter, some of them of size one."""
+    return tensor.dim() == len(shape) and all(
+        mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
+    """Select along every kept dimension in which the tensor has the parameter's size."""
+    if not follows(tensor, old_shape):
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, which does not follow the parameter's "
+            f"shape {tuple(old_shape)}: it cannot be cut along with it"
+        )
+    for dim, indices in keep.items():
+        if tensor.shape[dim] == old_shape[dim]:
+            tensor = tensor.index_select(dim, indices)
+    return tensor.contiguous()
+
+
+@torch.no_grad()
+def forget_(param: Tensor, optimizer: Optimizer | None = None) -> None:
+    """Start a parameter anew: its gradient goes, its state becomes zero where it lies.
+
+    All of the optimizers here and nearly all of torch's begin with zeros; numbers of steps begin
+    with zero too, by which averages are corrected.
+    """
+    param.grad = None
+    unpack_state_(optimizer, param)
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value.zero_()
+        elif key == "step":
+            state[key] = 0
+    pack_state_(optimizer, param)

@@ -1,0 +1,128 @@
+"""Which rows of a table are held apart from its tensor train: those that are read most."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.nn.table import HotRows, TTTable
+from comera.optim.inner import AnyOptimizer, inner_optimizer
+from comera.optim.state_layout import pack_state_, unpack_state_
+from comera.surgery.optimizer_state import FIRST_MOMENTS, follows
+
+
+@torch.no_grad()
+def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | None = None) -> int:
+    """Make the most frequent indices the hot rows of a table, in place and at any time of training.
+
+    An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
+    on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
+    whose row is what the tensor train has at that place. All other rows stay as they are, bit for
+    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero, and
+    the mean of all rows where :class:`~comera.MuonAdamW` keeps the size of a row's steps.
+
+    Args:
+        table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.
+        counts: ``(num_embeddings,)``, how often each index was read. Among equal ones those stay
+            hot that are.
+        optimizer: That of the table, if it has taken a step.
+
+    Returns:
+        How many indices became hot.
+
+    Raises:
+        ValueError: If the table has no hot rows, there is not one count for each index, or the
+            optimizer is an LBFGS that has stepped. Nothing is changed.
+
+    Example::
+
+        counts = torch.bincount(all_indices, minlength=table.num_embeddings)
+        comera.update_hot_rows_(table, counts, optimizer)
+    """
+    if table.hot is None:
+        raise ValueError("the table has no hot rows: make it with hot_rows=")
+    if counts.shape != (table.num_embeddings,):
+        raise ValueError(
+            f"counts have shape {tuple(counts.shape)}; a table of {table.num_embeddings} rows "
+            f"needs ({table.num_embeddings},)"
+        )
+    inner = inner_optimizer(optimizer)
+    device = table.cores[0].device
+    order = table.row_order
+    if order is None:
+        order = torch.arange(table.num_embeddings, dtype=torch.int32, device=device)
+    is_hot = order < table.hot_rows
+    # Stable and by falling count, the hot ones before the others: they win among equal ones.
+    first = torch.argsort(~is_hot, stable=True)
+    ranked = first[torch.argsort(counts.to(device)[first], descending=True, stable=True)]
+    wanted = torch.zeros_like(is_hot)
+    wanted[ranked[: table.hot_rows]] = True
+    entering = (wanted & ~is_hot).nonzero().flatten()
+    leaving = (is_hot & ~wanted).nonzero().flatten()
+    if not len(entering):
+        return 0
+    rows = table._rows(entering)
+    places = order[leaving].long()
+    order = order.clone()
+    order[entering], order[leaving] = order[leaving], order[entering]
+    table.keep_rows_at_(order)
+    if isinstance(table.hot, HotRows):
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        basis = table.hot.basis.to(wide.dtype)
+        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), inner)
+    else:
+        _set_rows_(table.hot, 0, places, rows, inner)
+    return len(entering)
+
+
+def _set_rows_(
+    param: nn.Parameter, dim: int, places: Tensor, rows: Tensor, optimizer: Optimizer | None
+) -> None:
+    """New rows of a parameter: nothing drives them yet, and their steps are as large as others'."""
+    moved = param.data.movedim(dim, 0)
+    moved[places] = rows.to(param.dtype).view(len(places), *moved.shape[1:])
+    if param.grad is not None:
+        param.grad.index_fill_(dim, places, 0)
+    unpack_state_(optimizer, param)
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not follows(value, param.shape):
+            continue
+        if value.shape[dim] != param.shape[dim]:  # nothing for each row
+            continue
+        if key in FIRST_MOMENTS:
+            value.index_fill_(dim, places, 0)
+        else:  # what steps are divided by: from zero the first ones would be far too large
+            mean = value.mean(dim, keepdim=True).expand_as(value)
+            value.index_copy_(dim, places, mean.index_select(dim, places))
+    pack_state_(optimizer, param)
+
+
+@torch.no_grad()
+def order_rows_(table: TTTable, places: Tensor) -> None:
+    """Keep index ``i`` of a table at row ``places[i]``, in place; before training.
+
+    The first ``hot_rows`` places are the hot rows, the others rows of the tensor train, those
+    next to each other with most of their parameters in common. What an index reads changes with
+    its place: a table that has been trained loses what it learned.
+
+    Args:
+        table: Its ``row_order``, four bytes for each row, is set and saved with it.
+        places: Integers ``(num_embeddings,)``, a permutation.
+
+    Raises:
+        ValueError: If ``places`` is no permutation of the table's rows.
+
+    Example::
+
+        by_topic = topics.argsort().argsort()  # words of one topic side by side
+        comera.order_rows_(table, by_topic)
+    """
+    rows = table.num_embeddings
+    if places.shape != (rows,) or places.is_floating_point() or places.is_complex():
+        raise ValueError(
+            f"places are {places.dtype} of shape {tuple(places.shape)}; a table of {rows} rows "
+            f"needs whole numbers of shape ({rows},)"
+        )
+    if not torch.equal(places.long().sort().values, torch.arange(rows, device=places.device)):
+        raise ValueError(f"places must hold every number from 0 to {rows - 1} once")
+    table.keep_rows_at_(places.to(table.cores[0].device, torch.int32, copy=True))

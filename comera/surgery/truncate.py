@@ -1,0 +1,97 @@
+"""Cut pruned ranks out of a model for good."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.optim.inner import AnyOptimizer, inner_optimizer
+from comera.surgery.optimizer_state import carry_
+from comera.surgery.replicas import renew_, wrappers_of
+
+
+@torch.no_grad()
+def truncate_(
+    model: nn.Module,
+    optimizer: AnyOptimizer | None = None,
+    *,
+    min_rank: int = 1,
+    absorb: bool = True,
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut pruned ranks out of the cores, in place; the function of the model does not change.
+
+    Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
+    so training goes on as if nothing had happened. A ``DistributedDataParallel`` around the model
+    is told of the new shapes; all of its processes make the same cut.
+
+    Args:
+        model: Its tensor-train layers are truncated.
+        optimizer: The one that holds their state, if any.
+        min_rank: 1 leaves a bond whose ranks are all pruned its largest one, at zero; 0 lets such
+            a layer vanish and leave its bias.
+        absorb: Multiply the gates into the cores and set them to one. False keeps their values.
+
+    Returns:
+        Layer name to ranks before and after.
+
+    Raises:
+        ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
+            stepped: its history is of all parameters together. Or a tensor train is sharded, as by
+            ``fully_shard``. Nothing is changed.
+    """
+    check_min_rank(min_rank)
+    check_whole(model, "truncate_")
+    inner = inner_optimizer(optimizer)
+    changed = {}
+    for name, layer in tensor_trains(model).items():
+        before = layer.ranks
+        if 0 not in before:  # else it has vanished already
+            _truncate_layer(layer, inner, min_rank, absorb)
+        changed[name] = (before, layer.ranks)
+    if any(before != after for before, after in changed.values()):
+        for wrapper in wrappers_of(model):
+            renew_(wrapper)
+    return changed
+
+
+@torch.no_grad()
+def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
+    """Return the indices that :func:`truncate_` leaves of each bond; none once one has vanished."""
+    keeps = [torch.nonzero(gate > layer.prune_below).flatten() for gate in layer.gates]
+    if all(map(len, keeps)):
+        return keeps
+    if min_rank == 0 or 0 in layer.ranks:
+        return [keep[:0] for keep in keeps]
+    pairs = zip(keeps, layer.gates, strict=True)
+    return [keep if len(keep) else gate.argmax()[None] for keep, gate in pairs]
+
+
+def _truncate_layer(
+    layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
+) -> None:
+    keeps = kept_ranks(layer, min_rank)
+    gates = list(layer.gates)
+    open_gates = [torch.where(gate > layer.prune_below, gate, 0) for gate in gates]
+    bonds = [None, *keeps, None]
+    for k, core in enumerate(layer.cores):
+        left, right = bonds[k], bonds[k + 1]
+        keep = {}
+        if left is not None:
+            keep[0] = left
+        if right is not None:
+            keep[core.dim() - 1] = right
+        scale = open_gates[k][right].to(core.dtype) if absorb and right is not None else None
+        carry_(core, keep, scale, optimizer)
+    for gate, value, kept in zip(gates, open_gates, keeps, strict=True):
+        inverse = torch.where(value == 0, 1, 1 / value)[kept] if absorb else None
+        carry_(gate, {0: kept}, inverse, optimizer)
+        if absorb:
+            gate.fill_(1)
+
+
+def check_min_rank(min_rank: Any) -> None:
+    """Raise ``ValueError`` for what is neither 0 nor 1."""
+    if min_rank not in (0, 1):
+        raise ValueError(f"min_rank={min_rank!r} must be 0 (layers may vanish) or 1")

@@ -1,0 +1,105 @@
+"""Checkpoints of a training step, from which a run goes on: everything that it depends on."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from comera.checkpoint.chain import CheckpointChain
+from comera.nn.module import tensor_trains
+from comera.train.host_state import random_state, set_random_state
+from comera.train.step import TrainStep
+
+_PLACES = ("row_order", "_extra_state")
+"""What the state dict of a table says of where it keeps its rows."""
+
+
+def save_checkpoint(
+    chain: CheckpointChain, step: TrainStep, extra: dict[str, Any] | None = None
+) -> None:
+    """Add model, optimizer, schedules, rank learning and random states to a chain.
+
+    Args:
+        chain: Whether it is lossless decides whether the run is resumed exactly.
+        step: The training step whose state is saved.
+        extra: Tensors and plain values of the caller.
+    """
+    state = {
+        "layout": _layout(step.model),
+        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
+        "ranks": None if step.ranks is None else step.ranks.state_dict(),
+        "random": random_state(),
+        "extra": extra or {},
+    }
+    chain.save(step.steps_done, step.model, step.optimizer, state)
+
+
+def load_checkpoint(
+    chain: CheckpointChain, step: TrainStep, at: int | Literal["latest"] = "latest"
+) -> dict[str, Any]:
+    """Put everything back as :func:`save_checkpoint` found it; truncated ranks included.
+
+    Args:
+        chain: Where it was saved.
+        step: A training step over the same model, optimizer and rank settings.
+        at: After how many steps; ``latest`` is the last checkpoint that is sound.
+
+    Returns:
+        The ``extra`` of the checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint, or none that is sound.
+        ValueError: If it is damaged, not one of a training step, or one of another model.
+    """
+    saved = chain.load(at)
+    state, path = saved.extra, chain.folder
+    keys = {"layout", "scheduler", "ranks", "random", "extra"}
+    if saved.optimizer is None or state.keys() != keys:
+        raise ValueError(f"{path} does not hold checkpoints of a training step")
+    _check_layout(path, state["layout"], _layout(step.model))
+    step.model.load_state_dict(saved.model)
+    step.optimizer.load_state_dict(saved.optimizer)
+    for name in ("scheduler", "ranks"):
+        mine, theirs = getattr(step, name), state[name]
+        if (mine is None) != (theirs is None):
+            has, lacks = ("the checkpoint", "this run") if mine is None else ("this run", path)
+            raise ValueError(f"{has} has a {name} state and {lacks} has none")
+        if mine is not None:
+            mine.load_state_dict(theirs)
+    step.steps_done = saved.step
+    set_random_state(state["random"])
+    return state["extra"]
+
+
+def _layout(model: nn.Module) -> dict[str, list[int]]:
+    """Every tensor's shape, but for what training may change: bonds, and where rows are kept."""
+    layers = tensor_trains(model)
+    bonds = {
+        f"{layer}.{part}.{k}".lstrip(".")
+        for layer, module in layers.items()
+        for part in ("cores", "gates")
+        for k in range(len(getattr(module, part)))
+    }
+    places = {f"{layer}.{key}".lstrip(".") for layer in layers for key in _PLACES}
+    return {
+        name: list(tensor.shape[1:-1]) if name in bonds else list(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in places
+    }
+
+
+def _check_layout(path: Path, saved: dict[str, list[int]], mine: dict[str, list[int]]) -> None:
+    if saved == mine:
+        return
+    differences = [
+        *(f"it has {name}" for name in saved.keys() - mine.keys()),
+        *(f"it lacks {name}" for name in mine.keys() - saved.keys()),
+        *(
+            f"{name} is {saved[name]} there and {mine[name]} here"
+            for name in saved.keys() & mine.keys()
+            if saved[name] != mine[name]
+        ),
+    ]
+    shown = "; ".join(sorted(differences)[:4])
+    more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+    raise ValueError(f"{path} belongs to another model: {shown}{more}")
