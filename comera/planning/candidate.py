@@ -4,10 +4,10 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from comera.planning.contraction import Tree, schedule
 from comera.planning.machine import Machine, item_size
 from comera.planning.network import OUTPUT_GRADIENT, Network, half_networks
 from comera.planning.operation import Step
-from comera.planning.tree import Tree, schedule
 from comera.shapes import TTMShape, TTShape
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.contraction import Schedule, find_tree, schedule
 from comera.planning.machine import Machine
 from comera.planning.network import OUTPUT_GRADIENT, linear_network
 from comera.planning.operation import Step, product
 from comera.planning.products import Layer, dense_products, thin_products
-from comera.planning.tree import Schedule, find_tree, schedule
 
 
 def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.contraction import Schedule, find_tree, schedule
 from comera.planning.machine import Machine
 from comera.planning.network import OUTPUT_GRADIENT, look_up_network
 from comera.planning.operation import Step, product
-from comera.planning.tree import Schedule, find_tree, schedule
 from comera.shapes import TTMShape
 
 OPERATORS = 3

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from comera.planning.candidate import Candidate
+from comera.planning.contraction import Schedule
 from comera.planning.machine import Machine
 from comera.planning.operation import Step
-from comera.planning.text import show_bytes, show_count, show_seconds, table_html, text_table
-from comera.planning.tree import Schedule
+from comera.planning.printing import show_bytes, show_count, show_seconds, table_html, text_table
 
 _STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
 _CANDIDATE_HEADER = (

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
-from comera.recipes.config import OptimizerConfig, RunConfig
 from comera.recipes.optimizers import make_optimizer
+from comera.recipes.run_config import OptimizerConfig, RunConfig
 from comera.recipes.tasks import Task
 from comera.train.step import TrainStep
 

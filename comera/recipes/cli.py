@@ -22,11 +22,11 @@ from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.chains import add_checkpoint, run_checkpoint
-from comera.recipes.config import RunConfig
 from comera.recipes.doctor import examine
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
 from comera.recipes.run import plan, planned_memory, run
+from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.train.step import NonFiniteLossError
 

@@ -12,9 +12,9 @@ from filelock import FileLock
 
 from comera.checkpoint.archive import Archive, take
 from comera.files import replacing
-from comera.recipes.config import RunConfig
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.run_config import RunConfig
 
 _WRITTEN_BY_A_RUN = (
     "checkpoints", "dense", NAME, "metrics.jsonl", "model.safetensors", "report.html",

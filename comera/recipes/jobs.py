@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from comera.recipes.config import RunConfig
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import data_digests
 from comera.recipes.worker import SIGNALS, work
 

@@ -8,9 +8,9 @@ import torch
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.config import RunConfig
 from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import prepare_task
 from comera.train.log import read_metrics
 from comera.train.loop import evaluated

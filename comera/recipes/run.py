@@ -20,10 +20,10 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.config import RankConfig, RunConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import check_data, check_folder, claim, held, is_finished
 from comera.recipes.optimizers import make_optimizer, twin_of
+from comera.recipes.run_config import RankConfig, RunConfig
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report

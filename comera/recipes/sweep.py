@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from comera.recipes.config import RunConfig
 from comera.recipes.jobs import Job, carry_out, settle, unsettle_other_data
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import watching
@@ -20,6 +19,7 @@ from comera.recipes.report.sweep_report import (
     write_comparison,
 )
 from comera.recipes.run import planned_memory
+from comera.recipes.run_config import RunConfig
 
 INTERRUPTED = 130
 

@@ -18,9 +18,9 @@ from comera.data.text import TextStreams, text_digests
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
-from comera.recipes.config import ModelConfig, RunConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.metrics import click_metrics
+from comera.recipes.run_config import ModelConfig, RunConfig
 
 _LARGEST_LOSS = 700.0
 """Above that a perplexity is too large for a float."""

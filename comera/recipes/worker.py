@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from comera.allocator import reuse_freed_memory
-from comera.recipes.config import RunConfig
 from comera.recipes.run import run
+from comera.recipes.run_config import RunConfig
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOG_WIDTH = 120

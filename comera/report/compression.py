@@ -12,8 +12,8 @@ from comera.ops.dispatch import machine_of
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import LookUp
+from comera.planning.printing import table_html, text_table
 from comera.planning.products import linear_layer
-from comera.planning.text import table_html, text_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.text import show_seconds, table_html, text_table
+from comera.planning.printing import show_seconds, table_html, text_table
 
 _HEADER = ("layers", "shape and ranks", "runs", "time", "time / dense", "peak / dense", "instead")
 

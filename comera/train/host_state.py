@@ -1,20 +1,34 @@
 """What a recorded training step took for granted: addresses, and everything on the host."""
 
 import operator
+import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from comera.train.step import TrainStep
-import random
-
-import numpy as np
-
 from comera.optim.inner import AnyOptimizer, unwrap
+from comera.rank.schedule import TwoStage
+from comera.train.data_parallel import DataParallel
+
+
+class Captured(Protocol):
+    """What is read of a :class:`~comera.TrainStep`."""
+
+    model: nn.Module
+    ranks: TwoStage | None
+    parallel: DataParallel | None
+    accumulate: int
+    clip_norm: float | None
+    autocast: torch.dtype | None
+    scaled: bool
+    _loss_fn: Callable[..., Tensor]
+
+    @property
+    def optimizer(self) -> AnyOptimizer: ...
 
 
 class HostState:
@@ -25,7 +39,7 @@ class HostState:
             graphs.
     """
 
-    def __init__(self, step: "TrainStep") -> None:
+    def __init__(self, step: Captured) -> None:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:

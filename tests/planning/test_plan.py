@@ -4,7 +4,7 @@ import pytest
 
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.text import show_bytes, show_count, show_seconds
+from comera.planning.printing import show_bytes, show_count, show_seconds
 from comera.shapes import TTMShape, TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")

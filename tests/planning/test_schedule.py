@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comera.planning.contraction import find_tree, schedule
 from comera.planning.network import linear_network, look_up_network
-from comera.planning.tree import find_tree, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import random_tensors, run
 from tests.planning.test_search import shapes

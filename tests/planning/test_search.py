@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comera.planning.contraction import find_tree, leaves, schedule
 from comera.planning.network import linear_network, look_up_network
-from comera.planning.tree import find_tree, leaves, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import cheapest
 

@@ -14,9 +14,9 @@ from comera.checkpoint.archive import FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.config import ModelConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.folder import held
 from comera.recipes.run import run
+from comera.recipes.run_config import ModelConfig, RankConfig, RunConfig, TrainConfig
 from tests.texts import write_functions
 
 

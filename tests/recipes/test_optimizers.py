@@ -15,10 +15,16 @@ from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
-from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled, twin_of
 from comera.recipes.run import planned_memory, planned_model, run
+from comera.recipes.run_config import (
+    ModelConfig,
+    OptimizerConfig,
+    RankConfig,
+    RunConfig,
+    TrainConfig,
+)
 from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks import prepare_task
 from comera.train.step import TrainStep

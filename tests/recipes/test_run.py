@@ -15,9 +15,15 @@ from comera.nn.module import tensor_trains
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes import build
 from comera.recipes.cli import main
-from comera.recipes.config import ModelConfig, OptimizerConfig, RankConfig, RunConfig, TrainConfig
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import plan, run
+from comera.recipes.run_config import (
+    ModelConfig,
+    OptimizerConfig,
+    RankConfig,
+    RunConfig,
+    TrainConfig,
+)
 from comera.recipes.tasks import count_steps, make_model, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from comera.data.clicks import ClickData, Clicks
 from comera.data.text import TextData, TextStreams
-from comera.recipes.config import ModelConfig, RunConfig, TrainConfig
 from comera.recipes.run import run
+from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 

@@ -7,10 +7,9 @@ the format. Products add up in float32. This is the recipe that torchao calls te
 torchao itself takes ``nn.Linear`` modules, of which a tensor train has none.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,24 +23,6 @@ _STEP = 16
 """cuBLAS takes such matrices only with rows of a multiple of 16 bytes."""
 
 _FIRST_CARD = (8, 9)
-
-_depth = 0  # one for all threads, as that of fixed_sizes
-
-
-@contextlib.contextmanager
-def scaled_products() -> Iterator[None]:
-    """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-
-
-def products_are_scaled() -> bool:
-    """Inside of :func:`scaled_products`."""
-    return _depth > 0
 
 
 class Scaled(NamedTuple):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from comera.ops.cores import merge_chain
-from comera.ops.dispatch import autocast_together, operator, without_autocast
+from comera.ops.dispatch import autocast_together, operator, products_are_scaled, without_autocast
 from comera.ops.factors import merge_halves
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
-from comera.ops.linear.fp8 import products_are_scaled
 from comera.ops.product import affine, product
 
 

@@ -292,8 +292,8 @@ def _pieces(
     """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
     Those of the right half lie turned, as
-    :func:`~comera.ops.table.table_factors.merge_table_halves` makes them: products of many small matrices take up to four times as long where the rows of what they
-    make are as short as Q.
+    :func:`~comera.ops.table.table_factors.merge_table_halves` makes them: products of many
+    small matrices take up to four times as long where the rows of what they make are as short as Q.
     """
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
     count, tall = slots.right_T.shape[0], slots.group * P
