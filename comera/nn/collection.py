@@ -24,7 +24,7 @@ Bags = Tensor | Mapping[str, Any] | Sequence[Any]
 class TTEmbeddingBagCollection(nn.ModuleDict):
     """Embedding bags by name, dense ones and tensor trains, whose tensor trains are read at once.
 
-    A look-up is some twenty small operations a table. Those tables are read together whose rows
+    A lookup is some twenty small operations a table. Those tables are read together whose rows
     are made alike, which those of one width and nearly one rank are; dense tables, those of mode
     ``max`` or with a ``hot_rank`` are read one by one. :func:`~comera.tensorize_` turns the bags
     within into tensor trains as it does everywhere.
@@ -86,7 +86,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         }
 
     def _groups(self) -> list[list[str]]:
-        """Names of tables that can be read together."""
+        """Group the names of tables that can be read together."""
         groups: dict[Any, list[str]] = {}
         for name, table in self.items():
             groups.setdefault(_kind(table) or name, []).append(name)
@@ -115,9 +115,10 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return dict(zip(names, sums, strict=True))
 
     def _places(self, parts: Mapping[str, TableBags]) -> Tensor:
-        """Where the tables stand; kept, for a CUDA graph can hold no copy from the host.
+        """Return the rows at which each table stands among all of them, as a tensor.
 
-        Tables of which slices are joined stand elsewhere with every batch; that is on a CPU alone.
+        It is kept from batch to batch, for a CUDA graph can hold no copy from the host. Tables of
+        which slices are contracted stand elsewhere with every batch; that is on a CPU alone.
         """
         at, names = places(list(parts.values())), tuple(parts)
         device = parts[names[0]].left_VPR.device
@@ -132,7 +133,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
 
 @contextlib.contextmanager
 def _named(table: str) -> Iterator[None]:
-    """Errors of a table say which."""
+    """Name the table in the message of an error that is raised inside."""
     try:
         yield
     except (IndexError, ValueError, TypeError) as problem:
@@ -140,7 +141,7 @@ def _named(table: str) -> Iterator[None]:
 
 
 def _kind(table: nn.Module) -> Any:
-    """Tables of one kind can be read together; None for a table that cannot."""
+    """Return what tables must agree in to be read together; None for one that cannot be."""
     if not isinstance(table, TTEmbeddingBag) or table.mode == "max" or is_hooked(table):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):

@@ -19,11 +19,11 @@ class TTConfig:
         rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
             every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
             given.
-        embedding_rank: The same for embeddings; ``rank`` where that is an int and this is None.
+        embedding_rank: Bound on the bonds of embeddings; ``rank`` if that is an int and this None.
         compression: Instead of ``rank``: how many times smaller each layer becomes.
         tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
-        order: Modes a side of a linear layer.
-        embedding_order: Cores of an embedding.
+        order: How many modes each side of a linear layer is split into.
+        embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
             of names (``"fc1"`` takes ``layers.0.fc1``).
@@ -33,7 +33,7 @@ class TTConfig:
         shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
         hot_rows: Rows of every targeted embedding that stay out of the tensor train, counted from
             row 0: dense rows.
-        hot_rank: Instead of dense, hold those rows as so many coordinates each in one basis.
+        hot_rank: Hold those rows as so many coordinates each in one shared basis, instead of dense.
         hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
             replace both there, like ``rank_pattern``; the rank may be null.
         scatter_rows: Whether embeddings keep indices that follow each other far apart, see
@@ -100,7 +100,7 @@ class TTConfig:
             )
 
     def _ranks(self) -> Iterator[tuple[str, Rank]]:
-        """Every rank that is set, under the name of its setting."""
+        """Yield every rank that is set, under the name of its setting."""
         for name in ("rank", "embedding_rank", "hot_rank"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)

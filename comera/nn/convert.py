@@ -51,7 +51,7 @@ def tensorize_(
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
         config: Which layers, and how; ``TTConfig()`` if None.
-        filter_fn: A further condition, called with each targeted module and its name.
+        filter_fn: Called with each targeted module and its name; returns whether to convert it.
 
     Returns:
         The model; if it is itself a targeted layer, the layer that replaces it.
@@ -131,7 +131,7 @@ def _holds_numbers(layer: nn.Module) -> bool:
 
 
 def _say_what_is_lost(names: list[str]) -> None:
-    """A model that was trained would lose what it has learned."""
+    """Warn of weights that new cores replace: a trained model loses what it has learned."""
     if names:
         log.warning(
             "tensorize_ draws new cores for %s; the weights that were there are gone "
@@ -141,7 +141,7 @@ def _say_what_is_lost(names: list[str]) -> None:
 
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
-    """One line for each kind of layer that is predicted to be slower or larger than dense."""
+    """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
     alike: dict[object, list[tuple[str, TTLinear]]] = {}
     for name, layer in layers.items():
         if isinstance(layer, TTLinear):
@@ -155,7 +155,7 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
 
 
 def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
-    """The layer that replaces ``module``, or why it should not be replaced."""
+    """Make the layer that replaces ``module``, or say why it should not be replaced."""
     if config.init != "svd" and not _may_be_drawn_anew(module):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
@@ -173,12 +173,12 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
 
 
 def _may_be_drawn_anew(module: Any) -> bool:
-    """Whether training can make something of new cores in the place of a weight, or has to."""
+    """Check that new cores do no harm: the weight is trained, or on ``meta`` and has no values."""
     return module.weight.requires_grad or module.weight.is_meta
 
 
 def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
-    """Constructor keywords for one module: the general ones, then what the patterns say."""
+    """Collect constructor keywords for one module: the general ones, then what patterns say."""
     is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     rank = config.rank
     if is_table:
@@ -302,7 +302,7 @@ _HOOKS = (
 
 
 def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """The new layer, what is called before and after the old one's passes being called there."""
+    """Return the new layer with the hooks of the old one."""
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
     return new

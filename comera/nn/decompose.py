@@ -19,7 +19,7 @@ _RANDOMISED_BELOW = 0.2
 def decompose_matrix(
     weight: Tensor, shape: TTShape, tolerance: float | None = None
 ) -> list[Tensor]:
-    """Cores of an ``(out, in)`` weight; narrower than the modes' product means zero padding."""
+    """Decompose an ``(out, in)`` weight; one narrower than the modes is padded with zeros."""
     _check_tolerance(tolerance)
     padded = _pad(weight.T, shape.in_width, shape.out_width)
     ranks = None if tolerance is not None else shape.ranks
@@ -29,7 +29,7 @@ def decompose_matrix(
 def decompose_table(
     weight: Tensor, shape: TTMShape, tolerance: float | None = None
 ) -> list[Tensor]:
-    """Cores of a ``(rows, columns)`` table, each row mode paired with its column mode."""
+    """Decompose a ``(rows, columns)`` table, each row mode paired with its column mode."""
     _check_tolerance(tolerance)
     count = len(shape.row_modes)
     padded = _pad(weight, shape.num_rows, shape.num_cols)
@@ -99,7 +99,7 @@ def balance(cores: list[Tensor], sweeps: int = 2) -> list[Tensor]:
 
 
 def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
-    """Left singular vectors and singular values, the largest first; at least ``rank`` of them.
+    """Compute left singular vectors and singular values, largest first; at least ``rank`` of them.
 
     Randomised where only a few of many directions are wanted (Halko, Martinsson, Tropp, SIAM
     Review 53 (2011), algorithms 4.4 and 5.1); the draw has its own generator, so a conversion
@@ -126,8 +126,8 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
 
 
 def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
-    """The smallest rank, at least one, that loses a squared norm of ``allowed`` at most, and what
-    it loses.
+    """Find the smallest rank, at least one, that loses a squared norm of at most ``allowed``, and
+    what it loses.
     """
     tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
     rank = max(1, int((tail > allowed).sum()))

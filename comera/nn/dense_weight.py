@@ -55,14 +55,14 @@ class DenseWeight(Tensor):
 
 
 def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
-    """A freshly computed weight that refuses edits in place.
+    """Compute a weight and have it refuse edits in place.
 
     While a graph is compiled, in a transform of ``torch.func``, and where it is of another
     library's type, it comes as an ordinary tensor.
 
     Args:
         compute: Makes the weight.
-        remedy: What the error says.
+        remedy: What the error says: why there is no edit in place, and what to do instead.
     """
     if torch.is_inference_mode_enabled():  # torch does not count how often those tensors change
         with torch.inference_mode(False), torch.no_grad():
@@ -85,7 +85,7 @@ def _guarded(tensor: Tensor, remedy: str) -> Tensor:
 
 
 def _guard_views(result: Any, guarded: list[Any]) -> Any:
-    """The result of a function, guarded where it shares the memory of what was."""
+    """Guard the result of a function where it shares the memory of a guarded argument."""
     if isinstance(result, (list, tuple)) and guarded:
         views = [_guard_views(part, guarded) for part in result]
         if all(view is part for view, part in zip(views, result, strict=True)):
@@ -101,13 +101,13 @@ def _guard_views(result: Any, guarded: list[Any]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Equal for tensors that share their storage, also where that is none, as on ``meta``."""
+    """Return what is equal for tensors of one storage, an empty one too, as on ``meta``."""
     has_storage = tensor.layout == torch.strided and not _is_transformed(tensor)
     return tensor.untyped_storage()._cdata if has_storage else None
 
 
 def _tensors(parts: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among arguments, those in lists too."""
+    """Yield all tensors among arguments, those in lists too."""
     for part in parts:
         if isinstance(part, Tensor):
             yield part

@@ -1,4 +1,4 @@
-"""Look-ups in a table held as a tensor-train matrix with trainable ranks."""
+"""Lookups in a table held as a tensor-train matrix with trainable ranks."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,11 @@ class TTEmbedding(TTTable):
         sparse: Accepted and without effect: the gradients of the cores are small and dense.
         rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
         shape: ``(row_modes, col_modes)``, e.g. ``((16, 20, 10, 10), (4, 4, 8, 6))`` for 30522 rows
-            of 768, or a :class:`~comera.TTMShape`. If not given, modes that look-ups are fast with.
+            of 768, or a :class:`~comera.TTMShape`. If not given, modes that lookups are fast with.
         order: Number of cores when ``shape`` does not say.
         compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
         hot_rows: The first rows kept as a plain dense table, the train standing for the others.
-            Worth it when indices are sorted by frequency: few rows take most of the look-ups.
+            Pays when indices are sorted by frequency: few rows take most of the lookups.
         hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis they
             share, so that the same memory keeps more of them apart.
         scatter_rows: Keep indices that follow each other far apart in the train, by arithmetic that
@@ -99,9 +99,28 @@ class TTEmbedding(TTTable):
         hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> "TTEmbedding":
-        """Approximate a dense table by TT-SVD; arguments as in :meth:`TTLinear.from_linear`.
+        """Approximate a dense table by TT-SVD.
 
-        The padding row, whatever it holds, reads as zeros afterwards.
+        Every index is kept at its own row. The padding row, whatever it holds, reads as zeros
+        afterwards.
+
+        Args:
+            embedding: The dense table.
+            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
+            shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`; modes that lookups are
+                fast with if None.
+            order: Number of cores when ``shape`` does not say.
+            compression: Instead of a rank: how many times fewer parameters than the dense rows.
+            tolerance: Instead of a rank: bound on the relative Frobenius error of those rows.
+            hot_rows: The first rows, kept as a plain dense table; the train stands for the others.
+            hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+            prune_below: A gate at or below this is a pruned rank.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given, or modes or
+                ranks do not fit the table.
+            TypeError: If ``embedding`` is no torch embedding.
+            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
         """
         return cls._from_dense(
             embedding,
@@ -115,5 +134,5 @@ class TTEmbedding(TTTable):
         )
 
     def to_dense(self) -> nn.Embedding:
-        """The :class:`torch.nn.Embedding` this layer stands for."""
+        """Return the :class:`torch.nn.Embedding` this layer stands for."""
         return self._to(nn.Embedding)

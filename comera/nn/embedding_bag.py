@@ -15,10 +15,33 @@ from comera.shapes import TTMShape
 class TTEmbeddingBag(TTTable):
     """Drop-in for :class:`torch.nn.EmbeddingBag` over a table held as rank-gated TTM cores.
 
-    Arguments beyond torch's are those of :class:`TTEmbedding`. ``forward`` takes what torch's
-    takes: bags as rows of a 2-d input, or a 1-d input with ``offsets``; ``per_sample_weights``
-    with ``mode="sum"``; padding entries are left out of their bags. With ``include_last_offset``
-    entries after the last offset are in no bag; on a GPU, and compiled, there must be none.
+    ``forward`` takes what torch's takes: bags as rows of a 2-d input, or a 1-d input with
+    ``offsets``; ``per_sample_weights`` with ``mode="sum"``; padding entries are left out of their
+    bags. With ``include_last_offset`` entries after the last offset are in no bag; on a GPU, and
+    compiled, there must be none.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        max_norm: Not supported: rows share cores, so one row cannot be renormalised.
+        norm_type: Only here to keep torch's positional order.
+        scale_grad_by_freq: Not supported.
+        mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
+        sparse: Accepted and without effect: the gradients of the cores are small and dense.
+        include_last_offset: Whether the last offset is the end of the last bag.
+        padding_idx: A row whose entries are left out of their bags.
+        device: Device of the parameters.
+        dtype: Type of the cores; gates are float32 or wider.
+        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
+        shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`. If not given, modes that
+            lookups are fast with.
+        order: Number of cores when ``shape`` does not say.
+        compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
+        hot_rows: The first rows kept as a plain dense table, the train standing for the others.
+        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+        scatter_rows: Keep indices that follow each other far apart in the train, as
+            :class:`TTEmbedding` does; by default where there are no hot rows.
+        prune_below: A gate at or below this is a pruned rank.
 
     Shapes:
         output ``(bags, embedding_dim)``.
@@ -83,7 +106,7 @@ class TTEmbeddingBag(TTTable):
     def _asked(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All entries, where each bag begins, and of all modes but max the entries' weights."""
+        """Return all entries, where each bag begins, and the entries' weights, none for ``max``."""
         check_integers(input)
         flat, starts = self._laid_out(input, offsets)
         if not torch.compiler.is_compiling():
@@ -94,7 +117,7 @@ class TTEmbeddingBag(TTTable):
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
 
     def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """All entries one after the other, and where each bag begins."""
+        """Return all entries one after the other, and where each bag begins."""
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError(
@@ -113,7 +136,7 @@ class TTEmbeddingBag(TTTable):
         return input[: int(offsets[-1])] if known else input, offsets[:-1]
 
     def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
-        """Of every entry in the sum of its bag; None for ones."""
+        """Return the weight of every entry in the sum of its bag; None for ones."""
         if self.padding_idx is None and self.mode == "sum":
             return weights
         dtype = self.cores[0].dtype
@@ -171,7 +194,26 @@ class TTEmbeddingBag(TTTable):
         hot_rank: int | None = None,
         prune_below: float = PRUNE_BELOW,
     ) -> "TTEmbeddingBag":
-        """Approximate a dense table by TT-SVD; arguments as in :meth:`TTLinear.from_linear`."""
+        """Approximate a dense table by TT-SVD; mode and padding are those of the dense layer.
+
+        Args:
+            embedding_bag: The dense table.
+            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
+            shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`; modes that lookups are
+                fast with if None.
+            order: Number of cores when ``shape`` does not say.
+            compression: Instead of a rank: how many times fewer parameters than the dense rows.
+            tolerance: Instead of a rank: bound on the relative Frobenius error of those rows.
+            hot_rows: The first rows, kept as a plain dense table; the train stands for the others.
+            hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+            prune_below: A gate at or below this is a pruned rank.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given, or modes or
+                ranks do not fit the table.
+            TypeError: If ``embedding_bag`` is no torch embedding.
+            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
+        """
         return cls._from_dense(
             embedding_bag,
             rank=rank,
@@ -186,7 +228,7 @@ class TTEmbeddingBag(TTTable):
         )
 
     def to_dense(self) -> nn.EmbeddingBag:
-        """The :class:`torch.nn.EmbeddingBag` this layer stands for."""
+        """Return the :class:`torch.nn.EmbeddingBag` this layer stands for."""
         return self._to(
             nn.EmbeddingBag, mode=self.mode, include_last_offset=self.include_last_offset
         )
@@ -196,10 +238,13 @@ class TTEmbeddingBag(TTTable):
 
 
 def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
-    """Raise ``ValueError`` for what does not cut the entries into bags; on the CPU.
+    """Check that offsets cut the entries into bags; their values only on the CPU.
 
     Returns:
-        Whether that could be told, and the offsets be looked at.
+        Whether the values could be read.
+
+    Raises:
+        ValueError: If they do not.
     """
     if offsets.dim() != 1:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")

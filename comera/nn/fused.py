@@ -22,11 +22,14 @@ from comera.ops.product import affine
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """``[layer(x) for layer in layers]``, in one pass over x where the layers allow it.
+    """Compute ``[layer(x) for layer in layers]``, in one pass over x where the layers allow it.
 
     Args:
         x: ``(*, in_features)``.
         layers: For example the query, key and value projections of an attention.
+
+    Returns:
+        ``(*, out_features)`` of each layer.
     """
     layers = list(layers)
     trains = _thin(x, layers)
@@ -37,9 +40,9 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
-    """``second(activation(first(x)))``; two tensor trains keep nothing of the hidden width.
+    """Compute ``second(activation(first(x)))``; tensor trains keep nothing of the hidden width.
 
-    The hidden activation is computed again in the backward pass: about a fifth more work in the
+    They compute the hidden activation again in the backward pass: about a fifth more work in the
     feed-forward part, for three hidden-width tensors less.
 
     Args:
@@ -70,7 +73,7 @@ def self_attention(
     keep_BT: Tensor,
     dropout: float,
 ) -> Tensor:
-    """Multi-head self-attention, its projections included.
+    """Compute multi-head self-attention, its projections included.
 
     Where all four projections are tensor trains of a middle bond below the width of a head, the
     sequence never leaves that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a
@@ -80,10 +83,10 @@ def self_attention(
 
     Args:
         x_BTD: ``(B, T, D)``.
-        query: From D to D, as are ``key``, ``value`` and ``out``.
-        key: See ``query``.
-        value: See ``query``.
-        out: See ``query``.
+        query: Projection from D to D.
+        key: Projection from D to D.
+        value: Projection from D to D.
+        out: Projection from D to D, of the heads side by side.
         num_heads: Divides D.
         keep_BT: Which positions may be attended to, or what
             :func:`~comera.ops.attention.score_bias` has made of it, once for all layers.
@@ -117,7 +120,10 @@ def self_attention(
 def _attention_in_rank_space(
     x_BTD: Tensor, trains: Sequence[TTLinear], num_heads: int, keep_BT: Tensor, dropout: float
 ) -> Tensor:
-    """Heads share keys and values, which are the thin ``x A_k`` and ``x A_v``."""
+    """Attend within the bonds of factorized projections.
+
+    Heads share keys and values, which are ``x A_k`` and ``x A_v``, of the width of a bond.
+    """
     batch, length, width = x_BTD.shape
     halves = [train.halves() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
@@ -149,7 +155,7 @@ def _attention_in_rank_space(
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
-    """``x @ left`` side by side, with ones in the last column of each where there is a bias."""
+    """Return all ``x @ left`` side by side, ones in the last column of each if there is a bias."""
     left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
     if not bias:
         return affine(x, left)
@@ -165,7 +171,7 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
 
 
 def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
-    """The layers, if all are tensor trains that are worth keeping thin and nothing hooks in."""
+    """Return the layers if all are tensor trains, better left factorized and without hooks."""
     trains = [layer for layer in layers if type(layer) is TTLinear]
     if not trains or len(trains) < len(layers):
         return None

@@ -1,4 +1,4 @@
-"""Join the half-chains of all linear layers of a model in a few calls."""
+"""Contract the cores of all linear layers of a model to their factors in a few calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,18 +20,19 @@ from comera.ops.factors import layout_of, merge_groups
 
 
 class GroupedMerge:
-    """A context in which the linear layers of a model share the work of joining their cores.
+    """A context in which the linear layers of a model contract their cores together.
 
-    By itself every :class:`~comera.TTLinear` joins its own cores in each forward pass: some dozen
-    small operations a layer, whatever the batch. Inside this context the layers of equal shape
-    are joined together when it is entered, and a forward pass uses what is there. Gradients flow
-    as always. ``comera.TrainStep`` enters it in each step. The gates of all layers are one vector
-    meanwhile, of which a rank objective reads too.
+    By itself every :class:`~comera.TTLinear` contracts its own cores to a left and a right factor
+    in each forward pass: some dozen small operations a layer, whatever the batch. When this context
+    is entered, the cores of layers of equal shape are contracted in one batch, and a forward pass
+    uses the factors that are there. Gradients flow as always. ``comera.TrainStep`` enters it in
+    each step. The gates of all layers are one vector meanwhile, of which a rank objective reads
+    too.
 
     Args:
         model: Its layers are found once, here; their ranks may change between two uses.
-        autocast: Dtype in which the layers will be used: what is joined is brought to it at once,
-            for layers that are called while autocast is on.
+        autocast: Dtype in which the layers will be used: the factors are cast to it at once, for
+            layers that are called while autocast is on.
 
     Raises:
         ValueError: If a tensor train is sharded, as by ``fully_shard``.
@@ -39,7 +40,7 @@ class GroupedMerge:
     Note:
         Call ``backward`` once for each time it is entered; inside, where activation checkpointing
         is used. A parameter that is written to inside, by an optimizer or ``load_state_dict``, is
-        noticed, and everything is joined anew; not by a compiled model, and not where it is
+        noticed, and everything is contracted anew; not by a compiled model, and not where it is
         written to through ``.data``, replaced, or brought to another dtype or device: leave the
         context for that.
         The cores of a layer that the forward pass left out get a gradient of zeros, not None, as
@@ -77,7 +78,7 @@ class GroupedMerge:
         return self
 
     def _share(self) -> None:
-        """Join the gates and cores of all layers, and let the layers use what was made."""
+        """Gather the gates and contract the cores of all layers, which then use what was made."""
         for train, params in zip(self._trains, self._params, strict=True):
             train.lent = Lent(params, versions_of(params), self._share)
         lend_gates(self._trains)
@@ -98,7 +99,7 @@ class GroupedMerge:
             train.lent = None
 
     def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
-        """One call for all groups, but that those which are trained stay apart from the others."""
+        """Arrange all groups in one call, but that trained layers stay apart from frozen ones."""
         alike: dict[object, list[TTLinear]] = {}
         for layer in self._layers:
             alike.setdefault(layer.kind(), []).append(layer)
@@ -111,7 +112,7 @@ class GroupedMerge:
 
 
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
-    """The parameters that what a module is lent is made of."""
+    """Return the parameters of which the tensors are made that are shared with a module."""
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 
@@ -123,7 +124,7 @@ def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None
 
 
 def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
-    """Of :func:`~comera.ops.factors.merge_groups`, all but the gates."""
+    """Collect what a grouped contraction takes besides gates: cores, biases, layout, threshold."""
     tensors: tuple[list[Tensor], ...] = [], [], []
     layout: list[int] = []
     for layers in groups:
@@ -140,7 +141,7 @@ def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
 
 
 def lend_gates(trains: Sequence[TensorTrainModule]) -> None:
-    """Put the gates of all modules into one vector, and let them read it."""
+    """Put the gates of all modules into one vector, and let each module read its part of it."""
     gates = [list(train.gates) for train in trains]
     flat = [gate for of_one in gates for gate in of_one]
     alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in flat}
@@ -155,13 +156,13 @@ def lend_gates(trains: Sequence[TensorTrainModule]) -> None:
 
 
 def take_back_gates(trains: Sequence[TensorTrainModule]) -> None:
-    """Undo :func:`lend_gates`."""
+    """Let every module read its own gates again."""
     for train in trains:
         train.shared_gates = None
 
 
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
-    """All gates in one vector, the one that was lent if it holds just these."""
+    """Return all gates in one vector, the shared one if it holds just these."""
     gates = [gate for train in trains for gate in train.gates]
     for train in trains:
         train.renew_lent()

@@ -19,7 +19,7 @@ Init = Literal["orthogonal", "normal"]
 
 @torch.no_grad()
 def init_(cores: Sequence[Tensor], split: int, std: float, init: Init) -> None:
-    """Fill cores by the method of that name.
+    """Fill cores by the method that ``init`` names.
 
     Raises:
         ValueError: If there is none.
@@ -66,7 +66,7 @@ def orthogonal_(cores: Sequence[Tensor], split: int, std: float) -> None:
 
 
 def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
-    """Random values of the core's shape, orthonormal over all but its right or its left bond.
+    """Draw values of the core's shape, orthonormal over all but its right or its left bond.
 
     As near to that as they can be where the bond is too wide.
     """
@@ -77,7 +77,7 @@ def _orthonormal(like: Tensor, to_the_right: bool) -> Tensor:
 
 
 def _squared_norm(cores: Sequence[Tensor]) -> Tensor:
-    """Of the product of all cores, a scalar on their device."""
+    """Compute the squared norm of the product of all cores, a scalar on their device."""
     gram = cores[0].new_ones(1, 1)
     for core in cores:
         core = core.flatten(1, -2)

@@ -103,11 +103,11 @@ class TTLinear(TensorTrainModule):
         return thin_linears(input, [left], [right], self.bias is not None)[0]
 
     def halves(self) -> tuple[Tensor, Tensor]:
-        """The joined input cores ``(in_features, R)`` and output cores ``(R, out_features)``.
+        """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
-        R is padded as :func:`~comera.ops.factors.merge_halves` says; a bias is the last row of the
-        second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
-        dtype if it was told of it.
+        Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
+        the last row of the right one. Inside a :class:`~comera.GroupedMerge` they are those it has
+        made, in autocast's dtype if it knows of that.
         """
         self.renew_lent()
         shared, narrow = self.shared_halves, self.narrow_halves
@@ -128,7 +128,7 @@ class TTLinear(TensorTrainModule):
         return left, right
 
     def is_thin(self, input: Tensor) -> bool:
-        """Whether the batch meets two thin matrices, not the dense one formed from them."""
+        """Decide whether a batch is multiplied by the two factors or by the weight they make."""
         if torch.compiler.is_exporting():
             return True  # right for every batch: where the other one begins is this machine's
         if 2 * self._middle_rank * (self.in_features + self.out_features) <= self.num_dense:
@@ -142,7 +142,7 @@ class TTLinear(TensorTrainModule):
         )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Changes when a parameter is another one, has another shape, or is frozen, or moved."""
+        """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
         # quicker than asking the list by number
         cores = [core for core in self.cores._parameters.values() if core is not None]
         gates = list(self.gates._parameters.values())
@@ -152,7 +152,7 @@ class TTLinear(TensorTrainModule):
         return *map(id, parts), shapes, trained, cores[0].dtype, cores[0].device
 
     def kind(self) -> tuple[object, ...]:
-        """What layers must agree in for their cores to be joined together."""
+        """Return what layers must agree in for their cores to be contracted together."""
         core = self.cores[0]
         return (
             self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
@@ -160,7 +160,7 @@ class TTLinear(TensorTrainModule):
         )  # fmt: skip
 
     def planner_arguments(self) -> dict[str, Any]:
-        """What the planner's functions take by name, for this layer on its device."""
+        """Return what the planner's functions take by name, for this layer on its device."""
         core = self.cores[0]
         return {
             "dtype": str(core.dtype).removeprefix("torch."),
@@ -172,7 +172,7 @@ class TTLinear(TensorTrainModule):
 
     @property
     def thin_width(self) -> int:
-        """R of :meth:`halves`, without joining them."""
+        """The bond between the two factors as they are multiplied with, padding included."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
     @property
@@ -180,7 +180,7 @@ class TTLinear(TensorTrainModule):
         return self.gates[self._modes.split - 1].shape[0]
 
     def dense_weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, computed anew; differentiable."""
+        """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         dense = tt_to_dense(self.gated_cores(), self._modes.split)
         return dense[: self.out_features, : self.in_features]
 
@@ -211,13 +211,13 @@ class TTLinear(TensorTrainModule):
 
         Args:
             linear: Any module with ``weight (out, in)`` and ``bias``.
-            rank: As in the constructor.
-            shape: As in the constructor.
-            order: As in the constructor.
-            compression: As in the constructor.
+            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
+            shape: ``(in_modes, out_modes)`` or a :class:`~comera.TTShape`; balanced modes if None.
+            order: How many modes a side is split into when ``shape`` does not say.
+            compression: Instead of a rank: how many times fewer parameters than the dense weight.
             tolerance: Instead of a rank: bound on the relative Frobenius error. Weights that are
                 trained already come out smallest with ``order=1``.
-            prune_below: As in the constructor.
+            prune_below: A gate at or below this is a pruned rank.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given.
@@ -249,7 +249,7 @@ class TTLinear(TensorTrainModule):
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
-        """The :class:`torch.nn.Linear` this layer stands for."""
+        """Return the :class:`torch.nn.Linear` this layer stands for."""
         like = self.cores[0]
         dense = nn.Linear(  # on meta, where nothing is drawn
             self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
@@ -279,7 +279,7 @@ def _dense_from(
     device: str,
     train: bool,
 ) -> int:
-    """Rows from which the planner would form the dense matrix; on other devices it never would."""
+    """Return from how many rows on the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
     rows = dense_from(

@@ -32,7 +32,7 @@ _WRITTEN = (
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something is called before or after its passes: then it must run by itself."""
+    """Check for hooks on a module's passes: it must then run by itself, or they are skipped."""
     hooks = (
         module._forward_hooks, module._forward_pre_hooks,
         module._backward_hooks, module._backward_pre_hooks,
@@ -44,7 +44,7 @@ class Gates(nn.ParameterList):
     """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
 
     def __iter__(self) -> Iterator[Any]:
-        """As torch's, which asks for each by its name: rank learning reads all in every step."""
+        """Iterate without looking each up by name: rank learning reads all in every step."""
         return iter(self._parameters.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gates":
@@ -69,13 +69,13 @@ class SharedGates(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """What a module is lent while a :class:`~comera.GroupedMerge` is open was made of.
+    """The parameters behind what an open :class:`~comera.GroupedMerge` shares with a module.
 
     Attributes:
         params: The parameters.
         versions: How often each had been written to in place by then; None where torch does not
             count, as of parameters made under ``torch.inference_mode``.
-        renew: Makes everything anew, for all modules.
+        renew: Contracts everything anew, for all modules.
     """
 
     params: tuple[Tensor, ...]
@@ -84,7 +84,7 @@ class Lent(NamedTuple):
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Count how often each was written to in place; None where torch does not."""
+    """Return how often each was written to in place; None where torch does not count."""
     try:
         return [param._version for param in params]
     except RuntimeError:  # an inference tensor
@@ -182,14 +182,14 @@ class TensorTrainModule(nn.Module):
             )  # fmt: skip
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; ``layer.weight = nn.Parameter(...)``, which ends here, sets the cores."""
+        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
             super().register_parameter(name, param)
 
     def dense_weight(self) -> Tensor:
-        """:attr:`weight` as an ordinary tensor, for what reads it in every pass."""
+        """Return :attr:`weight` as an ordinary tensor, for what reads it in every pass."""
         raise NotImplementedError
 
     def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
@@ -217,7 +217,7 @@ class TensorTrainModule(nn.Module):
             return _relative_error(self.dense_weight(), exact)
 
     def _as_read(self, weight: Tensor) -> Tensor:
-        """What of a dense weight the module can ever give back."""
+        """Return what of a dense weight the module can ever give back."""
         return weight
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
@@ -239,15 +239,15 @@ class TensorTrainModule(nn.Module):
             )
 
     def _weight_size(self) -> tuple[int, int]:
-        """The shape of :attr:`weight`."""
+        """Return the shape of :attr:`weight`."""
         raise NotImplementedError
 
     def to_dense(self) -> nn.Module:
-        """The torch layer this module stands for."""
+        """Return the torch layer this module stands for."""
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
-        """One gate a bond; inside a :class:`~comera.GroupedMerge` as parts of what it has made."""
+        """Return one gate a bond; parts of one vector inside a :class:`~comera.GroupedMerge`."""
         self.renew_lent()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
@@ -255,9 +255,9 @@ class TensorTrainModule(nn.Module):
         return list(self.gates)
 
     def renew_lent(self) -> None:
-        """Have made anew what was lent, if a parameter of it has been written to since.
+        """Have the shared tensors made anew, if a parameter of them has been written to since.
 
-        A compiled model goes on with what it was lent.
+        A compiled model goes on with those it has.
         """
         if torch.compiler.is_compiling() or self.lent is None or self.lent.versions is None:
             return
@@ -265,7 +265,7 @@ class TensorTrainModule(nn.Module):
             self.lent.renew()
 
     def gated_cores(self) -> list[Tensor]:
-        """The cores with their gates multiplied in; differentiable."""
+        """Return the cores with their gates multiplied in; differentiable."""
         gated = [
             rank_gate(core, gate, self.prune_below)
             for core, gate in zip(self.cores, self.gates, strict=False)
@@ -283,14 +283,14 @@ class TensorTrainModule(nn.Module):
             gate.fill_(1)
 
     def freeze_like_(self, dense: Any) -> None:
-        """What stands for a weight or bias that does not train, does not either."""
+        """Take over from a dense layer whether its weight and its bias are trained."""
         for name, param in self.named_parameters():
             source = dense.bias if name == "bias" else dense.weight
             param.requires_grad_(source.requires_grad)
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
-        """New cores whose product has the root mean square ``std``; gates of one."""
+        """Draw cores whose product has the root mean square ``std``; gates become ones."""
         for gate in self.gates:
             gate.fill_(1)
         if self.cores[0].is_meta or 0 in self.ranks:
@@ -320,7 +320,7 @@ class TensorTrainModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what a :class:`~comera.GroupedMerge` lends: copies are made of parameters."""
+        """Leave out what a :class:`~comera.GroupedMerge` shares: a copy has its own parameters."""
         lent = ("lent", "shared_gates", "shared_halves", "narrow_halves")
         return {key: value for key, value in self.__dict__.items() if key not in lent}
 
@@ -334,7 +334,7 @@ class TensorTrainModule(nn.Module):
 
 
 def _relative_error(made: Tensor, weight: Tensor) -> float:
-    """Frobenius norm of the difference, in units of the weight's."""
+    """Return the Frobenius norm of the difference, in units of the weight's."""
     exact = weight.double()
     size = float(exact.norm())
     off = float((made.double() - exact).norm())
@@ -342,12 +342,12 @@ def _relative_error(made: Tensor, weight: Tensor) -> float:
 
 
 def may_share(made: Tensor, param: Tensor) -> bool:
-    """Not when it was made of a parameter without gradients and they are wanted now."""
+    """Check that a tensor made of a parameter has a gradient, if one is wanted now."""
     return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
-    """The tensor-train layers of a model by name, in the order of ``named_modules``.
+    """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
     Layers that share one set of cores are one tensor train: only the first is listed.
     """
@@ -362,8 +362,8 @@ def check_whole(model: nn.Module, what: str) -> None:
     """Check that no parameter of a tensor-train layer is sharded.
 
     Args:
-        model: Its tensor-train layers are looked at.
-        what: Needs them whole; for the message.
+        model: Its tensor-train layers are checked.
+        what: Name of what needs them whole, for the message.
 
     Raises:
         ValueError: If one is.

@@ -56,16 +56,16 @@ class HotRows(TensorTrainModule):
 
     @property
     def coordinates(self) -> Tensor:
-        """``(rows, rank)``."""
+        """One row of coordinates a row of the matrix, ``(rows, rank)``."""
         return self.cores[0].squeeze(0)
 
     @property
     def basis(self) -> Tensor:
-        """``(rank, width)``, the gates multiplied in; differentiable."""
+        """What all rows are made of, ``(rank, width)``, the gates multiplied in; differentiable."""
         return rank_gate(self.cores[1].squeeze(-1).T, self.gates[0], self.prune_below).T
 
     def dense_weight(self) -> Tensor:
-        """The dense ``(rows, width)`` matrix, computed anew; differentiable."""
+        """Compute the dense ``(rows, width)`` matrix anew; differentiable."""
         return self.coordinates @ self.basis
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
@@ -158,19 +158,19 @@ class TTTable(TensorTrainModule):
             nn.init.normal_(self.hot, std=std)
 
     def _rows(self, indices: Tensor) -> Tensor:
-        """``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         check_integers(indices)
         if self._moves_rows and not torch.compiler.is_compiling():
             check_range(indices, self.num_embeddings)  # else the look-up does it
         return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
 
     def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Weighted sums of rows, ``(bags, embedding_dim)``."""
+        """Look bags up as weighted sums of rows, ``(bags, embedding_dim)``."""
         indices = self._kept_at(indices)
         return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
 
     def keep_rows_at_(self, places: Tensor) -> None:
-        """Set ``row_order``, of the tables too that are tied to this one."""
+        """Set ``row_order`` of this table and of those that are tied to it."""
         for table in (self, *self.twins):
             table.row_order = places
 
@@ -180,7 +180,10 @@ class TTTable(TensorTrainModule):
         return self.row_order is not None or self._step is not None
 
     def _kept_at(self, indices: Tensor) -> Tensor:
-        """The rows of indices, of which one that is out of range must not become one that is in."""
+        """Return the rows at which indices are kept.
+
+        An index out of range stays one: it must not become a row that there is.
+        """
         if self.row_order is not None:
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
@@ -192,7 +195,7 @@ class TTTable(TensorTrainModule):
         return indices
 
     def _every_row_kept_at(self) -> Tensor | None:
-        """:meth:`_kept_at` of all indices; None where each is at its own."""
+        """Return the rows at which all indices are kept; None where each is at its own."""
         if not self._moves_rows:
             return None
         return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
@@ -207,7 +210,7 @@ class TTTable(TensorTrainModule):
         return {**parts, "hot_HK": self.hot}
 
     def dense_weight(self) -> Tensor:
-        """The dense ``(num_embeddings, embedding_dim)`` table, computed anew; differentiable.
+        """Compute the dense ``(num_embeddings, embedding_dim)`` table anew; differentiable.
 
         The padding row is zero.
         """
@@ -247,7 +250,7 @@ class TTTable(TensorTrainModule):
         return self.num_embeddings, self.embedding_dim
 
     def get_extra_state(self) -> Tensor:
-        """How far apart neighbours are kept: k of ``scatter_rows`` or 1; int64, ``()``."""
+        """Return how far apart neighbours are kept, k of ``scatter_rows`` or 1; int64, ``()``."""
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -269,7 +272,7 @@ class TTTable(TensorTrainModule):
         self._step = known[0] if self.scatter_rows else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Rows may have been moved in the file and not here, or the other way round."""
+        """Load rows that were moved in the file and not here, or the other way round."""
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # none in old files
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
@@ -350,7 +353,7 @@ class TTTable(TensorTrainModule):
 
 
 def _golden_step(rows: int) -> int:
-    """The number nearest to the golden section of the rows that has no factor in common with them.
+    """Find the number nearest to the golden section of the rows that shares no factor with them.
 
     Its multiples modulo the rows take each value once, and no few that follow each other are close.
     Of more than 3,037 million rows the step is smaller, so that no multiple passes 64 bits.

@@ -27,7 +27,11 @@ _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
 def find_targets(
     model: nn.Module, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
 ) -> dict[str, nn.Module]:
-    """Modules to convert by name, each once however many names it has."""
+    """Find the modules to convert by name, each once however many names it has.
+
+    Raises:
+        ValueError: If there is none.
+    """
     inside_attention = {
         id(part)
         for module in model.modules()
@@ -79,7 +83,7 @@ def find_targets(
 
 
 def _name_other_kinds(model: nn.Module) -> None:
-    """What no target can be and yet is much of the model, such as transformers' ``Conv1D``."""
+    """Warn of what no target can be and yet is much of the model, as transformers' ``Conv1D``."""
     skip = {
         id(part)
         for module in model.modules()
@@ -105,7 +109,11 @@ def _name_other_kinds(model: nn.Module) -> None:
 
 
 def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
-    """A pattern that fits no target is most likely misspelt."""
+    """Check that every pattern fits a target: one that does not is most likely misspelt.
+
+    Raises:
+        ValueError: If one does not.
+    """
     names = list(targets)
     for setting in ("rank_pattern", "shape_pattern", "hot_pattern"):
         for pattern in getattr(config, setting):
@@ -123,7 +131,7 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
 
 
 def _warn_of_unused_exclusions(exclude: str | list[str] | None, known: Sequence[str]) -> None:
-    """Only a warning: one configuration may serve models of which some lack the layer."""
+    """Warn of exclusions that fit no layer; one configuration may serve models that lack it."""
     entries = [exclude] if isinstance(exclude, str) else [[end] for end in exclude or ()]
     for entry in entries:
         if not any(matches(name, entry) for name in known):
@@ -144,7 +152,7 @@ def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:
 
 
 def matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """A string is a regular expression over the whole name, a list holds names or their ends."""
+    """Match a regular expression with the whole name, or any of a list of names or their ends."""
     if isinstance(pattern, str):
         return _regex(pattern).fullmatch(name) is not None
     return any(name == end or name.endswith(f".{end}") for end in pattern)
@@ -160,7 +168,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def tied_groups(
     targets: Mapping[str, nn.Module],
 ) -> list[tuple[list[str], list[nn.Module]]]:
-    """Targets grouped by the weight they hold, in order; most groups have one member."""
+    """Group targets by the weight they hold, in order; most groups have one member."""
     groups: dict[int, tuple[list[str], list[nn.Module]]] = {}
     for name, module in targets.items():
         weight: object = module.weight
@@ -171,7 +179,7 @@ def tied_groups(
 
 
 def other_holders(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """Names under which modules other than these hold the weight that these share."""
+    """Find the names under which modules other than these hold the weight that these share."""
     weight: object = modules[0].weight
     return [
         f"{name}.{key}".lstrip(".")

@@ -36,8 +36,8 @@ class TiedTTLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense ``(out_features, in_features)`` weight, which is the embedding's.
 
-        As :attr:`TensorTrainModule.weight` it cannot be written in place, and is approximated where
-        it is assigned.
+        It cannot be written in place; a weight that is assigned is approximated by the embedding's
+        cores at their present ranks.
         """
         return self.embedding.weight
 
@@ -46,14 +46,23 @@ class TiedTTLinear(nn.Module):
         self.embedding.weight = value
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; ``layer.weight = nn.Parameter(...)`` ends here."""
+        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
         if name == "weight" and param is not None:
             self.weight = param.detach()
         else:
             super().register_parameter(name, param)
 
     def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
-        """Approximate a dense weight by the embedding's cores, see there."""
+        """Approximate a dense weight by the embedding's cores, in place; gates become ones.
+
+        Args:
+            weight: ``(out_features, in_features)``.
+            tolerance: Bound on the relative Frobenius error, which decides the ranks; parameters
+                then change their shapes. The present ranks if None.
+
+        Returns:
+            The relative Frobenius error of what the embedding now holds.
+        """
         return self.embedding.set_weight_(weight, tolerance=tolerance)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,7 +70,7 @@ class TiedTTLinear(nn.Module):
 
     @torch.no_grad()
     def to_dense(self, weight: nn.Parameter) -> nn.Linear:
-        """The :class:`torch.nn.Linear` this layer stands for, tied to the given dense table."""
+        """Return the :class:`torch.nn.Linear` this layer stands for, tied to a dense table."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         dense.weight = weight
         dense.register_parameter("bias", self.bias)
@@ -89,7 +98,7 @@ _PARTS = {"cores", "gates", "hot"}
 
 
 def _are_gone(model: nn.Module, *names: str) -> bool:
-    """Whether one of these was a parameter of a layer that has been replaced; not of patterns."""
+    """Tell whether one of these names is of a layer that was replaced; a pattern never is."""
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -101,7 +110,7 @@ def _are_gone(model: nn.Module, *names: str) -> bool:
 
 
 def _shared_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names of one parameter: a further one, and the first."""
+    """Yield pairs of names of one parameter: a further one, and the first."""
     first: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(param), name)
