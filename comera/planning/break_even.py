@@ -76,9 +76,22 @@ def break_even(
     train: bool = True,
     together: int = 1,
 ) -> BreakEven:
-    """Whether a tensor-train layer, computed the faster of its ways, beats nn.Linear at a batch.
+    """Predict whether a tensor train, computed the faster of its ways, beats nn.Linear at a batch.
 
-    Arguments and errors are those of :func:`~comera.planning.planner.plan_linear`.
+    Args:
+        shape: Modes and ranks.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+        together: How many layers of this shape contract their cores in the same calls.
+
+    Raises:
+        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
+            the machine has no rate for ``dtype``.
     """
     layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
     return _break_even(layer, dtype, machine or load_machine())
@@ -118,16 +131,29 @@ def suggest(
     train: bool = True,
     together: int = 1,
 ) -> Suggestion | None:
-    """The largest rank at which a tensor train beats nn.Linear at a batch.
+    """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
     First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
     the balanced modes of other orders, fewest cores first. No order of contraction is searched:
-    what counts is the faster of the thin halves and the dense weight.
+    what counts is the faster of multiplying by two factors and by the dense weight.
 
-    Arguments and errors are those of :func:`~comera.planning.planner.plan_linear`.
+    Args:
+        shape: Modes and ranks.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: On which it will run; the profile of this computer's CPU if None.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
+        bias: Whether a bias is added.
+        train: Whether a backward pass follows.
+        together: How many layers of this shape contract their cores in the same calls.
 
     Returns:
         The suggestion, or None if nn.Linear is faster than any of them.
+
+    Raises:
+        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
+            the machine has no rate for ``dtype``.
     """
     layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
     return _suggest(layer, dtype, machine or load_machine())

@@ -16,7 +16,7 @@ class Candidate:
     """One way to compute a layer.
 
     Attributes:
-        name: Of the strategy.
+        name: The way to compute the layer, in a word.
         forward: Steps of the forward pass.
         backward: Steps of the backward pass; empty when there is none.
         seconds: Predicted time of both passes.
@@ -49,14 +49,14 @@ def candidate(
     output_gradient: int,
     parameters: Mapping[str, int],
 ) -> Candidate:
-    """A candidate with its time and memory.
+    """Make a candidate, and add up the time and memory of its steps.
 
     Args:
-        name: Of the strategy.
+        name: The way to compute the layer, in a word.
         machine: On which it runs.
         dtype: Of all numbers.
-        forward: In the order in which they run.
-        backward: The same.
+        forward: Steps of the forward pass in the order in which they run.
+        backward: Steps of the backward pass likewise; none if there is no such pass.
         inputs: Numbers in each input of the layer, by name.
         output_gradient: Numbers in ``gy``.
         parameters: Numbers in each parameter, by name.
@@ -80,7 +80,7 @@ def candidate(
 
 
 def _read_first(steps: Iterable[Step]) -> set[str]:
-    """Names that are read before any of the steps makes them."""
+    """Find the names that are read before any of the steps makes them."""
     made, read = set[str](), set[str]()
     for step in steps:
         read.update(name for name in step.reads if name not in made)
@@ -94,7 +94,7 @@ def _peak(
     keep: set[str],
     parameters: Mapping[str, int],
 ) -> int:
-    """The most numbers held at once; a tensor goes after its last reader unless it is kept."""
+    """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
     held = dict(start)
     most = sum(held.values())
@@ -113,12 +113,12 @@ _GATES = "gates, dispatch"
 
 @dataclass(frozen=True)
 class HalfChain:
-    """How the cores of one half are joined, outermost first.
+    """The contraction of one factor from its cores, outermost first.
 
     Attributes:
-        name: Of the product: ``A`` or ``B``, or that of its only core.
+        name: The factor: ``A`` or ``B``, or the name of its only core.
         forward: The products.
-        backward: The gradients of the cores, from that of the product. The partial products are
+        backward: The gradients of the cores, from that of the factor. The partial products are
             made anew: they are small, and keeping them would take memory until the backward pass.
     """
 
@@ -129,7 +129,7 @@ class HalfChain:
 
 @functools.lru_cache(maxsize=1024)
 def half_chains(shape: TTShape | TTMShape) -> tuple[HalfChain, HalfChain]:
-    """The half-chains of a linear layer, or of a table split in the middle."""
+    """Plan the contraction of both factors of a linear layer, or of a table split in the middle."""
     cores = [f"core{k}" for k in range(len(shape.slice_sizes))]
     left = "A" if shape.split > 1 else cores[0]
     right = "B" if len(cores) - shape.split > 1 else cores[-1]
@@ -149,7 +149,7 @@ def _half_chain(name: str, network: Network, cores: list[str], from_left: bool) 
 
 
 def gates(shape: TTShape | TTMShape, operators: float) -> list[Step]:
-    """Each core times the gate of its right bond.
+    """List the step that multiplies each core by the gate of its right bond.
 
     Args:
         shape: For the cores.
@@ -160,6 +160,6 @@ def gates(shape: TTShape | TTMShape, operators: float) -> list[Step]:
 
 
 def gate_gradients(shape: TTShape | TTMShape, operators: float) -> list[Step]:
-    """The cores gated anew, then the gradients of cores and gates."""
+    """List the step that gates the cores anew and makes the gradients of cores and gates."""
     calls, moved = 5 + 4 * len(shape.ranks), 6 * shape.num_params
     return [Step("grad(gates)", (), _GATES, 0, moved=moved, calls=calls, operators=operators)]

@@ -52,7 +52,7 @@ class Schedule:
 def schedule(
     network: Network, tree: Tree, *, root: str, result: str, wanted: Container[str]
 ) -> Schedule:
-    """The products of forward and backward pass along one tree.
+    """Order the products of the forward and the backward pass along one tree.
 
     Args:
         network: Closed; ``root`` is one of its tensors.
@@ -70,11 +70,13 @@ def schedule(
     forward: list[Step] = []
     backward: list[Step] = []
 
+    # Messages towards the closing leaf: together they are the forward pass.
     def up(node: Tree, inside: frozenset[str]) -> Tensor:
         if isinstance(node, str):
             made[node] = (node, network.tensors[node])
             return made[node]
         left, right = (up(child, leaves(child)) for child in node)
+        # The last product is the result, which has to lie in memory as its gradient does.
         last = inside | {root} == set(network.tensors)
         name = result if last else f"{left[0]}·{right[0]}"
         order = closing if last else None
@@ -83,6 +85,8 @@ def schedule(
         made[node] = (name, indices)
         return made[node]
 
+    # Messages away from it: the gradient of one side of a product is that of the whole, times the
+    # other side as the forward pass has made it. So no partial product is computed twice.
     def down(node: Tree, gradient: Tensor) -> None:
         if isinstance(node, str):
             return
@@ -90,12 +94,15 @@ def schedule(
         for child, other in (node, node[::-1]):
             if not any(name in wanted for name in leaves(child)):
                 continue
+            # The gradient of a tensor has to lie as the tensor; that of a partial product may lie
+            # as the product leaves it.
             name, stored = made[child]
             goal, exact = f"grad({name})", isinstance(child, str)
             operands = (gradient, made[other])
             step, indices = _contract(network, *operands, goal, frozenset(stored), stored, exact)
             backward.append(step)
             later.append((child, (goal, indices)))
+        # After both sides, so that the gradient which they share can be freed before going on.
         for child, message in later:
             down(child, message)
 
@@ -106,14 +113,14 @@ def schedule(
 
 
 def leaves(tree: Tree) -> frozenset[str]:
-    """The names in a tree."""
+    """Return the names in a tree."""
     if isinstance(tree, str):
         return frozenset([tree])
     return leaves(tree[0]) | leaves(tree[1])
 
 
 def _edge(network: Network, inside: frozenset[str]) -> frozenset[str]:
-    """Indices that tensors inside share with tensors outside."""
+    """Return the indices that tensors inside share with tensors outside."""
     within, beyond = set[str](), set[str]()
     for name, indices in network.tensors.items():
         (within if name in inside else beyond).update(indices)
@@ -129,7 +136,7 @@ def _contract(
     order: Indices | None,
     exact: bool,
 ) -> tuple[Step, Indices]:
-    """One product as a batched matrix product; of both orders of operands the better one.
+    """Describe one contraction as a batched matrix product, its operands in the better order.
 
     Args:
         network: For the sizes.
@@ -192,15 +199,15 @@ class _Product:
 
 
 def _unlike(one: Indices, two: Indices, sizes: Mapping[str, int]) -> bool:
-    """Whether numbers lie in another order; indices of size one do not matter."""
+    """Tell whether numbers lie in another order; indices of size one do not matter."""
     return [i for i in one if sizes[i] > 1] != [i for i in two if sizes[i] > 1]
 
 
 def _is_matrix(
     indices: Indices, both: Container[str], kept: Container[str], sizes: Mapping[str, int]
 ) -> bool:
-    """Whether an operand as it lies is a (batch of) matrix: its free, its summed and its batch
-    indices each stand together, the batch not last."""
+    """Tell whether an operand as it lies is a (batch of) matrix: its free, its summed and its
+    batch indices each stand together, the batch not last."""
     blocks: list[str] = []
     for index in indices:
         if sizes[index] == 1:
@@ -217,7 +224,7 @@ trees with outer products are left out, which keeps the search below a tenth of 
 
 
 def find_tree(network: Network) -> Tree:
-    """The best order of pairwise contractions of an open network.
+    """Find the pairwise contractions of an open network that take the fewest operations.
 
     opt_einsum's dynamic programming counts one multiply-add for each point of the joint index
     space, as this package does. Its ``optimal`` counts two where an index is summed and one where

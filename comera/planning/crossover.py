@@ -23,7 +23,7 @@ def dense_from(
     bias: bool = True,
     train: bool = True,
 ) -> int | None:
-    """The number of tokens from which multiplying by the dense weight beats the two thin halves.
+    """Find the number of tokens from which multiplying by the dense weight beats its two factors.
 
     The dense weight is made anew in each pass, a cost that does not depend on the batch; in
     return each token is cheaper where ``r (in + out) > in * out``. Only those products are
@@ -31,7 +31,7 @@ def dense_from(
 
     Args:
         shape: Modes and ranks.
-        dtype: As in :func:`~comera.planning.planner.plan_linear`, and so are the others.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: On which it will run; the profile of this computer's CPU if None.
         in_features: Width of the input if the modes multiply to more.
         out_features: Width of the output if the modes multiply to more.
@@ -77,7 +77,7 @@ def _dense_from(layer: Layer, dtype: str, machine: Machine) -> int | None:
 
 
 def first_where(holds: Callable[[int], bool], most: int) -> int:
-    """The smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
+    """Find the smallest number up to ``most`` at which ``holds``, given that it does at ``most``.
 
     Doubling finds the power of two, halving the number; below the result it holds nowhere as long
     as it does not come and go.

@@ -1,9 +1,10 @@
 """The ways a tensor-train linear layer can be computed, and the dense layer, as lists of steps.
 
-``thin`` joins the cores of each side to a thin matrix, ``A (in, r)`` and ``B (r, out)``, and the
-batch meets those two. ``dense`` goes on to ``W = A B`` and the batch meets W. ``sequential``
-follows the contraction tree with the fewest operations, on modes. All three are trees of the same
-network, so in all of them forward and gradients share every partial product.
+Factorized (:func:`thin`), the cores of each side are contracted to a factor, ``A (in, r)`` and
+``B (r, out)``, and the batch is multiplied by one after the other. Reconstructed (:func:`dense`),
+it is multiplied by ``W = A B``. :func:`sequential` follows the contraction tree with the fewest
+operations, on modes. All three are trees of the same network, so in all of them forward and
+gradients share every partial product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from comera.planning.products import Layer, dense_products, thin_products
 
 
 def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """``y = (x A) B``; the bias rides along as one more row of B, against a column of ones."""
+    """Plan ``y = (x A) B``; the bias is one more row of B, against a column of ones."""
     left, right = half_chains(layer.shape)
     t, y, gt, gx, ga, gb = thin_products(layer)
     ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
@@ -39,7 +40,7 @@ def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """``W = A B``, then the products of an ordinary linear layer."""
+    """Plan ``W = A B``, then the products of an ordinary linear layer."""
     left, right = half_chains(layer.shape)
     w, y, gx, gw, ga, gb = dense_products(layer)
     forward = [
@@ -59,7 +60,7 @@ def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
-    """The tree with the fewest operations, product by product, and its bare schedule.
+    """Plan the tree with the fewest operations, product by product; returns its schedule too.
 
     Where the input gets no gradient the tree is still the forward pass's best.
     """
@@ -92,7 +93,7 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
 
 
 def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """``torch.nn.Linear`` of the same widths, for comparison."""
+    """Plan ``torch.nn.Linear`` of the same widths, for comparison."""
     _, y, gx, gw, _, _ = dense_products(layer)
     forward = [product("y", ("x", "weight"), "bi,oi->bo", (1, *y))]
     backward = [
@@ -105,7 +106,7 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
-    """A layer whose weight has vanished: its output is the bias, its input's gradient is zero."""
+    """Plan a layer whose weight has vanished: its output is the bias, its input's gradient zero."""
     wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
     what = "the bias in every row" if layer.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
@@ -122,7 +123,7 @@ def _linear(
     backward: Sequence[Step],
     parameters: Mapping[str, int],
 ) -> Candidate:
-    """Time and memory of a linear layer; steps that it does not need are dropped."""
+    """Add up time and memory of a linear layer; steps that it does not need are dropped."""
     needed = [step for step in backward if layer.input_grad or step.result != "grad(x)"]
     return candidate(
         name,
@@ -137,7 +138,7 @@ def _linear(
 
 
 def _halves(layer: Layer) -> list[Step]:
-    """The cores joined to A and B, the bond between them padded."""
+    """List the steps that contract the cores to A and B, the bond between them padded."""
     left, right = half_chains(layer.shape)
     rank, bond = layer.shape.ranks[layer.shape.split - 1], layer.bond
     wide, high = layer.in_features, layer.out_features
@@ -154,14 +155,14 @@ def _halves(layer: Layer) -> list[Step]:
 
 
 def _core_gradients(layer: Layer) -> list[Step]:
-    """From the gradients of A and B to those of cores and gates."""
+    """List the steps from the gradients of A and B to those of cores and gates."""
     left, right = half_chains(layer.shape)
     steps = [*left.backward, *right.backward, *gate_gradients(layer.shape, layer.operators)]
     return _shared(layer, steps)
 
 
 def _shared(layer: Layer, steps: list[Step]) -> list[Step]:
-    """Steps on the cores, the calls of which serve several layers."""
+    """Share the calls of steps on the cores among the layers that they serve."""
     if layer.together == 1:
         return steps
     return [replace(step, calls=step.calls / layer.together) for step in steps]

@@ -1,8 +1,8 @@
 """The ways rows of a tensor-train table can be read, and the dense table, as lists of steps.
 
-``halves`` joins the cores to two halves and makes each row as the product of one slice of each;
-``unique`` does the same once for every distinct row; ``sequential`` gathers a slice of every core
-and multiplies those, row by row.
+By ``halves`` the cores are contracted to a left and a right factor, and each row is the product of
+one slice of each; ``unique`` does the same once for every distinct row; ``sequential`` gathers a
+slice of every core and multiplies those, row by row.
 """
 
 import math
@@ -17,12 +17,12 @@ from comera.planning.operation import Step, product
 from comera.shapes import TTMShape
 
 OPERATORS = 3
-"""Python operators of a tensor-train table in each direction: two half-chains and the look-up."""
+"""Python operators of a tensor-train table in each direction: two factors and the lookup."""
 
 
 @dataclass(frozen=True)
 class LookUp:
-    """One batch of look-ups.
+    """One batch of lookups.
 
     Args:
         shape: Modes and ranks.
@@ -42,11 +42,12 @@ class LookUp:
 
 
 def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
-    """Every row, or with ``unique`` every distinct row, as a product of a slice of each half.
+    """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
 
-    Halves are counted as joined whole. On a CPU that is too much for large tables and small
-    batches, which have only the slices joined that they read (:mod:`comera.ops.table.slices`).
+    The factors are counted as contracted whole. On a CPU that is too much for large tables and
+    small batches, for which only those slices are contracted that they read.
     """
+    # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
     shape, rank = look_up.shape, look_up.shape.ranks[look_up.shape.split - 1]
     rows = look_up.distinct if unique else look_up.tokens
     left, right = half_chains(shape)
@@ -56,6 +57,7 @@ def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Ca
     )
     left_size = math.prod(shape.slice_sizes[: shape.split]) * rank
     right_size = math.prod(shape.slice_sizes[shape.split :]) * rank
+    # Distinct rows are an intermediate: they are sorted out first and gathered to y at the end.
     numbers = look_up.tokens * look_up.embedding_dim
     made = "rows" if unique else "y"
     gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
@@ -68,6 +70,7 @@ def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Ca
         *gates(shape, OPERATORS),
         *left.forward,
         *right.forward,
+        # The modes of rows come first afterwards, so that a slice lies in one piece.
         _permute(left.name, left_size),
         _permute(right.name, right_size),
         *search,
@@ -99,7 +102,7 @@ def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Ca
 
 
 def sequential(look_up: LookUp, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
-    """Row by row along the tree with the fewest operations, and its bare schedule."""
+    """Plan row by row along the tree with the fewest operations; returns its schedule too."""
     shape, cores = look_up.shape, _cores(look_up.shape)
     network = look_up_network(shape, look_up.tokens)
     tree = find_tree(network.without(OUTPUT_GRADIENT))
@@ -120,7 +123,7 @@ def sequential(look_up: LookUp, machine: Machine, dtype: str) -> tuple[Candidate
 
 
 def torch_embedding(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
-    """``torch.nn.Embedding`` with a dense gradient, for comparison; the optimizer not counted."""
+    """Plan ``torch.nn.Embedding`` with a dense gradient, for comparison; no optimizer counted."""
     weight = look_up.num_embeddings * look_up.embedding_dim
     numbers = look_up.tokens * look_up.embedding_dim
     forward = [_gather("y", "weight", numbers)]
@@ -129,7 +132,7 @@ def torch_embedding(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
 
 
 def only_zeros(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
-    """A table that has vanished: every row is zero."""
+    """Plan a table that has vanished: every row is zero."""
     numbers = look_up.tokens * look_up.embedding_dim
     forward = [Step("y", (), "zeros", numbers, moved=numbers)]
     return _look_up("zeros", look_up, machine, dtype, forward, [], {})
@@ -161,7 +164,7 @@ def _cores(shape: TTMShape) -> dict[str, int]:
 
 
 def _sort(tokens: int) -> Step:
-    """Sorting: each number is moved about log2(tokens) times, as are its eight-byte positions."""
+    """Count a sort: numbers and their eight-byte positions move about log2(tokens) times each."""
     moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
     return Step("distinct", ("indices",), "sort the indices", 2 * tokens, moved=moved, calls=6)
 

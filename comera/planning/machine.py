@@ -26,7 +26,7 @@ _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one number.
+    """Return the bytes of one number.
 
     Raises:
         ValueError: If the dtype is unknown.
@@ -96,7 +96,7 @@ class Machine:
             _check_number(name, getattr(self, name), above_zero=False)
 
     def rate(self, dtype: str) -> float:
-        """Floating-point operations a second of a large product.
+        """Return the floating-point operations a second of a large product.
 
         Raises:
             ValueError: If this machine has no rate for ``dtype``.
@@ -113,17 +113,17 @@ class Machine:
         return self.onednn > 1.1
 
     def product_rate(self, dtype: str, multiply_adds: int) -> float:
-        """The rate of one product in the layers: large ones by the library that is faster."""
+        """Return the rate of one product in the layers: large ones take the faster library."""
         by_onednn = dtype == "float32" and self.prefers_onednn and multiply_adds >= ONEDNN_FROM
         return self.rate(dtype) * (self.onednn if by_onednn else 1.0)
 
     @property
     def without_onednn(self) -> "Machine":
-        """The same, every product by what torch takes by itself."""
+        """The same machine, every product by what torch takes by itself."""
         return replace(self, onednn=1.0)
 
     def share(self, narrow: int, depth: int) -> float:
-        """Which share of its peak rate a matrix product reaches; at most 1.
+        """Predict which share of its peak rate a matrix product reaches; at most 1.
 
         Args:
             narrow: Narrower side of the result.
@@ -135,7 +135,7 @@ class Machine:
         return width * (depth / (depth + self.half_depth))
 
     def moving(self, nbytes: float) -> float:
-        """Seconds of a pass over so many bytes, read and written together."""
+        """Predict the seconds of a pass over so many bytes, read and written together."""
         if nbytes <= self.cache_bytes:
             return nbytes / self.cache_bandwidth
         beyond = nbytes - self.cache_bytes
@@ -201,7 +201,7 @@ _DEFAULTS = {
 
 
 def default_machine(kind: str = "cpu") -> Machine:
-    """Rough numbers of a two-core CPU, or of an H200-like GPU.
+    """Return rough numbers of a two-core CPU, or of an H200-like GPU.
 
     Raises:
         ValueError: If ``kind`` is neither ``"cpu"`` nor ``"cuda"``.
@@ -211,7 +211,7 @@ def default_machine(kind: str = "cpu") -> Machine:
 
 
 def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None = None) -> Machine:
-    """The saved profile of a machine, else the default, which is said once.
+    """Load the saved profile of a machine, or else take the default, which is logged once.
 
     Args:
         kind: ``"cpu"`` or ``"cuda"``.
@@ -244,12 +244,12 @@ def save_machine(machine: Machine) -> Path:
 
 @functools.cache
 def processor_name() -> str:
-    """The processor's model, as the system names it."""
+    """Return the processor's model, as the system names it."""
     return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def cpu_info(entry: str) -> str | None:
-    """What Linux says of the first processor under that name; None elsewhere."""
+    """Read what Linux says of the first processor under that name; None elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -260,7 +260,7 @@ def cpu_info(entry: str) -> str | None:
 
 @functools.cache
 def usable_threads() -> int:
-    """Cores that this process may run on."""
+    """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

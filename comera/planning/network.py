@@ -57,7 +57,7 @@ class Network:
                 raise ValueError(f"index {index} belongs to one tensor alone; it needs another end")
 
     def without(self, name: str) -> "Network":
-        """The network of the gradient of tensor ``name``, whose indices become the output.
+        """Return the network of the gradient of tensor ``name``, whose indices become the output.
 
         Raises:
             ValueError: If there is no such tensor, or the network is not closed.
@@ -71,12 +71,12 @@ class Network:
         return Network(rest, self.sizes, self.tensors[name])
 
     def size_of(self, indices: Iterable[str]) -> int:
-        """How many numbers a tensor with these indices holds."""
+        """Count the numbers in a tensor with these indices."""
         return math.prod(self.sizes[index] for index in indices)
 
 
 def linear_network(shape: TTShape, tokens: int) -> Network:
-    """The closed network of a linear layer: ``x``, ``core0`` to ``coreN`` and ``gy``.
+    """Build the closed network of a linear layer: ``x``, ``core0`` to ``coreN`` and ``gy``.
 
     ``x`` is ``(batch, *input modes)``, ``gy`` is ``(batch, *output modes)``.
     """
@@ -90,12 +90,12 @@ def linear_network(shape: TTShape, tokens: int) -> Network:
 
 
 def half_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[Network, Network]:
-    """The closed networks of the two half-chains, each joined by the gradient of its product.
+    """Build the closed networks of the left and right factor, each closed by its gradient.
 
     Args:
         shape: Of a linear layer, split between input and output; or of a table, split in the
             middle, where a core's row and column mode count as one.
-        names: What the gradients of the two products are called.
+        names: What the gradients of the two factors are called.
     """
     modes, cores, sizes = _train(shape.slice_sizes, shape.ranks)
     at, listed = shape.split, list(cores.items())
@@ -106,7 +106,7 @@ def half_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[Ne
 
 
 def look_up_network(shape: TTMShape, rows: int) -> Network:
-    """The closed network of a look-up row by row: ``slice0`` to ``sliceN`` and ``gy``.
+    """Build the closed network of a lookup row by row: ``slice0`` to ``sliceN`` and ``gy``.
 
     The row number picks one slice of each core, so every tensor carries the batch index:
     ``(batch, left bond, column mode, right bond)``, and ``gy`` is ``(batch, *column modes)``.
@@ -124,7 +124,7 @@ def _closed(tensors: dict[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Ne
 def _train(
     modes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[str], dict[str, tuple[str, ...]], dict[str, int]]:
-    """Mode indices, the indices of each core, and all sizes, of a chain of cores."""
+    """Name the modes and bonds of a chain: mode indices, indices of each core, and all sizes."""
     mode_letters = [_letter(_MODES, k) for k in range(len(modes))]
     bond_letters = [_letter(_BONDS, k) for k in range(len(ranks))]
     cores = {
@@ -136,7 +136,7 @@ def _train(
 
 
 def _letter(alphabet: str, k: int) -> str:
-    """The k-th letter; past the end symbols that opt_einsum still takes, odd and even apart."""
+    """Return the k-th letter; past the end, symbols that opt_einsum takes, odd and even apart."""
     if k < len(alphabet):
         return alphabet[k]
     return get_symbol(_LETTERS + 2 * (k - len(alphabet)) + (alphabet is _BONDS))

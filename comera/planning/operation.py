@@ -42,11 +42,11 @@ class Step:
         return f"{self.result} = {' × '.join(self.reads)}"
 
     def bytes(self, dtype: str) -> int:
-        """Bytes read and written, rearranging included."""
+        """Return the bytes read and written, rearranging included."""
         return (self.moved + 2 * self.copied) * item_size(dtype)
 
     def seconds(self, machine: Machine, dtype: str) -> float:
-        """Predicted time; see :func:`product_seconds` for the model."""
+        """Predict the time: of products by :func:`product_seconds`, of all else as one pass."""
         item = item_size(dtype)
         dispatch = self.calls * machine.call_overhead + self.operators * machine.operator_overhead
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
@@ -66,7 +66,7 @@ def product(
     copied: int = 0,
     calls: int = 1,
 ) -> Step:
-    """A batched matrix product of ``dims = (batch, rows, depth, columns)``."""
+    """Describe a batched matrix product of ``dims = (batch, rows, depth, columns)``."""
     batch, rows, depth, columns = dims
     return Step(
         result=result,
@@ -84,7 +84,7 @@ def product(
 def product_seconds(
     machine: Machine, dtype: str, batch: int, rows: int, depth: int, columns: int
 ) -> float:
-    """Time of a batched ``(rows, depth) @ (depth, columns)``, without what its call costs.
+    """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
 
     The larger of computing and moving, where computing takes longer the further a thin product
     stays below the machine's peak (:meth:`~comera.planning.machine.Machine.share`). A product

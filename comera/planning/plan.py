@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def memory_ratio(self) -> float:
-        """The same for the most memory held at once."""
+        """Most memory held at once by the chosen candidate, in units of the dense layer's."""
         return self.chosen.peak_bytes / self.dense.peak_bytes
 
     @property
@@ -61,14 +61,14 @@ class Plan:
         """Operations of the chosen candidate above those of the best tree, as a share of these.
 
         Negative where modes multiply to more than a width (the tree works on the padded ones),
-        and where rows of a table share their halves (the tree makes each row by itself).
+        and where rows of a table share their factors (the tree makes each row by itself).
         """
         if self.search is None:
             return 0.0
         return self.chosen.operations / self.search.operations - 1
 
     def candidate(self, name: str) -> Candidate:
-        """The candidate of that name.
+        """Return the candidate of that name.
 
         Raises:
             ValueError: If there is none.
@@ -80,7 +80,7 @@ class Plan:
         raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
 
     def __str__(self) -> str:
-        """Two tables and the verdict, at most 100 columns wide."""
+        """Lay out two tables and the verdict, at most 100 columns wide."""
         steps, candidates = _step_rows(self), _candidate_rows(self)
         return "\n".join(
             [
@@ -94,7 +94,7 @@ class Plan:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """Lay out both tables and the verdict for a notebook."""
         chosen = f"{self.chosen.name}, step by step"
         return "".join(
             [
@@ -107,7 +107,7 @@ class Plan:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Lines that compare the chosen candidate with the dense layer and with the best tree."""
+    """Compare the chosen candidate with the dense layer and with the best tree, in a few lines."""
     lines = [
         f"against {plan.dense.name}: {plan.time_ratio:.2f}x the time "
         f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)}), "
@@ -173,6 +173,6 @@ def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
 
 
 def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]], left: int) -> str:
-    """Words in the first columns, which may be broken, and numbers in the others."""
+    """Lay out words in the first ``left`` columns, which may be broken, and numbers after them."""
     words, numbers = range(left), range(left, len(header))
     return text_table(title, header, rows, left=words, keep=numbers)

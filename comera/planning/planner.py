@@ -38,7 +38,7 @@ def plan_linear(
         bias: Whether a bias is added.
         train: Whether a backward pass follows.
         input_grad: Whether the input needs a gradient; the first layer's does not.
-        together: How many layers of this shape join their cores in the same calls.
+        together: How many layers of this shape contract their cores in the same calls.
 
     Raises:
         ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
@@ -61,20 +61,21 @@ def plan_embedding(
     embedding_dim: int | None = None,
     train: bool = True,
 ) -> Plan:
-    """Plan the look-ups of a table; a second call with the same arguments returns the same plan.
+    """Plan the lookups of a table; a second call with the same arguments returns the same plan.
 
     Args:
         shape: Modes and ranks.
         tokens: Indices in the batch.
-        dtype: As in :func:`plan_linear`.
-        machine: As in :func:`plan_linear`.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: On which it will run; the profile of this computer's CPU if None.
         distinct: How many different indices to expect; as many as can be if None.
         num_embeddings: Rows of the table if the modes multiply to more.
         embedding_dim: Width if the modes multiply to more.
         train: Whether a backward pass follows.
 
     Raises:
-        ValueError: As :func:`plan_linear`, or if ``distinct`` is not between one and ``tokens``.
+        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, a
+            size does not fit the modes, or the machine has no rate for ``dtype``.
     """
     check_count("tokens", tokens)
     if distinct is not None and not 1 <= distinct <= tokens:
@@ -132,5 +133,5 @@ def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
 
 
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
-    """Fastest first; of equals the one listed first."""
+    """Sort candidates, fastest first; of equals the one listed first."""
     return tuple(sorted(candidates, key=lambda one: one.seconds))

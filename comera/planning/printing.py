@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def show_count(number: float) -> str:
-    """A count with three digits and a unit: ``94.4M``."""
+    """Write a count with three digits and a unit: ``94.4M``."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 999.5:
             return f"{number:.3g}{unit}"
@@ -15,7 +15,7 @@ def show_count(number: float) -> str:
 
 
 def show_bytes(number: float) -> str:
-    """Bytes with three digits and a unit: ``12.1 MiB``."""
+    """Write bytes with three digits and a unit: ``12.1 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 999.5:
             return f"{number:.3g} {unit}"
@@ -24,7 +24,7 @@ def show_bytes(number: float) -> str:
 
 
 def show_seconds(number: float) -> str:
-    """A duration with three digits and a unit: ``1.35 ms``."""
+    """Write a duration with three digits and a unit: ``1.35 ms``."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"
@@ -41,14 +41,14 @@ def text_table(
     total: bool = False,
     width: int = 100,
 ) -> str:
-    """A table of text.
+    """Lay out a table as text.
 
     Args:
-        title: Above it.
+        title: Line above the table.
         header: Names of the columns.
-        rows: Their cells.
-        left: Columns that are aligned at the left; the others are at the right.
-        keep: Columns whose cells are never broken into lines.
+        rows: Cells of each row.
+        left: Numbers of the columns aligned at the left; the others are at the right.
+        keep: Numbers of the columns whose cells are never broken into lines.
         total: Whether a line is drawn above the last row.
         width: Columns of the terminal at most.
     """
@@ -70,7 +70,7 @@ def text_table(
 def table_html(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", note: str = ""
 ) -> str:
-    """A plain HTML table for notebooks; all text is escaped, line breaks of the note kept."""
+    """Write a plain HTML table for notebooks; text is escaped, line breaks of the note kept."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

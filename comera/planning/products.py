@@ -20,7 +20,7 @@ class Layer:
         bias: Whether a bias is added.
         train: Whether a backward pass follows.
         input_grad: Whether the input needs a gradient.
-        together: How many layers of this shape join their cores in the same calls.
+        together: How many layers of this shape contract their cores in the same calls.
     """
 
     shape: TTShape
@@ -34,12 +34,12 @@ class Layer:
 
     @property
     def bond(self) -> int:
-        """The bond between the halves as products see it, padded and with room for the bias."""
+        """The bond between the factors as products see it, padded and with room for the bias."""
         return padded_rank(self.shape.ranks[self.shape.split - 1], self.bias)
 
     @property
     def operators(self) -> float:
-        """Python operators in each direction: one joins the cores, one meets the batch."""
+        """Python operators in each direction: one contracts the cores, one takes the batch."""
         return 1 + 1 / self.together
 
 
@@ -53,7 +53,7 @@ def linear_layer(
     input_grad: bool = True,
     together: int = 1,
 ) -> Layer:
-    """The checked arguments of :func:`~comera.planning.planner.plan_linear`, widths filled in."""
+    """Check what describes a layer at a batch, and fill in widths that are those of the modes."""
     check_count("tokens", tokens)
     check_count("together", together)
     wide = check_width("in_features", in_features, shape.in_width)
@@ -62,7 +62,7 @@ def linear_layer(
 
 
 def thin_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
-    """The products of ``thin`` that see the batch: t, y, and the gradients of t, x, A and B."""
+    """List the products of the batch with both factors: t, y, and gradients of t, x, A and B."""
     batch, bond = layer.tokens, layer.bond
     wide, high = layer.in_features, layer.out_features
     return (
@@ -76,7 +76,7 @@ def thin_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
 
 
 def dense_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
-    """The products of ``dense`` after the halves: W, y, and the gradients of x, W, A and B."""
+    """List the products once the weight is dense: W, y, and gradients of x, W, A and B."""
     batch, bond = layer.tokens, layer.bond
     wide, high = layer.in_features, layer.out_features
     return (
