@@ -124,7 +124,7 @@ class Capture:
             self._fall_back(why_not)
 
     def __call__(self, batch: Any) -> Tensor:
-        """One update; the loss is a tensor of the caller's own."""
+        """Run one update; returns its loss, a tensor of the caller's own."""
         try:
             return self._run(batch)
         except BaseException:  # the step is not one of those that were alike
@@ -132,11 +132,13 @@ class Capture:
             raise
 
     def _run(self, batch: Any) -> Tensor:
-        """Update in the way that all processes can."""
+        """Update in the way that all processes can: as a recording, or eagerly."""
         if self.why_not is not None:
             return self._eagerly(batch)
         with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
             state = self._host.identity()
+            # What this process could do, then the least that any can: a reduction must be in the
+            # graph of every process or of none.
             course, problem = self._possible(state, batch)
             course = _Course(self._together.least(course))
             if course is _Course.EAGER:
@@ -151,12 +153,12 @@ class Capture:
         return self._eagerly(batch)
 
     def _eagerly(self, batch: Any) -> Tensor:
-        """An update on the stream on which those before it ran."""
+        """Update without a recording, on the stream on which earlier steps ran."""
         with self._graphs.stream() if self._aside else contextlib.nullcontext():
             return self._update(batch)
 
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
-        """What this process can do with a batch, and why not more."""
+        """Decide what this process can do with a batch, and say why not more."""
         like = signature(batch)
         if self._fits(state) and self._static is not None and like == self._static.signature:
             return _Course.REPLAY, None
@@ -181,7 +183,7 @@ class Capture:
         self._recording = self._static = None
 
     def describe(self) -> StepDescription:
-        """How it runs now."""
+        """Say how the update runs now, and what has been recorded so far."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)
@@ -194,7 +196,7 @@ class Capture:
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
     def _fits(self, state: dict[str, Any]) -> bool:
-        """Whether there is a recording of this state; one of another state is dropped."""
+        """Check that there is a recording of this state; one of another state is dropped."""
         if self._recording is None:
             return False
         if state == self._state:
@@ -213,7 +215,7 @@ class Capture:
         return self._recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
-        """Count how long steps have been alike, and speak up where that does not come to pass."""
+        """Count how long steps have been alike, and warn where they never are."""
         changed = {name for name in state if state[name] != self._state.get(name)}
         if self._last is not None and like != self._last:
             changed.add("the batch")
@@ -243,7 +245,7 @@ class Capture:
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
         """Record the update, if all processes can; returns why this one could not."""
-        self.free()
+        self.free()  # first, or the memory of two graphs would be taken
         static = StaticBatch(batch)
         random, put_back = host_random_state(), self._host.hold()
         recording, problem = None, None
@@ -257,6 +259,8 @@ class Capture:
         finally:
             set_host_random_state(random)  # recording is no step
         if recording is not None:
+            # A replay repeats what was recorded: were the step to leave other addresses or
+            # settings than it began with, the second replay would begin with the wrong ones.
             after = self._host.identity()
             names = ", ".join(name for name in state if state[name] != after[name])
             if names:

@@ -19,7 +19,7 @@ class Mark(Protocol):
         """Say whether the device has got there; waits for nothing."""
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has got there."""
 
     def seconds_since(self, before: Self) -> float:
         """Return how long after another one it came; both must have come."""
@@ -42,7 +42,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count what is done inside; nothing if it raises."""
+        """Count the seconds of what is done inside; none if it raises."""
         began = self._mark()
         yield
         self._open.append((began, self._mark()))
@@ -50,11 +50,11 @@ class StepClock:
             self._close()
 
     def add(self, seconds: float) -> None:
-        """Count those of steps before, such as of a run that goes on."""
+        """Add the seconds of earlier steps, such as those before a run was resumed."""
         self._seconds += seconds
 
     def seconds(self) -> float:
-        """Return those of all steps so far; waits until the device is through with them."""
+        """Return the seconds of all steps so far; waits until the device is through with them."""
         while self._open:
             self._open[0][1].wait()
             self._close()
@@ -66,12 +66,12 @@ class StepClock:
 
 
 def _marks_of(device: torch.device) -> Callable[[], Mark]:
-    """What makes a mark, after everything that was asked of the device by then."""
+    """Return a function that marks the end of everything asked of a device by then."""
     return (lambda: _CudaMark(device)) if device.type == "cuda" else _HostMark
 
 
 class _HostMark:
-    """On a CPU, where all is done when a call returns."""
+    """A mark on a CPU, where all is done when a call returns."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -87,7 +87,7 @@ class _HostMark:
 
 
 class _CudaMark:
-    """An event on the present stream."""
+    """A mark on a GPU: an event on the present stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)

@@ -19,11 +19,11 @@ _FIRST_CAPTURABLE_NCCL = (2, 9, 6)
 
 
 class DataParallel:
-    """What a training step needs of its ``DistributedDataParallel``.
+    """The ``DistributedDataParallel`` of a training step, its buffers made anew where need be.
 
-    That one sorts its gradients into buffers once and for all, by the sizes its parameters have,
-    and ties each to the stream it was made on. Ranks that are truncated change the sizes, and a
-    CUDA graph is captured on a stream of its own, so the buffers are made anew for either.
+    It sorts its gradients into buffers once and for all, by the sizes its parameters have, and
+    ties each to the stream it was made on. Ranks that are truncated change the sizes, and a CUDA
+    graph is captured on a stream of its own, so the buffers are made anew for either.
 
     Args:
         model: The model.
@@ -36,15 +36,15 @@ class DataParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Its processes."""
+        """The processes that train the model."""
         return self._model.process_group
 
     def held_back(self) -> AbstractContextManager[None]:
-        """Around a forward and a backward pass whose gradients wait for those of a later one."""
+        """Put a forward and a backward pass off averaging: their gradients wait for a later one."""
         return self._model.no_sync()
 
     def prepare_(self) -> None:
-        """Before each step: make buffers anew if parameters have changed size, or the stream."""
+        """Make buffers anew if parameters have changed size, or the stream; before each step."""
         present = self._present()
         if self._made_for != present:
             self._renew_()
@@ -52,16 +52,16 @@ class DataParallel:
             self._renewed += 1
 
     def forget(self) -> None:
-        """A backward pass was broken off, and the buffers wait for the rest of it."""
+        """Have the buffers made anew: a backward pass broke off, and they wait for its rest."""
         self._made_for = None
 
     @property
     def times_renewed(self) -> int:
-        """Changes with the buffers, to which a recording writes."""
+        """How often the buffers were made anew; a recording writes to those it was made with."""
         return self._renewed
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Why a graph cannot hold its part of a step, in words."""
+        """Say why a graph cannot hold the averaging of gradients; None if it can."""
         model, name = self._model, "DistributedDataParallel"
         if model.find_unused_parameters:
             return (
@@ -84,14 +84,14 @@ class DataParallel:
         return sizes, torch.cuda.current_stream(device).cuda_stream
 
     def _renew_(self) -> None:
-        """All processes at the same step."""
+        """Make the buffers anew; all processes do so at the same step."""
         renew_(self._model)
         # Past the first ten steps it measures every hundredth, which must not be a captured one.
         self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
 
 
 def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
-    """The mean of a tensor over the processes of a group; without a group the tensor itself."""
+    """Average a tensor over the processes of a group; without a group return it as it is."""
     if group is None:
         return value
     mean = value / dist.get_world_size(group)
@@ -100,8 +100,11 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
 
 
 def _why_not_nccl(group: dist.ProcessGroup) -> str | None:
-    """The notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches over
-    operations; since torch 2.1 it leaves captured ones alone (pytorch #102542)."""
+    """Say why a graph cannot hold the reductions of a group; None if it can.
+
+    PyTorch's notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches
+    over operations; since torch 2.1 it leaves captured ones alone (pytorch #102542).
+    """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get("cuda") != "nccl":
         return (
@@ -128,11 +131,11 @@ class Alone:
     speaks = True
 
     def least(self, number: int) -> int:
-        """The smallest number that any process gives."""
+        """Return the smallest number that any process gives."""
         return number
 
     def gathered(self, text: str | None) -> str:
-        """What each process has to say, as one text."""
+        """Gather what each process has to say into one text."""
         return text or ""
 
 
@@ -167,14 +170,14 @@ class Together(Alone):
 
 
 def decisions_of(group: dist.ProcessGroup | None) -> Alone:
-    """How the processes of a group decide; all of them must call it."""
+    """Return how the processes of a group decide; all of them must call it."""
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
     return Together(group)
 
 
 def _by_process(ranks: Sequence[int], texts: Sequence[str | None]) -> list[str]:
-    """Each text once, with the processes it comes from."""
+    """List each text once, with the processes it comes from."""
     sources: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         if text is not None:

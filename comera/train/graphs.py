@@ -39,7 +39,7 @@ class Recording(Protocol):
     def replay(self) -> None: ...
 
     def free(self) -> None:
-        """Give the memory back; nothing can be replayed any more."""
+        """Give the memory of the recording back; it cannot be replayed any more."""
 
     def contents(self) -> Contents: ...
 
@@ -48,7 +48,7 @@ class Graphs(Protocol):
     """Records functions on one device."""
 
     def stream(self) -> AbstractContextManager[None]:
-        """Where functions run before they are recorded, so that they are recorded as they ran."""
+        """Enter the stream on which functions run before they are recorded, and as they are."""
 
     def record(self, run: Callable[[], Tensor]) -> Recording:
         """Record a function; tensors are afterwards what they were before.
@@ -59,7 +59,7 @@ class Graphs(Protocol):
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """The recorder of a device; None where there is none."""
+    """Return the recorder of a device; None where there is none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -143,7 +143,7 @@ class _CudaRecording:
 
 
 def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Nodes by kind and kernels by name, as NVIDIA's cuda-bindings read them."""
+    """Count nodes by kind and kernels by name, as NVIDIA's cuda-bindings read them."""
     from cuda.bindings import driver, runtime
 
     def value(answer: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What a recorded training step took for granted: addresses, and everything on the host."""
+"""What a recorded training step takes for granted: addresses, and everything on the host."""
 
 import operator
 import random
@@ -16,7 +16,7 @@ from comera.train.data_parallel import DataParallel
 
 
 class Captured(Protocol):
-    """What is read of a :class:`~comera.TrainStep`."""
+    """The parts of a :class:`~comera.TrainStep` on which a recording of it depends."""
 
     model: nn.Module
     ranks: TwoStage | None
@@ -43,7 +43,7 @@ class HostState:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Why the step cannot be a graph, as far as that can be told beforehand."""
+        """Say why the step cannot be a graph, as far as that can be told beforehand."""
         model, parallel = self._step.model, self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:
@@ -56,12 +56,13 @@ class HostState:
         return why_not_capturable(self._step.optimizer)
 
     def identity(self) -> dict[str, Any]:
-        """All of it by the words for it: a recording holds as long as this is the same."""
+        """Collect all of it by the words for it: a recording holds while this stays the same."""
         step, optimizer = self._step, self._step.optimizer
         assert isinstance(optimizer, Optimizer)
         modules = list(step.model.modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        # Before anything is noted: it replaces rates by tensors, which would count as a change.
         make_capturable_(optimizer, params[0].device)
         groups = optimizer.param_groups
         return {
@@ -70,11 +71,14 @@ class HostState:
             "which parameters are trained": [param.requires_grad for param in params],
             "gradients from before the step": [param.grad is not None for param in params],
             "buffers": [(buffer.data_ptr(), buffer.numel()) for buffer in buffers],
+            # A module may give way to one of other code over the same parameters.
             "modules": _Objects(modules),
             "buffers of DistributedDataParallel": (
                 None if step.parallel is None else step.parallel.times_renewed
             ),
             "training mode": [module.training for module in modules],
+            # Numbers become constants of a graph, so a change of them is a change of the step; what
+            # is to change from step to step, such as a rate, lies in a tensor.
             "settings of the optimizer": [
                 {key: _constant(value) for key, value in group.items() if key != "params"}
                 for group in groups
@@ -98,7 +102,7 @@ class HostState:
         }
 
     def hold(self) -> Callable[[], None]:
-        """What it returns puts back what a step on the host alone may have changed."""
+        """Return a function that puts back what a step on the host alone may have changed."""
         optimizer, ranks, parallel = self._step.optimizer, self._step.ranks, self._step.parallel
         assert isinstance(optimizer, Optimizer)
         states = {param: dict(state) for param, state in optimizer.state.items()}
@@ -136,12 +140,12 @@ class _Objects(list[Any]):
 
 
 def _constant(value: Any) -> Any:
-    """A tensor is read where it is, anything else is part of the recording."""
+    """Return what a recording holds of a value: the address of a tensor, else the value itself."""
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
-    """Why a graph cannot hold the optimizer's step, in words; None if it can."""
+    """Say why a graph cannot hold the optimizer's step; None if it can."""
     name = type(optimizer).__name__
     why = getattr(optimizer, "not_capturable", None)
     if why is not None:
@@ -195,7 +199,7 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def host_random_state() -> dict[str, Any]:
-    """Those of torch on the CPU, Python and NumPy, as tensors and plain values."""
+    """Return the random states of torch on the CPU, Python and NumPy, tensors and plain values."""
     state: Any = np.random.get_state()  # noqa: NPY002
     kind, keys, position, has_gauss, gauss = state
     return {
@@ -215,7 +219,7 @@ def set_host_random_state(state: dict[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Those of the host and of all GPUs."""
+    """Return the random states of the host and of all GPUs, as tensors and plain values."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {**host_random_state(), "cuda": cuda}
 

@@ -57,7 +57,7 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``; a last line cut short is left out.
+    """Read the lines of a run's ``metrics.jsonl``; a last line cut short is left out.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
@@ -75,7 +75,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_logged(folder: Path, key: str) -> tuple[int, float] | None:
-    """The last step that has a value under ``key``, and that value; None if there is none.
+    """Find the last step that has a value under ``key``, and that value; None if there is none.
 
     Only the end of the file is read: cheap enough to watch a long run.
     """
@@ -104,7 +104,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """A bar with the step count, the latest figures and the time left."""
+    """Make a bar with the step count, the latest figures and the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -78,7 +78,7 @@ def train(
             there are.
         chain: The checkpoints; None for the last two, lossless, in ``folder``.
         title: Shown beside the progress bar.
-        quiet: No progress bar.
+        quiet: Whether to show no progress bar.
         tensorboard: Whether to write TensorBoard files.
 
     Raises:
@@ -90,6 +90,8 @@ def train(
     chain.lock()  # before anything in the folder is touched that another process may write
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # whatever happened: what was handed over is written
+        # The sum and number of losses since the last line of the log are part of a checkpoint, so
+        # that the lines of a resumed run are those of one that was never stopped.
         clock, saved_at = StepClock(next(step.model.parameters()).device), -1
         result = LoopResult(0, 0.0)
         total, count = torch.zeros(()), 0
@@ -101,11 +103,13 @@ def train(
             clock.add(extra["seconds"])
             result.ranks, result.metrics = extra["ranks"], extra["metrics"]
             total, count = extra["unlogged"]
+        # After loading: lines of steps beyond the checkpoint are dropped, they will come again.
         run_log = RunLog(folder, step.steps_done, tensorboard)
         at_end.callback(run_log.close)
 
         def save() -> None:
             nonlocal saved_at
+            # Several reasons to save may meet at one step, such as its turn and the end.
             if step.steps_done == saved_at:
                 return
             extra = {
@@ -119,6 +123,7 @@ def train(
 
         def note_loss() -> float:
             nonlocal total, count
+            # Reading the sum waits for a GPU, so only here is a loss there found not to be finite.
             mean = float(total) / max(1, count)
             total, count = torch.zeros(()), 0
             if not math.isfinite(mean):
@@ -146,27 +151,31 @@ def train(
                 try:
                     with clock.step():
                         loss = step(batch)
-                except NonFiniteLossError:
+                except NonFiniteLossError:  # nothing was updated: the state is worth keeping
                     save()
                     raise
+                # Losses are added up where they are: reading each would wait for the device.
                 total, count = total.to(loss.device) + loss, count + 1
                 done = step.steps_done
                 if done % log_every == 0 or done == steps:
                     mean = note_loss()
                     bar.update(task, figures=f"loss {mean:.4f}")
                 bar.update(task, completed=done)
+                # Ranks are cut before the model is measured or saved, so that a figure or a
+                # checkpoint of this step is of the small model, with which the run goes on.
                 ranks = step.ranks
                 if ranks is not None and (ranks.due or (done == steps and ranks.forced is None)):
                     result.ranks = ranks.finish_(step.optimizer)
                     run_log.write(done, stage="done", **result.ranks)
                 if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
                     measure()
+                # Last, so that the figures of this step are in it.
                 if save_every and done % save_every == 0 and done < steps:
                     save()
             result.interrupted = step.steps_done < steps
             if evaluate and not result.interrupted and not result.metrics:  # it failed last time
                 measure()
-        save()
+        save()  # the end of the run, or the step at which it was interrupted
     result.steps, result.seconds = step.steps_done, clock.seconds()
     return result
 
@@ -187,10 +196,10 @@ def _figures(step: TrainStep) -> dict[str, Any]:
 def evaluated(
     step: TrainStep, evaluate: Callable[[nn.Module], dict[str, float]]
 ) -> dict[str, float]:
-    """What ``evaluate`` says of the model as it is, which is back in training mode after."""
+    """Evaluate the model in evaluation mode; it is back in training mode afterwards."""
     step.model.eval()
     try:
-        with torch.no_grad(), step.merged:  # the cores are joined once for all batches
+        with torch.no_grad(), step.merged:  # the cores are contracted once for all batches
             found = evaluate(step.model)
         return {name: float(value) for name, value in found.items()}
     finally:

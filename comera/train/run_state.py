@@ -72,7 +72,7 @@ def load_checkpoint(
 
 
 def _layout(model: nn.Module) -> dict[str, list[int]]:
-    """Every tensor's shape, but for what training may change: bonds, and where rows are kept."""
+    """Return every tensor's shape, but for what training may change: bonds, places of rows."""
     layers = tensor_trains(model)
     bonds = {
         f"{layer}.{part}.{k}".lstrip(".")

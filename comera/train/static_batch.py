@@ -20,7 +20,7 @@ class StaticBatch:
 
     Attributes:
         value: The batch, of tensors of its own.
-        signature: What another batch must be like.
+        signature: What another batch must be like to be copied in its place.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -37,13 +37,13 @@ class StaticBatch:
 
 
 def signature(batch: Any) -> Signature:
-    """Structure, plain values, and the shape, dtype and device of every tensor."""
+    """Return structure, plain values, and the shape, dtype and device of every tensor."""
     leaves, spec = tree_flatten(batch)
     return spec, tuple(_kind(value) for value in leaves)
 
 
 def why_not_static(batch: Any, device: torch.device) -> str | None:
-    """What in a batch a recorded function could not read, and what to give instead."""
+    """Say what in a batch a recorded function could not read, and what to give instead."""
     for path, value in tree_flatten_with_path(batch)[0]:
         name = f"batch{keystr(path)}"
         if isinstance(value, Tensor):
@@ -59,7 +59,7 @@ def why_not_static(batch: Any, device: torch.device) -> str | None:
 
 
 def difference(before: Signature, now: Signature, batch: Any) -> str:
-    """Which part of a batch is not as it was, in words.
+    """Say which part of a batch is not as it was.
 
     Args:
         before: What it was like.
@@ -80,7 +80,7 @@ def difference(before: Signature, now: Signature, batch: Any) -> str:
 
 
 def is_shorter(now: Signature, before: Signature) -> bool:
-    """Whether a batch only has fewer rows, as the last one of a data set has."""
+    """Tell whether a batch only has fewer rows, as the last one of a data set has."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False
@@ -90,7 +90,7 @@ def is_shorter(now: Signature, before: Signature) -> bool:
 
 
 def _without_rows(mine: Any, theirs: Any) -> tuple[int, int] | None:
-    """The numbers of rows, if those are all that differs and there are fewer."""
+    """Return both numbers of rows, if those are all that differs and there are fewer."""
     both_tensors = mine[0] is theirs[0] is Tensor
     if not both_tensors or mine[2:] != theirs[2:] or not mine[1] or not theirs[1]:
         return None

@@ -57,7 +57,7 @@ class TrainStep:
 
     Attributes:
         scaled: Whether tensor-train linears multiply in eight bits.
-        merged: The context in which the layers join their cores together; each step enters it.
+        merged: The context in which layers contract their cores together; each step enters it.
 
     Raises:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
@@ -116,6 +116,7 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
+        # GroupedMerge below checks this too, but its message would not name what the user called.
         check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
@@ -128,6 +129,8 @@ class TrainStep:
         self.scaled = precision == "fp8" and _can_scale(self._device)
         _check_holds_cores(optimizer, model)
         self._unreduced = False  # whether averages over processes are under way
+        # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
+        # either way losses and rank learning take the mean over the same processes.
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -140,7 +143,8 @@ class TrainStep:
             ranks.check_schedule(optimizer)
             if self._group is not None:
                 ranks.process_group = self._group
-        return_freed_memory()
+        return_freed_memory()  # such as that of the dense weights, which conversion has freed
+        # Last: it asks at once whether model, optimizer and processes can be captured.
         self._capture = self._make_capture(graph)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -167,13 +171,13 @@ class TrainStep:
         return total
 
     def describe(self) -> StepDescription:
-        """How the step runs: eagerly and why, or as which CUDA graph; to be printed."""
+        """Say how the step runs: eagerly and why, or as which CUDA graph; to be printed."""
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)
 
     def _break_off_(self) -> None:
-        """Leave nothing of a step that raised: no gradients, and nothing that rank learning heard.
+        """Leave nothing of a step that raised: no gradients, nothing that rank learning gathered.
 
         Steps that an optimizer has taken stay, those of single parameters in backward too.
         """
@@ -197,7 +201,7 @@ class TrainStep:
         return Capture(self._update, HostState(self), graphs, self._device, warm_up, together)
 
     def _update(self, batch: Any) -> Tensor:
-        """All that happens on the device: nothing is kept on the host from one call to the next."""
+        """Do all that happens on the device; the host keeps nothing from one call to the next."""
         self._unreduced = False  # one that was broken off has been seen to
         if self.parallel is not None:
             self.parallel.prepare_()
@@ -207,6 +211,7 @@ class TrainStep:
             # From the last part's forward pass on, whatever backward comes next is averaged.
             self._unreduced = 1 < number == len(parts)
             with self.merged, self._updates(last=number == len(parts)):
+                # The rank objective uses the mean loss, so that all processes learn the same ranks.
                 loss = self._loss(part)
                 _check_loss(loss)
                 seen = mean_over(self._group, loss.detach())
@@ -216,6 +221,7 @@ class TrainStep:
                 (objective * share).backward()
                 self._unreduced = False
             total += seen * share
+        # Before the optimizer's step: a norm that is not finite leaves parameters as they were.
         if self.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self._check_finite("gradient norm", norm)
@@ -236,12 +242,12 @@ class TrainStep:
             if self._loss_fn is self._eager_loss_fn:
                 return self._loss_fn(self.model, part)
             with warnings.catch_warnings():
-                # torch.compile looks at .grad of all it is given, joined cores included.
+                # torch.compile looks at .grad of all it is given, shared factors included.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
                 return self._loss_fn(self.model, part)
 
     def _updates(self, last: bool) -> AbstractContextManager[None]:
-        """Per-layer updates and means over processes, if there are any, come with the last part."""
+        """Put off per-layer updates and means over processes until the last part of a batch."""
         if last:
             return nullcontext()
         if isinstance(self.optimizer, OptimizerInBackward):
@@ -249,7 +255,7 @@ class TrainStep:
         return nullcontext() if self.parallel is None else self.parallel.held_back()
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
-        """The batch in ``accumulate`` parts, each with its share of the rows."""
+        """Split a batch into ``accumulate`` parts, each with its share of the rows."""
         if self.accumulate == 1:
             return [(batch, 1.0)]
         leaves, _ = tree_flatten(batch)
@@ -278,7 +284,10 @@ class TrainStep:
         ]
 
     def _check_finite(self, what: str, value: Tensor) -> None:
-        """On the CPU in every step; on a GPU that would wait for the device: the loop does it."""
+        """Raise ``NonFiniteLossError`` for a value on the CPU that is not finite.
+
+        On a GPU looking at it would wait for the device: the training loop does so as it logs.
+        """
         if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
             found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
@@ -323,7 +332,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
 
 
 def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Module) -> None:
-    """An optimizer built before ``tensorize_`` holds parameters that are no longer in the model."""
+    """Check that the optimizer holds cores: one built before ``tensorize_`` holds what is gone."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
     training = [core for core in cores if core.requires_grad]
