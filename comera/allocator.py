@@ -15,7 +15,7 @@ def reuse_freed_memory() -> bool:
 
     By default glibc returns every buffer above 32 MiB to the system and gets a new one for the
     next tensor, and each first write to a page of it is a fault: on a CPU that can take longer
-    than the thin products of a tensor-train layer. Call this once, before training on a CPU. Up
+    than all products of a tensor-train layer. Call this once, before training on a CPU. Up
     to 2 GiB of freed memory then stay with the process. Without effect on GPU memory, and
     elsewhere than on Linux with glibc.
 
@@ -41,7 +41,7 @@ def return_freed_memory() -> None:
 
 @functools.cache
 def _c_library() -> ctypes.CDLL | None:
-    """glibc, or None where the C library is another one."""
+    """Return glibc, or None where the C library is another one."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

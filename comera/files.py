@@ -42,7 +42,7 @@ def naming_a_full_disk(
 
 
 def _number(problem: Exception) -> int | None:
-    """The ``errno`` behind an exception, if it says it in any way."""
+    """Find the ``errno`` behind an exception, if it says it in any way."""
     if isinstance(problem, OSError) and problem.errno is not None:
         return problem.errno
     if found := re.search(r"\(os error (\d+)\)", str(problem)):  # safetensors
@@ -59,7 +59,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     On any exception ``path`` stays as it was and the temporary file is removed.
 
     Raises:
-        OSError: As of :func:`naming_a_full_disk`, or as it was raised.
+        OSError: With the path and a remedy if the disk is full, else as it was raised.
     """
     path = Path(path)
     with naming_a_full_disk(path):
@@ -78,7 +78,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Where prepared data is kept: ``$COMERA_CACHE``, else ``comera`` in the user's cache."""
+    """Return the folder for prepared data: ``$COMERA_CACHE``, or ``comera`` in the user's cache."""
     chosen = os.environ.get("COMERA_CACHE")
     if chosen:
         return Path(chosen).expanduser()

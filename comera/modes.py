@@ -7,15 +7,12 @@ from collections.abc import Iterator
 _GOOD_BALANCE = 1.25
 """An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
 _LEFT_SLICES = 8
-"""Left slices of a table for each right one.
-
-Rows that share their right slice are made in groups. With few right slices the groups of a batch
-fill, and what is still gathered row by row, left slices, is narrow (``ops/slots.py``).
-"""
+"""Left slices of a table for each right one. Rows of one right slice are made in groups: of few
+right slices the groups of a batch fill, and what is gathered row by row, left slices, is narrow."""
 _MOST_RIGHT_SLICES = 2000
-"""However large the table: of the left half only those slices are joined that a batch reads."""
+"""However large the table: of the left factor only the slices that a batch reads are contracted."""
 _LEFT_COLS = 1 / 3
-"""Exponent of a table's width that the left half gets."""
+"""Exponent of a table's width that the left factor gets."""
 
 
 def balanced_modes(width: int, order: int) -> tuple[int, ...]:
@@ -46,14 +43,14 @@ def balanced_modes(width: int, order: int) -> tuple[int, ...]:
 
 
 def order_for(width: int, order: int) -> int:
-    """Fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
     if order < 1:
         raise ValueError(f"order={order} must be at least 1")
     return min(order, max(1, int(math.log2(max(2, width)) / 2)))
 
 
 def table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Row and column modes of a table for fast look-ups, the large ones at the ends."""
+    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
     left, right = order // 2, order - order // 2
     right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
     right_rows = balanced_modes(right_slices, right)
@@ -72,7 +69,7 @@ def table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tup
 
 
 def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``width`` as ``order`` non-decreasing factors."""
+    """Yield every way to write ``width`` as ``order`` non-decreasing factors."""
     if order == 1:
         yield (width,)
         return
@@ -84,7 +81,7 @@ def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple
 
 
 def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
-    """Modes near the ``order``-th root whose product is at least ``width``."""
+    """Yield modes near the ``order``-th root whose product is at least ``width``."""
     root = width ** (1 / order)
     near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
     for head in itertools.combinations_with_replacement(near, order - 1):
@@ -92,7 +89,7 @@ def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
 
 
 def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The same modes, smaller where a smaller one still holds the width."""
+    """Make modes smaller where a smaller one still holds the width."""
     for k, mode in enumerate(modes):
         needed = max(1, -(-width // (math.prod(modes) // mode)))
         if needed < mode:

@@ -1,6 +1,6 @@
 """Mode and rank arithmetic of tensor trains. Pure Python: nothing here imports torch.
 
-A *mode* is a factor of a width, a *bond* (or rank) joins two neighbouring cores. Two formats:
+A *mode* is a factor of a width, a *bond* (or rank) connects two neighbouring cores. Two formats:
 ``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes and whose
 last cores carry the output modes, and ``TTMShape`` for an embedding table, each of whose cores
 carries one factor of the row count and one of the width.
@@ -40,14 +40,14 @@ class _Chain:
         return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
     def size_at(self, ranks: Sequence[int]) -> int:
-        """Entries of the cores at other ranks. A layer with a bond at zero is gone altogether."""
+        """Count the entries of the cores at other ranks; none if a bond is at zero."""
         if 0 in ranks:
             return 0
         bonds = (1, *ranks, 1)
         return sum(n * bonds[k] * bonds[k + 1] for k, n in enumerate(self.slice_sizes))
 
     def with_rank(self, rank: int | Sequence[int]) -> Self:
-        """The same modes at other bonds, cut to what the modes allow.
+        """Return the same modes at other bonds, cut to what the modes allow.
 
         Args:
             rank: One bound for every bond, or one number for each inner bond.
@@ -82,7 +82,7 @@ class _Chain:
         return tuple(bonds[1:-1])
 
     def with_compression(self, compression: float) -> Self:
-        """The largest uniform rank that is at least ``compression`` times smaller than dense.
+        """Take the largest uniform rank that is at least ``compression`` times smaller than dense.
 
         Raises:
             ValueError: If even rank one is too large, or ``compression`` is not above 1.
@@ -256,11 +256,22 @@ class TTMShape(_Chain):
         order: int = 4,
         compression: float | None = None,
     ) -> "TTMShape":
-        """Choose the modes and ranks of a table; arguments as in :meth:`TTShape.fit`.
+        """Choose the modes and ranks of a table from what its user says, as :meth:`TTShape.fit`.
 
         A row count that does not factor well is rounded up: 30522 rows may become
         ``(16, 20, 10, 10)``, that is 32000, of which the last 1478 are never read. The left half
-        of the chain gets more of the rows and less of the width: look-ups are fastest so.
+        of the cores gets more of the rows and less of the width: lookups are fastest so.
+
+        Args:
+            num_embeddings: True number of rows.
+            embedding_dim: True width.
+            rank: Bound on every bond, or a list of all inner bonds.
+            shape: ``(row_modes, col_modes)``, or a whole ``TTMShape``; chosen if None.
+            order: How many cores there are when ``shape`` does not say; a short table gets fewer.
+            compression: Instead of ``rank``: how many times fewer entries than the dense table.
+
+        Raises:
+            ValueError: If the modes do not fit the table, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
         _check_whole(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
@@ -301,7 +312,7 @@ class TTMShape(_Chain):
 
     @property
     def split(self) -> int:
-        """How many cores form the left half of a look-up."""
+        """How many cores form the left factor of a lookup."""
         return len(self.row_modes) // 2
 
     def describe_modes(self) -> str:
@@ -319,7 +330,7 @@ def _two_sides(
 
 
 def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
-    """Modes may round a width up, but not so far that one of them could be smaller."""
+    """Check that modes hold a width, rounded up no further than that none could be smaller."""
     if width < 1:
         raise ValueError(f"{name}={width} must be at least 1")
     product = math.prod(modes)
@@ -337,12 +348,12 @@ def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number, numpy's too, and neither a boolean nor text."""
+    """Tell whether it is a real number, numpy's too, and neither a boolean nor text."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(value: Any) -> int:
-    """As an int, of whatever integer type.
+    """Return a number of whatever integer type as an int.
 
     Raises:
         TypeError: If it is something else; booleans and ``2.0`` are.
@@ -384,7 +395,7 @@ FAST_MULTIPLE = 8
 
 
 def padded_rank(rank: int, bias: bool) -> int:
-    """Width of the bond between the halves of a linear layer, as products see it.
+    """Return the width of the bond between the factors of a linear layer, as products see it.
 
     One column more for a bias, then rounded up: a product of width 32 takes half the time of one
     of width 30.

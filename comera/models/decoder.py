@@ -137,7 +137,7 @@ class CausalLanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal entries of standard deviation 0.02, as LLaMA's; norms start at one."""
+        """Draw normal entries of standard deviation 0.02, as LLaMA's; norms start at one."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -147,7 +147,7 @@ class CausalLanguageModel(nn.Module):
 
 
 def _turns(length: int, head_width: int, like: Tensor) -> Tensor:
-    """Cosines and sines of the angle of each position and entry of a head, ``(2, T, E)``."""
+    """Compute cosines and sines of the angle of each position and entry, ``(2, T, E)``."""
     steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
     angles = torch.arange(length, device=like.device)[:, None] * _BASE ** (-steps / head_width)
     angles = torch.cat([angles, angles], 1)
@@ -155,7 +155,7 @@ def _turns(length: int, head_width: int, like: Tensor) -> Tensor:
 
 
 def _turned(x_BHTE: Tensor, turns_2TE: Tensor) -> Tensor:
-    """Each pair of entries, one of either half of a head, turned by the angle of its position."""
+    """Turn each pair of entries, one of either half of a head, by the angle of its position."""
     first, second = x_BHTE.chunk(2, -1)
     cos_TE, sin_TE = turns_2TE
     return x_BHTE * cos_TE + torch.cat([-second, first], -1) * sin_TE

@@ -83,7 +83,7 @@ class DLRM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, init: Init = "orthogonal") -> None:
-        """As in the release: tables uniform by their size, layers normal by their widths.
+        """Draw tables uniformly by their size, layers normally by their widths, as DLRM's release.
 
         Tables and layers that are tensor trains get the same spread, ``init`` says how.
         """
@@ -125,7 +125,7 @@ def _module_name(name: str) -> str:
 
 
 def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequential:
-    """Linear layers of these widths, rectified in between."""
+    """Stack linear layers of these widths, rectified in between."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]

@@ -111,7 +111,7 @@ class Encoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Embeddings as BERT draws them; a layer norm follows, so their scale is only relative."""
+        """Draw embeddings as BERT does; a layer norm follows, so their scale is only relative."""
         for table in (self.tokens.weight, self.positions, self.segments):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
