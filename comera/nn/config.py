@@ -43,7 +43,8 @@ class TTConfig:
         init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
             has now and equal singular values, ``"normal"`` independent normal ones of that
             spread; where that weight is zero, the last core alone is, so that all can train;
-            ``"svd"`` approximates the present weight by TT-SVD.
+            ``"svd"`` approximates the present weight by TT-SVD. None is ``"orthogonal"``, and a
+            line in the log says that the weights which were there are gone.
         tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
             dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
         prune_below: A gate at or below this is a pruned rank.
@@ -67,13 +68,14 @@ class TTConfig:
     hot_pattern: dict[str, list[int | None]] = field(default_factory=dict)
     scatter_rows: bool | None = None
     min_size: int = 0
-    init: Init | Literal["svd"] = "orthogonal"
+    init: Init | Literal["svd"] | None = None
     tied: Literal["skip", "share", "untie"] = "skip"
     prune_below: float = PRUNE_BELOW
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("init", self.init, ("orthogonal", "normal", "svd"))
+        init = self.init or "orthogonal"
+        _one_of("init", init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
         for name, rank in self._ranks():
             try:
@@ -94,7 +96,7 @@ class TTConfig:
         if self.tolerance is not None and self.init != "svd":
             raise ValueError(
                 f"tolerance={self.tolerance} is an error against the present weight: "
-                f'it needs init="svd", not init={self.init!r}'
+                f'it needs init="svd", not init={init!r}'
             )
 
     def _ranks(self) -> Iterator[tuple[str, Rank]]:

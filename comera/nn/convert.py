@@ -92,7 +92,7 @@ def tensorize_(
         log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
-    if config.init != "svd":
+    if config.init is None:
         _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
     _say_what_loses(made, config.tokens or _TOKENS)
     model = _swap(model, replacements)
@@ -135,7 +135,7 @@ def _say_what_is_lost(names: list[str]) -> None:
     if names:
         log.warning(
             "tensorize_ draws new cores for %s; the weights that were there are gone "
-            '(init="svd" approximates them instead)',
+            '(init="svd" approximates them instead, init="orthogonal" says that this is meant)',
             listed(names, most=2),
         )
 
@@ -164,7 +164,7 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
         return "scale_grad_by_freq is not supported"
     settings = _settings(name, module, config)
     try:
-        new = _build(module, settings, config.init)
+        new = _build(module, settings, config.init or "orthogonal")
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -42,6 +43,8 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
     Numbers are drawn on the CPU, since a GPU draws others.
     """
     settings = config.tt_config
+    if settings is not None and settings.init is None:
+        settings = replace(settings, init="orthogonal")  # nobody loses weights of a fresh model
     if settings is not None and task.lean and settings.init != "svd":
         with torch.device("meta"):
             model = task.make_model()
