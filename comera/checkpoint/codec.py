@@ -206,7 +206,7 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
     Early in training a weight changes by half of itself from checkpoint to checkpoint, at the end
     by a hundredth. A loss suffers from errors in proportion to the weight, and at the end from
     smaller ones than at first: a price on bits between a share of the change and one of the weight
-    makes the same loss of fewer bits than either (docs/quality.md).
+    makes the same loss of fewer bits than either (docs/experiments.md).
     """
     spreads = [_spread(values.float()) for values in (weight, change)]
     return (spreads[0] / spreads[1]) ** _BETWEEN if all(spreads) else 1.0

@@ -39,7 +39,7 @@ class Quality:
 
         The errors of all cores of a layer add up in its weight, and a loss feels those. As coarse
         as dense weights, tensor trains were read with a loss up to 3.8 percent too high after their
-        ranks were cut, so with less than one (docs/quality.md).
+        ranks were cut, so with less than one (docs/experiments.md).
         """
         if not _CORE.search(name):
             return self

@@ -4,7 +4,7 @@ Independent normal cores give entries of the right variance but a lopsided matri
 normal factors has few large singular values, and its gradients differ tenfold between cores. A
 256 by 256 weight with a middle bond of 96 has a stable rank of 10 that way. Cores that are
 orthonormal from both ends towards the middle bond have 96 equal singular values, and gradients of
-one size. ``docs/quality.md`` has what either does to training.
+one size. ``docs/experiments.md`` has what either does to training.
 """
 
 import math

@@ -28,7 +28,7 @@ _STEP_SIZE = 0.6
 """Root mean square of a step of full rank, in learning rates.
 
 Adam's steps have about 0.2 (Liu et al., arXiv 2502.16982, section 2.2); cores did best at three
-times that (``docs/quality.md``).
+times that (``docs/experiments.md``).
 """
 
 _NEW_SHARE = 0.01
@@ -50,7 +50,7 @@ class MuonAdamW(torch.optim.AdamW):
             and others smaller ones: each is divided by this power of the root mean square of its
             steps so far, and all are scaled to keep their norm. In ``[0, 1]``; 0 leaves steps
             alone, 1 is NorMuon (Li et al., arXiv 2510.05491, algorithm 1). Rows of a table that
-            are rarely read learn faster by it (``docs/quality.md``).
+            are rarely read learn faster by it (``docs/experiments.md``).
         **settings: Of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``, ``fused``,
             ... Weight decay is decoupled for both.
 

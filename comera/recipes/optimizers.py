@@ -27,7 +27,7 @@ class OptimizerConfig:
         name: adamw, muon, adamw8bit, adafactor, sgd, came, came8bit, galore_adamw,
             galore_adamw8bit or galore_adafactor. The names with adamw8bit need torchao. muon is
             ``comera.MuonAdamW``, muon for the cores and adamw for everything else. By default
-            muon in a run with a section ``tensorize`` (``docs/quality.md``), else adamw.
+            muon in a run with a section ``tensorize`` (``docs/experiments.md``), else adamw.
         lr: Peak learning rate; by default 5e-4 for adamw, 7e-4 for muon, 5e-4 for came, 1e-2 for
             adafactor, 0.1 for sgd, and 2e-3 for galore_adamw, whose steps are multiplied by
             ``scale``.

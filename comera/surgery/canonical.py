@@ -5,7 +5,7 @@ they stand for is the same, but a single rank of the bond then means something e
 trains, what a bond carries comes to be spread over all of its ranks, and each one that is cut takes
 some of everything with it. In canonical form the ranks of a bond are the singular vectors of the
 weight there, split between its left and its right modes: no choice of as many ranks loses less of
-the weight, and the loss depends on few of them (``docs/quality.md``). The form is that of Vidal
+the weight, and the loss depends on few of them (``docs/experiments.md``). The form is that of Vidal
 (quant-ph/0301063) and of the rounding of tensor trains (Oseledets, SIAM J. Sci. Comput. 33 (2011),
 algorithm 2).
 """

@@ -1,0 +1,226 @@
+"""What the documents show runs, and what they name exists."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import comera
+from comera.recipes.cli import make_parser
+from tests.test_floors import FLOORS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "kernels/README.md"]
+
+PREAMBLE = """
+import comera, torch
+from torch import nn
+
+class MyTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(200, 64)
+        self.encoder = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.tokens(tokens)).mean(1))
+
+def loss_fn(model, batch):
+    tokens, labels = batch
+    return nn.functional.cross_entropy(model(tokens), labels)
+
+model = MyTransformer()
+loader = [(torch.randint(200, (4, 8)), torch.randint(3, (4,))) for _ in range(4)]
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+"""What every block may use: a page says of it "your model", "your loader"."""
+
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>.+?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path, language: str) -> list[re.Match[str]]:
+    found = _BLOCK.finditer(path.read_text(encoding="utf-8"))
+    return [block for block in found if block["language"] == language]
+
+
+def line_of(path: Path, position: int) -> int:
+    return path.read_text(encoding="utf-8").count("\n", 0, position) + 1
+
+
+EXAMPLES = [
+    pytest.param(path, block, id=f"{name_of(path)}:{line_of(path, block.start('code'))}")
+    for path in PAGES
+    for block in blocks(path, "python")
+    if block["reason"] is None
+]
+
+
+def test_examples_are_found():
+    assert len(EXAMPLES) >= 15
+
+
+@pytest.mark.parametrize(("path", "block"), EXAMPLES)
+def test_examples_run(path, block, tmp_path, monkeypatch):
+    """Each by itself after the preamble, in an empty folder, with line numbers of the page."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "example"}
+    exec(PREAMBLE, names)
+    lines = "\n" * (line_of(path, block.start("code")) - 1)
+    exec(compile(lines + block["code"], str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_yaml_can_be_read(path):
+    for block in blocks(path, "yaml"):
+        assert isinstance(yaml.safe_load(block["code"]), dict)
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert len(set(plain)) == len(plain), f"{path}: two headings of one name"
+    return set(plain)
+
+
+def text_of(path: Path) -> str:
+    """A page, or the prose of a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    prose = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n".join("".join(cell["source"]) for cell in prose)
+
+
+each_text = pytest.mark.parametrize(
+    "path", [*PAGES, *sorted(ROOT.glob("notebooks/*.ipynb"))], ids=name_of
+)
+
+
+@each_text
+def test_links_lead_somewhere(path):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(path))):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = path.parent / file if file else path
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(target)
+    assert not wrong
+
+
+def test_pages_that_code_names_are_there():
+    files = [ROOT / "Makefile", *ROOT.glob("comera/**/*.py"), *ROOT.glob("configs/**/*.yaml")]
+    wrong = [
+        f"{name_of(file)}: {name}"
+        for file in files
+        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert not wrong
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+# ── names and commands ───────────────────────────────────────────────────────────────────────────
+
+
+def code_of(text: str) -> str:
+    """Blocks and spans of code; what was printed a while ago is in files of its own."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return "\n".join([*blocks, *spans])
+
+
+def exists(name: str) -> bool:
+    """Whether ``comera.x.y`` is a module, or something in one."""
+    found = comera
+    for depth, part in enumerate(name.split(".")[1:], start=2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(name.split(".")[:depth]))
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+@each_text
+def test_names_in_the_package_exist(path):
+    names = re.findall(r"\bcomera(?:\.[A-Za-z_]\w*)+(?!/)", code_of(text_of(path)))
+    assert not [name for name in names if not exists(name)]
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Words after ``comera`` of every command line, of those that go on over several too."""
+    joined = code_of(text).replace("\\\n", " ")
+    lines = re.findall(r"^\s*(?:\$ )?(?:COMERA_\w+=\S+ )*comera +([a-z].*)$", joined, re.MULTILINE)
+    return [re.split(r"\s#|\s+\.\.\.", line)[0].split() for line in lines]
+
+
+def wrong_in(words: list[str]) -> str | None:
+    """What no parser knows of a command line; ``a|b`` stands for either."""
+    parser, rest = make_parser(), list(words)
+    while (subcommands := getattr(parser, "_subcommands_action", None)) is not None:
+        if not rest or rest[0] in ("…", "WHAT"):
+            return None
+        known = subcommands._name_parser_map
+        for name in rest[0].strip("`.,").split("|"):
+            if name not in known:
+                return name
+        parser = known[rest.pop(0).strip("`.,").split("|")[0]]
+    options = {option for action in parser._actions for option in action.option_strings}
+    short = {"--optimizer"}  # for --optimizer.name
+    for word in rest:
+        option = word.split("=")[0]
+        sections = [option.rpartition(".")[0], option]
+        if option.startswith("--") and not {*sections, option} & {*options, *short}:
+            return option
+        if option.startswith("configs/") and not (ROOT / option).exists():
+            return option
+    return None
+
+
+@each_text
+def test_commands_exist(path):
+    wrong = [(words, wrong_in(words)) for words in commands_of(text_of(path))]
+    assert not [pair for pair in wrong if pair[1] is not None]
+
+
+def test_a_command_that_does_not_exist_is_found():
+    assert commands_of("`comera trian x.yaml`") == [["trian", "x.yaml"]]
+    assert wrong_in(["trian", "x.yaml"]) == "trian"
+    assert wrong_in(["bench", "linaer"]) == "linaer"
+    assert wrong_in(["bench", "linear", "--ranks", "3"]) == "--ranks"
+    assert wrong_in(["train", "configs/none.yaml"]) == "configs/none.yaml"
+    assert wrong_in(["bench", "linear|stepp"]) == "stepp"
+    assert wrong_in(["train", "configs/quickstart.yaml", "--train.steps=3"]) is None
+
+
+def test_the_floors_of_the_table_are_those_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(len(FLOORS)))
+    assert [set(re.findall(r"`([^`]+)`", names)) for _, names in rows] == FLOORS
