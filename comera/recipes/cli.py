@@ -21,6 +21,7 @@ from comera.bench.calibrate import calibrate
 from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
+from comera.extras import MissingPackageError
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
@@ -93,7 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # where there is nothing to save
         console.print("interrupted")
         return INTERRUPTED
-    except (ValueError, OSError, NonFiniteLossError, FolderInUseError) as problem:
+    except (
+        ValueError,
+        OSError,
+        NonFiniteLossError,
+        FolderInUseError,
+        MissingPackageError,
+    ) as problem:
         _print_error(str(problem), console)
         return 1
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from comera.extras import needed_by
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
@@ -94,7 +95,8 @@ class CompressionReport:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a layer; columns are the attributes of :class:`LayerReport`. Needs pandas."""
-        import pandas as pd  # takes as long to import as all the rest of this package
+        with needed_by("to_pandas()"):
+            import pandas as pd  # takes as long to import as all the rest of this package
 
         return pd.DataFrame([vars(layer) for layer in self.layers])
 
