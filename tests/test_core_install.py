@@ -83,9 +83,9 @@ def test_a_module_that_needs_more_says_what_to_install(module):
 
 
 def test_a_missing_part_of_an_optional_package_is_named():
-    with pytest.raises(MissingPackageError, match=r"^a plot needs pandas: .*comera\[cli\]'$"):
-        with needed_by("a plot"):
-            raise ModuleNotFoundError("No module named 'pandas.core'", name="pandas.core")
+    expected = pytest.raises(MissingPackageError, match=r"^a plot needs pandas: .*comera\[cli\]'$")
+    with expected, needed_by("a plot"):
+        raise ModuleNotFoundError("No module named 'pandas.core'", name="pandas.core")
 
 
 def test_other_failures_of_an_import_pass_unchanged():
