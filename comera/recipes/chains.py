@@ -134,8 +134,8 @@ def _verify(options: Namespace, console: Console) -> int:
 
         problems = CheckpointChain(archive.folder).verify(checked)
     for step, problem in problems.items():
-        told = "[green]sound[/]" if problem is None else f"[red]{escape(problem)}[/]"
-        console.print(f"step {step:,}: {told}", soft_wrap=True, highlight=False)
+        verdict = "[green]sound[/]" if problem is None else f"[red]{escape(problem)}[/]"
+        console.print(f"step {step:,}: {verdict}", soft_wrap=True, highlight=False)
     return int(any(problems.values()))
 
 

@@ -197,13 +197,13 @@ def _ways(
     shape: Any = replace(layer.shape, ranks=ranks)
     if isinstance(layer, TTLinear):
         wide, high, bias = layer.in_features, layer.out_features, layer.bias is not None
-        asked = linear_layer(shape, tokens, wide, high, bias, train=True)
+        request = linear_layer(shape, tokens, wide, high, bias, train=True)
         if 0 in ranks:
-            ways = [linear_ways.only_bias(asked, machine, dtype)]
+            ways = [linear_ways.only_bias(request, machine, dtype)]
         else:
-            ways = [way(asked, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
+            ways = [way(request, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
         return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
-            asked, machine, dtype
+            request, machine, dtype
         )
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
