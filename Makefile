@@ -30,7 +30,7 @@ format: $(VENV)/installed-dev
 # it is in runs/gpu-DATE.txt, the operators also in tables of their own.
 GPU_PYTHON ?= $(BIN)/python
 GPU_RUN := runs/gpu-$(shell date -u +%Y-%m-%d-%H%M)
-COMERA := $(GPU_PYTHON) -m comera.recipes.cli
+COMERA := $(GPU_PYTHON) -m comera
 
 gpu:
 	mkdir -p runs
@@ -76,7 +76,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "comera needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[cli]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -11,35 +11,75 @@ The public names, in the order one meets them::
         loss = step(batch)
         if ranks.due:
             ranks.finish_(optimizer)
+
+Importing this package registers the operators, which exported programs and compiled graphs find by
+name. Everything else is loaded when it is first used: a program that only runs a model waits for
+no optimizer, planner or checkpoint.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
-from comera.allocator import reuse_freed_memory
-from comera.checkpoint.chain import CheckpointChain
-from comera.nn.collection import TTEmbeddingBagCollection
-from comera.nn.config import TTConfig
-from comera.nn.convert import densify_, tensorize_
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.grouped import GroupedMerge
-from comera.nn.linear import TTLinear
-from comera.optim.came import CAME
-from comera.optim.galore import GaLore
-from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
-from comera.optim.groups import galore_param_groups, param_groups
-from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.muon import MuonAdamW
-from comera.rank.schedule import TwoStage
-from comera.report.compression import compression_report
-from comera.report.memory_use import memory_report
-from comera.report.model_plan import plan
-from comera.shapes import TTMShape, TTShape
-from comera.surgery.canonical import canonicalize_
-from comera.surgery.rows import order_rows_, update_hot_rows_
-from comera.surgery.truncate import truncate_
-from comera.train.step import TrainStep
+from comera.ops import attention  # noqa: F401
+from comera.ops.linear import factored_attention, feed_forward, fp8, tt_linear  # noqa: F401
+from comera.ops.table import tt_embedding  # noqa: F401
+
+if TYPE_CHECKING:
+    from comera.allocator import reuse_freed_memory
+    from comera.checkpoint.chain import CheckpointChain
+    from comera.nn.collection import TTEmbeddingBagCollection
+    from comera.nn.config import TTConfig
+    from comera.nn.convert import densify_, tensorize_
+    from comera.nn.embedding import TTEmbedding
+    from comera.nn.embedding_bag import TTEmbeddingBag
+    from comera.nn.grouped import GroupedMerge
+    from comera.nn.linear import TTLinear
+    from comera.optim.came import CAME
+    from comera.optim.galore import GaLore
+    from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+    from comera.optim.groups import galore_param_groups, param_groups
+    from comera.optim.in_backward import OptimizerInBackward
+    from comera.optim.muon import MuonAdamW
+    from comera.rank.schedule import TwoStage
+    from comera.report.compression import compression_report
+    from comera.report.memory_use import memory_report
+    from comera.report.model_plan import plan
+    from comera.shapes import TTMShape, TTShape
+    from comera.surgery.canonical import canonicalize_
+    from comera.surgery.rows import order_rows_, update_hot_rows_
+    from comera.surgery.truncate import truncate_
+    from comera.train.step import TrainStep
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "comera.allocator": ("reuse_freed_memory",),
+    "comera.checkpoint.chain": ("CheckpointChain",),
+    "comera.nn.collection": ("TTEmbeddingBagCollection",),
+    "comera.nn.config": ("TTConfig",),
+    "comera.nn.convert": ("densify_", "tensorize_"),
+    "comera.nn.embedding": ("TTEmbedding",),
+    "comera.nn.embedding_bag": ("TTEmbeddingBag",),
+    "comera.nn.grouped": ("GroupedMerge",),
+    "comera.nn.linear": ("TTLinear",),
+    "comera.optim.came": ("CAME",),
+    "comera.optim.galore": ("GaLore",),
+    "comera.optim.galore_named": ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
+    "comera.optim.groups": ("galore_param_groups", "param_groups"),
+    "comera.optim.in_backward": ("OptimizerInBackward",),
+    "comera.optim.muon": ("MuonAdamW",),
+    "comera.rank.schedule": ("TwoStage",),
+    "comera.report.compression": ("compression_report",),
+    "comera.report.memory_use": ("memory_report",),
+    "comera.report.model_plan": ("plan",),
+    "comera.shapes": ("TTMShape", "TTShape"),
+    "comera.surgery.canonical": ("canonicalize_",),
+    "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
+    "comera.surgery.truncate": ("truncate_",),
+    "comera.train.step": ("TrainStep",),
+}
+"""The public names of each module, which is imported when one of them is first used."""
 
 __all__ = [
     "CAME",
@@ -73,3 +113,18 @@ __all__ = [
     "truncate_",
     "update_hot_rows_",
 ]
+
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, and keep it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names too that are not loaded yet."""
+    return sorted({*globals(), *__all__})

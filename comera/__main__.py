@@ -1,8 +1,20 @@
-"""The command ``comera``, as ``python -m comera``."""
+"""The command ``comera``, as a console script and as ``python -m comera``."""
 
 import sys
 
-from comera.recipes.cli import main
+from comera.extras import MissingPackageError, needed_by
+
+
+def main() -> int:
+    """Run the command; what its packages are missing is said in one line. Returns the status."""
+    try:
+        with needed_by("the command comera"):
+            from comera.recipes.cli import main as run
+    except MissingPackageError as missing:
+        print(f"error: {missing}", file=sys.stderr)
+        return 1
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -65,7 +65,9 @@ def add_bench(commands: Any) -> None:
         allow_abbrev=False,
     )
     # The outer level first, then the inner one: jsonargparse insists.
-    commands.add_subcommand("bench", parser, help="time and weigh layers beside dense ones")
+    commands.add_subcommand(
+        "bench", parser, help="Time and weigh compressed layers beside dense ones."
+    )
     benchmarks = parser.add_subcommands(dest="benchmark")
     for name, (text, add, _) in _BENCHMARKS.items():
         command = ArgumentParser(description=text, allow_abbrev=False)
@@ -241,44 +243,44 @@ _BENCHMARKS: Mapping[
     tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
 ] = {
     "linear": (
-        "time one linear layer, forward and backward; or a curve of them",
+        "Time one linear layer, forward and backward; or a curve of them.",
         add_linear,
         _run_linear,
     ),
     "embedding": (
-        "time look-up, backward and optimizer step of an embedding table",
+        "Time lookup, backward and optimizer step of an embedding table.",
         add_embedding,
         _run_embedding,
     ),
-    "step": ("time a training step of a transformer", add_step, _run_step),
-    "memory": ("peak memory of a training step", add_memory, _run_memory),
+    "step": ("Time a training step of a transformer.", add_step, _run_step),
+    "memory": ("Measure the peak memory of a training step.", add_memory, _run_memory),
     "objective": (
-        "time what the rank objective adds to a training step",
+        "Time what the rank objective adds to a training step.",
         add_objective,
         _run_objective,
     ),
     "checkpoints": (
-        "time checkpoints that are copied, compressed and read",
+        "Time checkpoints that are copied, compressed and read.",
         add_checkpoints,
         _run_checkpoints,
     ),
     "truncation": (
-        "time a training step before and after truncation of its ranks",
+        "Time a training step before and after truncation of its ranks.",
         add_truncation,
         _run_truncation,
     ),
     "optimizers": (
-        "time the updates of optimizers on a dense language model",
+        "Time the updates of optimizers on a dense language model.",
         add_optimizers,
         _run_optimizers,
     ),
     "kernels": (
-        "time operators that have CUDA kernels beside plain torch and beside their floors",
+        "Time operators that have CUDA kernels beside plain torch and beside their floors.",
         add_kernels,
         _run_kernels,
     ),
     "ranking": (
-        "measure all ways to compute a layer, and whether the planner's order is right",
+        "Measure all ways to compute a layer, and whether the planner's order is right.",
         add_ranking,
         _run_ranking,
     ),

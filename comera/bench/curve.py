@@ -13,6 +13,7 @@ from comera.bench.numerics import compare_linear, compare_table
 from comera.bench.session import Session
 from comera.bench.table_speed import TRAINED, draw, train_step
 from comera.bench.timing import Timings, milliseconds
+from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.ops.dispatch import machine_of
@@ -241,8 +242,9 @@ def check_plot(path: Path) -> None:
 
 def plot_curve(points: Sequence[Point], axis: str, title: str, path: Path) -> None:
     """Milliseconds above, dense over comera below, both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needed_by("a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     FigureCanvasAgg(figure)

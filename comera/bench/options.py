@@ -11,143 +11,231 @@ from comera.checkpoint.contents import Quality
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]
 _PAPER_RANKS = ["12", "30", "30", "30", "16"]
-_RANK_HELP = "a bound on all inner bonds, or each of them"
+_RANK_HELP = "Ranks of the inner bonds: one bound on all of them, or each."
 
 
 def add_linear(parser: ArgumentParser) -> None:
-    """Of ``linear``."""
+    """Add the options of ``comera bench linear``."""
     _add_shape(parser)
     parser.add_argument(
         "--tokens",
         nargs="+",
         type=str,
         metavar="N",
-        help="4096 if not given, 512 on the curve of widths; several make a curve",
+        help="Rows that the layer is given at once; several make a curve (default: 4096, and 512 "
+        "on the curve of widths).",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument(
-        "--curve", choices=list(DEFAULT_POINTS), help="time against this, comera beside dense"
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="Type of the numbers of layers and inputs.",
+    )
+    parser.add_argument(
+        "--curve",
+        choices=list(DEFAULT_POINTS),
+        help="Draw times against this quantity, comera beside dense.",
     )
     parser.add_argument(
         "--points",
         nargs="+",
         type=str,
         metavar="N",
-        help="of the curve; doubling steps if not given",
+        help="Values of the curve's quantity at which times are taken (default: doubling steps).",
     )
-    parser.add_argument("--plot", type=str, help="picture of the curve, .png, .svg or .pdf")
+    parser.add_argument(
+        "--plot", type=str, help="Draw the curve into this file, which ends in .png, .svg or .pdf."
+    )
     _add_peers(parser)
 
 
 def add_embedding(parser: ArgumentParser) -> None:
-    """Of ``embedding``."""
-    parser.add_argument("--rows", type=int, default=30522, help="of the table")
-    parser.add_argument("--width", type=int, default=768, help="of a row")
-    parser.add_argument("--indices", type=int, default=4096, help="of a batch")
-    parser.add_argument("--bag", type=int, default=0, help="indices summed to one output; 0: none")
+    """Add the options of ``comera bench embedding``."""
+    parser.add_argument("--rows", type=int, default=30522, help="Number of rows of the table.")
+    parser.add_argument("--width", type=int, default=768, help="Width of a row of the table.")
+    parser.add_argument("--indices", type=int, default=4096, help="Number of indices in a batch.")
     parser.add_argument(
-        "--curve", choices=list(POINTS), help="time against this, of uniform look-ups, comera alone"
+        "--bag",
+        type=int,
+        default=0,
+        help="Number of indices that are summed to one output; 0 sums none.",
     )
     parser.add_argument(
-        "--points", nargs="+", type=str, metavar="N", help="of the curve; steps of four or ten"
+        "--curve",
+        choices=list(POINTS),
+        help="Draw times against this quantity, for uniform indices and comera alone.",
+    )
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        type=str,
+        metavar="N",
+        help="Values of the curve's quantity at which times are taken (default: steps of four or "
+        "ten).",
     )
     parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["32"], help=_RANK_HELP)
     parser.add_argument(
-        "--zipf", type=float, default=1.05, help="exponent of their distribution; 0: uniform"
+        "--zipf",
+        type=float,
+        default=1.05,
+        help="Exponent of the Zipf distribution of the indices; 0 draws them uniformly.",
     )
-    parser.add_argument("--dtype", choices=_DTYPES[:2], default="float32")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES[:2], default="float32", help="Type of the numbers of the table."
+    )
     parser.add_argument(
         "--dense_limit",
         type=float,
         default=4.0,
-        help="GiB that a dense table may take with gradient and moments",
+        help="Time a dense table only if it takes no more GiB than this, gradient and moments "
+        "included.",
     )
     _add_peers(parser)
 
 
 def add_step(parser: ArgumentParser) -> None:
-    """Of ``step``."""
+    """Add the options of ``comera bench step``."""
     parser.add_argument(
-        "--batch", nargs="+", type=str, metavar="N", default=["8"], help="sequences"
+        "--batch",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["8"],
+        help="Numbers of sequences in a batch.",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="comera under torch.compile beside it"
+        "--compile", action="store_true", help="Time comera under torch.compile too."
     )
     _add_encoders(parser)
     _add_peers(parser)
 
 
 def add_memory(parser: ArgumentParser) -> None:
-    """Of ``memory``."""
+    """Add the options of ``comera bench memory``."""
     parser.add_argument(
-        "--batch", nargs="+", type=str, metavar="N", default=["1", "8", "32"], help="sequences"
+        "--batch",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["1", "8", "32"],
+        help="Numbers of sequences in a batch.",
     )
     _add_encoders(parser, ranks=False)
     parser.add_argument(
-        "--layer", action="store_true", help="a linear layer instead of the encoders"
+        "--layer", action="store_true", help="Weigh a linear layer instead of the encoders."
     )
     parser.add_argument(
         "--table",
         action="store_true",
-        help="look-ups in a table of --shape ROWS WIDTH instead, beside the plain way to read it",
+        help="Weigh lookups in a table of --shape ROWS WIDTH instead, beside the plain way to "
+        "read it.",
     )
     parser.add_argument(
-        "--zipf", type=float, default=1.05, help="exponent of what is looked up; 0: uniform"
+        "--zipf",
+        type=float,
+        default=1.05,
+        help="Exponent of the Zipf distribution of the indices; 0 draws them uniformly.",
     )
     _add_shape(parser)
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="of the layer, or indices of the table"
+        "--tokens",
+        type=int,
+        default=4096,
+        help="Number of rows that the layer is given, or of indices that are looked up in the "
+        "table.",
     )
 
 
 def add_objective(parser: ArgumentParser) -> None:
-    """Of ``objective``."""
-    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    """Add the options of ``comera bench objective``."""
+    parser.add_argument("--batch", type=int, default=8, help="Number of sequences in a batch.")
     _add_encoders(parser)
 
 
 def add_checkpoints(parser: ArgumentParser) -> None:
-    """Of ``checkpoints``."""
-    parser.add_argument("--parameters", type=int, default=16_777_216, help="of the model")
-    parser.add_argument("--width", type=int, default=2048, help="of its weights")
-    parser.add_argument("--bits", type=int, default=Quality.bits, help="of codes")
-    parser.add_argument("--rate", type=float, default=Quality.rate, help="what a bit is worth")
+    """Add the options of ``comera bench checkpoints``."""
     parser.add_argument(
-        "--beta", type=float, default=Quality.beta, help="smallest moments, in means"
+        "--parameters", type=int, default=16_777_216, help="Number of parameters of the model."
+    )
+    parser.add_argument("--width", type=int, default=2048, help="Width of the weight matrices.")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        default=Quality.bits,
+        help="Bits of the code of a changed entry, 2 to 8.",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=Quality.rate,
+        help="Error that is accepted to save one bit, as a share of the variance.",
+    )
+    parser.add_argument(
+        "--beta",
+        type=float,
+        default=Quality.beta,
+        help="Leave out first moments smaller than this many times their mean.",
     )
 
 
 def add_truncation(parser: ArgumentParser) -> None:
-    """Of ``truncation``."""
+    """Add the options of ``comera bench truncation``."""
     add_objective(parser)
-    parser.add_argument("--keep", type=float, default=0.2, help="share of the cores that remains")
+    parser.add_argument(
+        "--keep", type=float, default=0.2, help="Share of the entries of the cores that remains."
+    )
 
 
 def add_ranking(parser: ArgumentParser) -> None:
-    """Of ``ranking``: each option a list, all combinations are measured."""
+    """Add the options of ``comera bench ranking``, lists whose combinations are all measured."""
     parser.add_argument(
         "--widths",
         nargs="+",
         type=str,
         metavar="IN:OUT",
         default=["256:256", "768:768", "768:3072", "2048:512"],
-        help="pairs of widths",
+        help="Pairs of input and output width; all combinations with ranks and tokens are "
+        "measured.",
     )
-    parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["8,32,128,512"])
-    parser.add_argument("--tokens", nargs="+", type=str, metavar="N", default=["8,128,2048"])
+    parser.add_argument(
+        "--rank",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["8,32,128,512"],
+        help="Bounds on the ranks, with commas.",
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["8,128,2048"],
+        help="Numbers of rows that a layer is given at once, with commas.",
+    )
 
 
 def add_kernels(parser: ArgumentParser) -> None:
-    """Of ``kernels``."""
+    """Add the options of ``comera bench kernels``."""
     parser.add_argument(
         "--only", nargs="+", type=str, metavar="NAME", default=list(OPERATORS),
-        help=f"some of {', '.join(OPERATORS)}",
+        help=f"Time only these of {', '.join(OPERATORS)}.",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", nargs="+", type=str, metavar="N", default=["4096"], help="of linear layers"
+        "--tokens",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["4096"],
+        help="Numbers of rows that linear layers are given at once.",
     )
     parser.add_argument(
-        "--indices", nargs="+", type=str, metavar="N", default=["4096", "16384"], help="of look-ups"
+        "--indices",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["4096", "16384"],
+        help="Numbers of indices that are looked up at once.",
     )
     parser.add_argument(
         "--widths",
@@ -155,33 +243,54 @@ def add_kernels(parser: ArgumentParser) -> None:
         type=str,
         metavar="IN:OUT",
         default=["768:768", "768:3072", "3072:768"],
-        help="of linear layers",
+        help="Pairs of input and output width of the linear layers.",
     )
-    parser.add_argument("--rank", type=int, default=32, help="of all tensor trains")
-    parser.add_argument("--layers", type=int, default=12, help="of each width, joined together")
+    parser.add_argument("--rank", type=int, default=32, help="Rank of all tensor trains.")
     parser.add_argument(
-        "--table", nargs=2, type=int, metavar="N", default=[30522, 768], help="rows and width"
+        "--layers",
+        type=int,
+        default=12,
+        help="Number of layers of each width that are contracted together.",
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--markdown", type=str, help="file for a dated table")
+    parser.add_argument(
+        "--table",
+        nargs=2,
+        type=int,
+        metavar="N",
+        default=[30522, 768],
+        help="Number of rows and width of the table.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="Type of the numbers of layers and inputs.",
+    )
+    parser.add_argument("--markdown", type=str, help="Write a dated table into this file.")
 
 
 def add_optimizers(parser: ArgumentParser) -> None:
-    """Of ``optimizers``: a causal language model, by default that of 58 million parameters."""
-    parser.add_argument("--layers", type=int, default=8, help="of the model")
-    parser.add_argument("--width", type=int, default=512, help="of the model")
-    parser.add_argument("--ffn", type=int, default=1376, help="width of the feed-forward part")
-    parser.add_argument("--heads", type=int, default=8, help="of the attention")
-    parser.add_argument("--vocab", type=int, default=32000, help="tokens")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences")
-    parser.add_argument("--rank", type=int, default=128, help="of the subspaces of GaLore")
+    """Add the options of ``comera bench optimizers``: a language model of 58 million parameters."""
+    parser.add_argument("--layers", type=int, default=8, help="Number of blocks of the model.")
+    parser.add_argument("--width", type=int, default=512, help="Width of the model.")
     parser.add_argument(
-        "--gap", type=int, default=200, help="updates from one subspace to the next"
+        "--ffn", type=int, default=1376, help="Hidden width of the feed-forward parts."
+    )
+    parser.add_argument(
+        "--heads", type=int, default=8, help="Number of attention heads of a block."
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=32000, help="Number of tokens of the vocabulary."
+    )
+    parser.add_argument("--length", type=int, default=128, help="Number of tokens of a sequence.")
+    parser.add_argument("--batch", type=int, default=4, help="Number of sequences in a batch.")
+    parser.add_argument("--rank", type=int, default=128, help="Rank of the subspaces of GaLore.")
+    parser.add_argument(
+        "--gap", type=int, default=200, help="Number of updates from one subspace to the next."
     )
     parser.add_argument(
         "--only", nargs="+", type=str, metavar="NAME", default=[],
-        help="those beside AdamW whose names contain one of these",
+        help="Beside AdamW time only optimizers whose names contain one of these words.",
     )  # fmt: skip
     _add_peers(parser)
 
@@ -193,7 +302,7 @@ def _add_shape(parser: ArgumentParser) -> None:
         type=str,
         metavar="N",
         default=["768", "3072"],
-        help="width in and out",
+        help="Input and output width of the layer.",
     )
     parser.add_argument(
         "--rank", nargs="+", type=str, metavar="N", default=_PAPER_RANKS, help=_RANK_HELP
@@ -201,13 +310,19 @@ def _add_shape(parser: ArgumentParser) -> None:
 
 
 def _add_encoders(parser: ArgumentParser, ranks: bool = True) -> None:
-    parser.add_argument("--layers", type=int, default=6, help="encoder blocks")
-    parser.add_argument("--width", type=int, default=768, help="of the model")
-    parser.add_argument("--ffn", type=int, default=3072, help="hidden width of feed-forward parts")
-    parser.add_argument("--heads", type=int, default=12, help="of the attention")
-    parser.add_argument("--vocab", type=int, default=30522, help="rows of the token table")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--embedding_rank", type=int, default=30, help="of the token table")
+    parser.add_argument("--layers", type=int, default=6, help="Number of encoder blocks.")
+    parser.add_argument("--width", type=int, default=768, help="Width of the model.")
+    parser.add_argument(
+        "--ffn", type=int, default=3072, help="Hidden width of the feed-forward parts."
+    )
+    parser.add_argument(
+        "--heads", type=int, default=12, help="Number of attention heads of a block."
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=30522, help="Number of rows of the token table."
+    )
+    parser.add_argument("--length", type=int, default=128, help="Number of tokens of a sequence.")
+    parser.add_argument("--embedding_rank", type=int, default=30, help="Rank of the token table.")
     if ranks:
         parser.add_argument(
             "--rank", nargs="+", type=str, metavar="N", default=_PAPER_RANKS, help=_RANK_HELP
@@ -216,27 +331,37 @@ def _add_encoders(parser: ArgumentParser, ranks: bool = True) -> None:
 
 def _add_peers(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--peers", choices=["all", "none"], default="all", help="other packages beside comera"
+        "--peers",
+        choices=["all", "none"],
+        default="all",
+        help="Whether other packages are timed beside comera, where they are installed.",
     )
 
 
 def add_common(parser: ArgumentParser, name: str) -> None:
-    """Of all benchmarks; ``memory`` repeats nothing."""
+    """Add the options of every benchmark; ``memory`` repeats nothing."""
     if name != "memory":
-        parser.add_argument("--repeats", type=int, default=9, help="rounds that are timed")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; torch's choice if not given")
+        parser.add_argument(
+            "--repeats", type=int, default=9, help="Number of rounds that are timed."
+        )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="Where everything runs."
+    )
+    parser.add_argument(
+        "--threads", type=int, help="Number of CPU threads (default: what torch chooses)."
+    )
     parser.add_argument(
         "--malloc",
         choices=["keep", "default"],
         default="keep",
-        help="keep freed memory in the process, for all that is timed, or leave the C library be",
+        help="Keep freed memory in the process for everything that is timed, or leave it to the "
+        "C library's default.",
     )
-    parser.add_argument("--json", type=str, help="file for all results")
+    parser.add_argument("--json", type=str, help="Write all results into this file.")
 
 
 def encoders_of(options: Namespace) -> Encoders:
-    """The transformer that was asked for."""
+    """Return the transformer that the options describe."""
     if options.vocab <= FIRST_WORD:
         raise ValueError(
             f"vocab={options.vocab} must be above {FIRST_WORD}, the first word's number"
@@ -248,7 +373,7 @@ def encoders_of(options: Namespace) -> Encoders:
 
 
 def shape_of(words: Sequence[str]) -> tuple[int, int]:
-    """Width in and width out."""
+    """Return the input and the output width in two words."""
     sizes = numbers_of("shape", words)
     if len(sizes) != 2:
         raise ValueError(f"shape={sizes} must be two numbers, width in and width out")
@@ -256,7 +381,7 @@ def shape_of(words: Sequence[str]) -> tuple[int, int]:
 
 
 def widths_of(words: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs such as ``768:3072``, separated by commas or spaces."""
+    """Return pairs such as ``768:3072``, which commas or spaces separate."""
     pairs = ",".join(words).replace(" ", ",").split(",")
     if not all(pair.count(":") == 1 for pair in pairs):
         raise ValueError(f"widths={','.join(pairs)!r} must be pairs of widths, such as 768:3072")
@@ -264,13 +389,13 @@ def widths_of(words: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def rank_of(words: Sequence[str]) -> int | list[int]:
-    """One bound, or all ranks."""
+    """Return one bound on all ranks, or the list of them."""
     ranks = numbers_of("rank", words)
     return ranks[0] if len(ranks) == 1 else ranks
 
 
 def numbers_of(name: str, words: Sequence[str]) -> list[int]:
-    """Whole numbers above zero, separated by commas or spaces."""
+    """Return whole numbers above zero, which commas or spaces separate."""
     listed = ",".join(words).replace(" ", ",")
     try:
         numbers = [int(word) for word in listed.split(",") if word]

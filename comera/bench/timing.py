@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich.table import Table
+
+from comera.extras import needed_by
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _STAT = Path("/proc/stat")
 _SHORTEST = 0.5
@@ -105,8 +109,10 @@ class Timings:
         """The same with other numbers for one run."""
         return Timings({**self.seconds, name: seconds}, self.baseline)
 
-    def to_pandas(self) -> pd.DataFrame:
+    def to_pandas(self) -> "pd.DataFrame":
         """One row a run: milliseconds and ratios, median and extremes."""
+        with needed_by("a table of times"):
+            import pandas as pd
         rows = []
         for name, values in self.seconds.items():
             ratios, (low, high) = self.ratios(name), self.quartiles(name)

@@ -1,4 +1,4 @@
-"""One tensor into streams, and back: exactly, as a pruned change, or as a pair of pruned moments.
+"""One tensor into streams, and back: exactly, or as a pruned and quantised change.
 
 Each ``write_`` returns what its ``read_`` needs beside the streams, as plain values; both give
 the same reconstruction, bit by bit. Shapes: n = entries, k = kept entries.
@@ -14,9 +14,8 @@ from torch import Tensor
 from comera.checkpoint import pruning, vectors
 from comera.checkpoint.codebook import learn
 from comera.checkpoint.packing import codes_to_a_byte, from_gaps, pack, to_gaps, unpack
+from comera.checkpoint.record import Record
 from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams
-
-Record = dict[str, Any]
 
 
 class Section:
@@ -48,7 +47,7 @@ def write_exact(section: Section, tensor: Tensor, base: Tensor | None = None) ->
         bits = _zigzag(bits - _bits(base))
     for k, byte in enumerate(bits.view(np.uint8).reshape(-1, bits.itemsize).T):
         section.write(f"byte {k} of {bits.itemsize}", np.ascontiguousarray(byte))
-    return {"codec": "exact", "change": base is not None}
+    return Record("exact", change=base is not None)
 
 
 def read_exact(
@@ -61,7 +60,7 @@ def read_exact(
     for k in range(size):
         bits[:, k] = section.read(f"byte {k} of {size}", count)
     whole = bits.reshape(-1).view(f"u{size}")
-    if record["change"]:
+    if record.change:
         if base is None:
             raise DamagedError("a change has nothing before it")
         whole = _unzigzag(whole) + _bits(base)
@@ -145,8 +144,8 @@ def write_change(
     book, codes = learned.values, learned.codes(flat)
     now = _changed(weight.shape, weight.dtype, None, kept, book, codes)
     if distance(weight, now) <= 4 / 2**key_bits * size:
-        record = {"codec": "change", "kept": len(kept), "book": len(book), "places": "all"}
-        _write_coded(section, "change", book, codes)
+        record = Record("change", kept=len(kept), books=(len(book),))
+        write_coded(section, "change", book, codes)
         return record, kept, now
     return write_exact(section, weight), kept, weight
 
@@ -187,17 +186,16 @@ def _write_kept(
     section: Section, weight: Tensor, kept: Tensor, book: Tensor, codes: Tensor
 ) -> Record:
     """Write changes by their places; returns the record."""
-    record: Record = {"codec": "change", "kept": len(kept), "book": len(book)}
-    if _MANY * len(kept) > weight.numel():
-        record["places"] = "many"  # what is left out has a code of its own
+    places: str | int = "many"
+    if MANY * len(kept) > weight.numel():  # what is left out has a code of its own
         all_codes = torch.zeros(weight.numel(), dtype=torch.uint8, device=codes.device)
         all_codes[kept] = codes + 1
-        section.write("books", _floats(book))
+        section.write("books", as_floats(book))
         section.write("codes of all", pack(all_codes.cpu().numpy(), len(book) + 1))
     else:
-        record["places"] = _write_gaps(section, kept)
-        _write_coded(section, "change", book, codes)
-    return record
+        places = write_gaps(section, kept)
+        write_coded(section, "change", book, codes)
+    return Record("change", kept=len(kept), books=(len(book),), places=places)
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
@@ -249,11 +247,11 @@ def read_change(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where the kept entries lie (k,), and the weight, as :func:`write_change` returned them."""
-    count, below, places = record["kept"], math.prod(shape), record["places"]
+    count, below, places = record.kept, math.prod(shape), record.places
     if base is None and places != "all":
         raise DamagedError("a change has nothing before it")
     if places == "many":
-        book = _read_floats(section, record["book"])
+        book = read_floats(section, record.books[0])
         packed = section.read("codes of all", -(-below // codes_to_a_byte(len(book) + 1)))
         codes = torch.from_numpy(unpack(packed, len(book) + 1, below))
         kept = vectors.positions(codes > 0)
@@ -261,9 +259,9 @@ def read_change(
         _check_codes(codes, len(book))
     else:
         kept = torch.arange(below)
-        if places != "all":
+        if isinstance(places, int):
             kept = torch.from_numpy(from_gaps(section.read("gaps", places), count, below))
-        book, codes = _read_coded(section, "change", record["book"], len(kept))
+        book, codes = read_coded(section, "change", record.books[0], len(kept))
     if len(kept) != count:
         raise DamagedError(f"{len(kept)} entries are kept where {count} are stated")
     return kept, _changed(
@@ -286,168 +284,29 @@ def _changed(
     return flat.to(dtype).reshape(shape)
 
 
-# ── moments ──────────────────────────────────────────────────────────────────────────────────────
+# ── places and codes ─────────────────────────────────────────────────────────────────────────────
 
 
-def write_moments(
-    section: Section,
-    first: Tensor,
-    second: Tensor | None,
-    kept_weights: Tensor | None,
-    *,
-    bits: int,
-    rate: float,
-    beta: float,
-) -> Record:
-    """First moments, and second moments if there are, pruned together and quantised.
-
-    A first moment that is left out is read as zero. Its second moment is not: it is read as the
-    product of its row's and its column's mean among those left out, for with a second moment that
-    starts from zero, the next steps would be several times as long as before. The roots of second
-    moments are what is quantised, since updates are divided by them.
-
-    Args:
-        section: Written to.
-        first: Finite floats of any shape.
-        second: Of the same shape, not negative.
-        kept_weights: Where changes of the weight were kept; others' moments are left out. None
-            looks at all.
-        bits: Kept moments become one of ``2 ** bits - 1`` values.
-        rate: See :func:`codebook.learn`.
-        beta: See :func:`pruning.large_moments`.
-    """
-    flat = first.detach().float().reshape(-1)
-    mean = float(flat.abs().mean(dtype=torch.float64)) if len(flat) else 0.0
-    among = flat if kept_weights is None else flat[kept_weights]
-    mask = pruning.large_moments(among, mean, beta)
-    places = vectors.positions(mask)
-    among = among[places]
-    book = learn(among, 2**bits - 1, rate)
-    _write_coded(section, "first", book.values, book.codes(among))
-    record: Record = {
-        "codec": "moments", "kept": len(places), "books": [len(book.values)], "places": "many"
-    }  # fmt: skip
-    if _MANY * len(places) > len(mask):
-        section.write("places of moments", np.packbits(mask.cpu().numpy()))
-    else:
-        record["places"] = _write_gaps(section, places, " of moments")
-    if second is not None:
-        kept = places if kept_weights is None else kept_weights[places]
-        roots = second.detach().float().reshape(-1)[kept].sqrt()
-        book = learn(roots, 2**bits - 1, rate)
-        _write_coded(section, "second", book.values, book.codes(roots))
-        record["books"].append(len(book.values))
-        _write_means(section, second, kept)
-    return record
-
-
-def read_moments(
-    section: Section,
-    record: Record,
-    shape: list[int],
-    dtypes: list[torch.dtype],
-    kept_weights: Tensor | None,
-) -> list[Tensor]:
-    """The first moments, and the second if they were written by :func:`write_moments`."""
-    size = math.prod(shape)
-    below, count = size if kept_weights is None else len(kept_weights), record["kept"]
-    if record["places"] == "many":
-        mask = np.unpackbits(section.read("places of moments", -(-below // 8)), count=below)
-        kept = torch.from_numpy(np.flatnonzero(mask))
-        if len(kept) != count:
-            raise DamagedError(f"{len(kept)} moments are kept where {count} are stated")
-    else:
-        gaps = section.read("gaps of moments", record["places"])
-        kept = torch.from_numpy(from_gaps(gaps, count, below))
-    kept = kept if kept_weights is None else kept_weights[kept]
-    book, codes = _read_coded(section, "first", record["books"][0], count)
-    first = torch.zeros(size)
-    first[kept] = book[codes.long()]
-    moments = [first]
-    if len(record["books"]) == 2:
-        book, codes = _read_coded(section, "second", record["books"][1], count)
-        second = _read_means(section, shape).reshape(-1)
-        second[kept] = book.square()[codes.long()]
-        moments.append(second)
-    return [_narrowed(m, dtype).reshape(shape) for m, dtype in zip(moments, dtypes, strict=True)]
-
-
-def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype; what was rounded up beyond its range is the largest number it has."""
-    return values.clamp(max=min(torch.finfo(t).max for t in (dtype, torch.float32))).to(dtype)
-
-
-_STEPS = 5.0
-"""Codes of means to a factor of two: the root of a mean is within 4 percent."""
-
-
-def _write_means(section: Section, second: Tensor, kept: Tensor) -> None:
-    rest = second.detach().float().reshape(-1).clone()
-    rest[kept] = 0
-    there = torch.ones_like(rest)
-    there[kept] = 0
-    vectors_of_means = [rest.sum(dtype=torch.float64) / there.sum().clamp(min=1)]
-    if _has_lines(second.shape):
-        matrix, there = (x.reshape(second.shape[0], -1) for x in (rest, there))
-        vectors_of_means += [
-            matrix.sum(d, dtype=torch.float64) / there.sum(d).clamp(min=1) for d in (1, 0)
-        ]
-    for means in vectors_of_means:
-        means = means.float().reshape(-1)
-        largest = means.amax()
-        section.write("books", _floats(largest))
-        down = torch.log2(largest / means.double()) * _STEPS  # infinite for a mean of zero
-        codes = torch.where(means > 0, (255 - down).round().clamp(min=1), 0)
-        section.write("means", codes.to(torch.uint8).cpu().numpy())
-
-
-def _read_means(section: Section, shape: list[int]) -> Tensor:
-    def read(count: int) -> Tensor:
-        largest = _read_floats(section, 1)
-        codes = torch.from_numpy(section.read("means", count).astype(np.float32))
-        return torch.where(codes > 0, largest * torch.exp2((codes - 255) / _STEPS), 0)
-
-    whole, size = read(1), math.prod(shape)
-    if not _has_lines(shape):
-        return whole.expand(size).clone()
-    rows, columns = read(shape[0]), read(size // shape[0])
-    ratios = (columns / whole.double().clamp(min=_LEAST)).float()
-    return torch.outer(rows, ratios).clamp(max=torch.finfo(torch.float32).max)
-
-
-_LEAST = 2.0**-149
-"""The smallest number of float32 that is not zero."""
-
-
-def _has_lines(shape: torch.Size | list[int]) -> bool:
-    """Whether a mean a row and a column costs little beside the rest."""
-    size = math.prod(shape)
-    return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32
-
-
-_MANY = 12
+MANY = 12
 """Where more than one of so many entries is kept, a code for all takes fewer bytes than gaps."""
 
 
-def _write_gaps(section: Section, places: Tensor, of: str = "") -> int:
+def write_gaps(section: Section, places: Tensor, of: str = "") -> int:
     """Positions as gaps; returns their bytes."""
     gaps = to_gaps(places.cpu().numpy())
     section.write(f"gaps{of}", gaps)
     return len(gaps)
 
 
-# ── codes ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _write_coded(section: Section, kind: str, book: Tensor, codes: Tensor) -> None:
-    section.write("books", _floats(book))
+def write_coded(section: Section, kind: str, book: Tensor, codes: Tensor) -> None:
+    section.write("books", as_floats(book))
     section.write(f"codes of {kind}", pack(codes.cpu().numpy(), len(book)))
 
 
-def _read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Tensor, Tensor]:
+def read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Tensor, Tensor]:
     if not 0 <= size <= 255:
         raise DamagedError(f"a codebook has {size} values")
-    book = _read_floats(section, size)
+    book = read_floats(section, size)
     packed = section.read(f"codes of {kind}", -(-count // codes_to_a_byte(size)))
     codes = torch.from_numpy(unpack(packed, size, count))
     _check_codes(codes, size)
@@ -464,9 +323,9 @@ def as_bytes(raw: bytes) -> Bytes:
     return np.frombuffer(raw, np.uint8)
 
 
-def _floats(values: Tensor) -> Bytes:
+def as_floats(values: Tensor) -> Bytes:
     return _bits(values.float()).view(np.uint8)
 
 
-def _read_floats(section: Section, count: int) -> Tensor:
+def read_floats(section: Section, count: int) -> Tensor:
     return torch.from_numpy(section.read("books", 4 * count).view(np.float32).copy())

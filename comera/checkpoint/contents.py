@@ -5,7 +5,6 @@ is read of the checkpoints on the way.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,12 @@ import torch
 from torch import Tensor
 
 from comera.checkpoint import codec, vectors
-from comera.checkpoint.codec import Record, Section
+from comera.checkpoint.codec import Section
+from comera.checkpoint.moments import read_moments, write_moments
+from comera.checkpoint.record import Record
 from comera.checkpoint.snapshot import Moments, Snapshot
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
-from comera.checkpoint.tree import DTYPES, parsed, put_together
+from comera.checkpoint.tree import parsed, put_together
 
 _LARGEST_INDEX = 1 << 28
 _LENGTH = 8
@@ -76,30 +77,32 @@ def encode(
                 section, tensor, before, second, bits=own.bits, key_bits=own.key_bits,
                 rate=own.rate, alpha=own.alpha,
             )  # fmt: skip
-            if name in wanted and record["codec"] == "change":
+            if name in wanted and record.codec == "change":
                 kept[name] = places
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)
             error += codec.distance(tensor, now) ** 2
-            if before is None or record.get("places", "all") == "all":
+            if before is None or record.places == "all":
                 change += vectors.norm(tensor) ** 2
             else:
                 change += codec.distance(tensor, before) ** 2
         else:
             record, now = codec.write_exact(section, tensor, before), tensor
         written[name] = now
-        records.append(_described(record, [name], [tensor]))
+        records.append(record.of([name], [tensor]))
     for moments in snapshot.moments:
         records.append(_write_moments(rest, snapshot, moments, kept, quality))
-    done = {name for record in records for name in record["names"]}
+    done = {name for record in records for name in record.names}
     for name, tensor in snapshot.rest.items():
         if name not in done:
-            records.append(_described(codec.write_exact(rest, tensor), [name], [tensor]))
-    _write_index(streams, {"skeleton": snapshot.skeleton, "records": records})
+            records.append(codec.write_exact(rest, tensor).of([name], [tensor]))
+    _write_index(
+        streams, {"skeleton": snapshot.skeleton, "records": [r.as_json() for r in records]}
+    )
     streams.finish()
     figures = {
         "entries": entries,
-        "kept_moments": sum(r["kept"] for r in records if r["codec"] == "moments"),
+        "kept_moments": sum(r.kept for r in records if r.codec == "moments"),
         "error": (error / change) ** 0.5 if change else 0.0,
     }
     return streams, figures, written
@@ -133,15 +136,15 @@ def decode(
     tensors = dict(weights)
     section = Section("rest", reader)
     for record in records:
-        names, shape, dtypes = record["names"], record["shape"], record["dtypes"]
-        if record["codec"] == "moments":
-            weight = record["weight"]
+        names, shape, dtypes = record.names, list(record.shape), list(record.dtypes)
+        if record.codec == "moments":
+            weight = record.weight
             if weight is not None and weight not in kept:
                 raise DamagedError(f"{names[0]} belongs to {weight!r}, which is no changed weight")
             places = None if weight is None else kept[weight]
-            values = codec.read_moments(section, record, shape, dtypes, places)
+            values = read_moments(section, record, shape, dtypes, places)
             tensors |= dict(zip(names, values, strict=True))
-        elif not _of_model(record):
+        elif not record.is_of_model:
             tensors[names[0]] = codec.read_exact(section, record, shape, dtypes[0], None)
     reader.check_end()
     parts = put_together(skeleton, tensors)
@@ -157,11 +160,11 @@ def _read_model(
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
     for record in records:
-        if not _of_model(record):
+        if not record.is_of_model:
             continue
-        name, shape, dtype = record["names"][0], record["shape"], record["dtypes"][0]
+        name, shape, dtype = record.names[0], list(record.shape), record.dtypes[0]
         before = _matching(base, name, shape, dtype)
-        if record["codec"] == "change":
+        if record.codec == "change":
             kept[name], tensors[name] = codec.read_change(section, record, shape, dtype, before)
         else:
             tensors[name] = codec.read_exact(section, record, shape, dtype, before)
@@ -179,14 +182,14 @@ def _write_moments(
     tensors = [snapshot.rest[name] for name in names]
     negative = len(tensors) == 2 and bool(tensors[1].amin() < 0)
     if negative or not all(_can_be_float32(tensor) for tensor in tensors):
-        return _described(codec.write_exact(section, tensors[0]), names[:1], tensors[:1])
+        return codec.write_exact(section, tensors[0]).of(names[:1], tensors[:1])
     weight = moments.weight if moments.weight in kept else None
-    record = codec.write_moments(
+    record = write_moments(
         section, tensors[0], tensors[1] if len(tensors) == 2 else None,
         kept[weight] if weight else None,
         bits=quality.bits, rate=quality.rate, beta=quality.beta,
     )  # fmt: skip
-    return _described({**record, "weight": weight}, names, tensors)
+    return record.of(names, tensors, weight)
 
 
 def _second_of(snapshot: Snapshot, moments: Moments | None) -> Tensor | None:
@@ -220,18 +223,6 @@ _SMALLEST = 1e-30
 # ── the index ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _described(record: Record, names: list[str], tensors: list[Tensor]) -> Record:
-    return record | {
-        "names": names,
-        "shape": list(tensors[0].shape),
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-    }
-
-
-def _of_model(record: Record) -> bool:
-    return record["names"][0].startswith("model.")
-
-
 def _write_index(streams: Streams, index: dict[str, Any]) -> None:
     raw = json.dumps(index, separators=(",", ":")).encode()
     streams.write("index", codec.as_bytes(len(raw).to_bytes(_LENGTH, "little") + raw))
@@ -248,65 +239,15 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
         raise DamagedError(f"the index is not readable: {problem}") from problem
     match index:
         case {"skeleton": skeleton, "records": list(records)}:
-            checked = [_checked(record) for record in records]
+            checked = [Record.of_json(record) for record in records]
         case _:
             raise DamagedError("the index has no skeleton and records")
-    names = [name for record in checked for name in record["names"]]
+    names = [name for record in checked for name in record.names]
     if len(names) != len(set(names)):
         raise DamagedError("the index names a tensor twice")
-    size = sum(record.pop("bytes") for record in checked)
+    size = sum(record.bytes for record in checked)
     if size > max_bytes:
         raise DamagedError(
             f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
         )
     return skeleton, checked
-
-
-def _checked(record: Any) -> Record:
-    """A record whose figures are possible; with the ``bytes`` of its tensors."""
-    match record:
-        case {"names": list(names), "shape": list(shape), "dtypes": list(dtypes)} if (
-            1 <= len(names) == len(dtypes) <= 2
-            and all(isinstance(name, str) for name in names)
-            and all(_is_count(size) for size in shape)
-            and all(isinstance(dtype, str) and dtype in DTYPES for dtype in dtypes)
-        ):
-            kinds = [DTYPES[dtype] for dtype in dtypes]
-        case _:
-            raise DamagedError(f"no such tensor: {str(record)[:80]}")
-    entries = math.prod(shape)
-    floats = all(kind.is_floating_point for kind in kinds)
-    match record:
-        case {"codec": "exact", "change": bool()}:
-            sound = len(names) == 1
-        case {"codec": "change", "kept": kept, "book": book, "places": places}:
-            sound = floats and len(names) == 1 and _fits(kept, places, [book], entries)
-        case {
-            "codec": "moments",
-            "kept": kept,
-            "books": list(books),
-            "places": places,
-            "weight": _,
-        }:
-            weight = record["weight"]
-            sound = weight is None or isinstance(weight, str)
-            sound = sound and floats and len(names) == len(books)
-            sound = sound and places != "all" and _fits(kept, places, books, entries)
-        case _:
-            sound = False
-    if not sound:
-        raise DamagedError(f"no such tensor: {str(record)[:80]}")
-    size = sum(entries * kind.itemsize for kind in kinds)
-    return {**record, "dtypes": kinds, "bytes": size}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
-
-
-def _fits(kept: Any, places: Any, books: list[Any], entries: int) -> bool:
-    if not (_is_count(kept) and kept <= entries):
-        return False
-    if not all(_is_count(book) and book <= 255 for book in books):
-        return False
-    return places in ("all", "many") or (_is_count(places) and places <= kept + entries // 255)

@@ -69,11 +69,11 @@ def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
     ``row_order`` of a table is one, if rows were moved after the model was made.
     """
     like = {name: (x.shape, x.dtype) for name, x in saved.items() if isinstance(x, torch.Tensor)}
-    told: list[Any] = [like]
-    dist.broadcast_object_list(told)
+    gathered_shapes: list[Any] = [like]
+    dist.broadcast_object_list(gathered_shapes)
     device = next(model.parameters()).device
     for prefix, module in getattr(model, "module", model).named_modules():
         for key, buffer in module._buffers.items():
-            shape, dtype = told[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
+            shape, dtype = gathered_shapes[0].get(f"{prefix}.{key}".lstrip("."), (None, None))
             if buffer is None and shape is not None:
                 setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))

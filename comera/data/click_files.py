@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+
+from comera.extras import needed_by
+
+with needed_by("a file of clicks"):
+    import pandas as pd
 
 CHUNK = 200_000
 """Lines that are read at a time."""

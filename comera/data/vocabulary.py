@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from comera.extras import needed_by
 from comera.files import replacing
+
+with needed_by("a vocabulary of text"):
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 log = logging.getLogger("comera")
 

@@ -21,9 +21,13 @@ from comera.train.log import progress_bar
 
 def add_checkpoint(commands: Any) -> None:
     """Add ``checkpoint`` and its subcommands to the commands of ``comera``."""
-    parser = ArgumentParser(description="Chains of compressed checkpoints.", allow_abbrev=False)
+    parser = ArgumentParser(
+        description="Look into chains of compressed checkpoints, and make them.", allow_abbrev=False
+    )
     # The outer level first, then the inner one: jsonargparse insists.
-    commands.add_subcommand("checkpoint", parser, help="look into chains of checkpoints, make them")
+    commands.add_subcommand(
+        "checkpoint", parser, help="Look into chains of compressed checkpoints, and make them."
+    )
     actions = parser.add_subcommands(dest="action")
     for name, (text, add, _) in _ACTIONS.items():
         command = ArgumentParser(description=text, allow_abbrev=False)
@@ -134,8 +138,8 @@ def _verify(options: Namespace, console: Console) -> int:
 
         problems = CheckpointChain(archive.folder).verify(checked)
     for step, problem in problems.items():
-        told = "[green]sound[/]" if problem is None else f"[red]{escape(problem)}[/]"
-        console.print(f"step {step:,}: {told}", soft_wrap=True, highlight=False)
+        verdict = "[green]sound[/]" if problem is None else f"[red]{escape(problem)}[/]"
+        console.print(f"step {step:,}: {verdict}", soft_wrap=True, highlight=False)
     return int(any(problems.values()))
 
 
@@ -240,49 +244,82 @@ def _number(name: str, text: str, other: str = "") -> int:
 
 
 def _add_folder(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=str, help="folder of the checkpoints, or of the run")
+    parser.add_argument(
+        "folder", type=str, help="Folder of the checkpoints, or of the run that wrote them."
+    )
 
 
 def _add_export(parser: ArgumentParser) -> None:
     _add_folder(parser)
     parser.add_argument(
-        "out", type=str, help="a file.safetensors, or a folder for model.safetensors"
+        "out",
+        type=str,
+        help="File to write, ending in .safetensors, or a folder that gets a model.safetensors.",
     )
-    parser.add_argument("--step", type=str, default="latest", help="which checkpoint")
+    parser.add_argument(
+        "--step", type=str, default="latest", help='Step of the checkpoint to write, or "latest".'
+    )
 
 
 def _add_compress(parser: ArgumentParser) -> None:
     parser.add_argument(
         "source",
         type=str,
-        help="folder of a series: files of torch or safetensors, or folders as transformers "
-        "writes them, with the step as the last number in their names; or another chain",
+        help="Folder of a series: files of torch or safetensors, or folders as transformers "
+        "writes them, with the step as the last number in their names; or another chain.",
     )
-    parser.add_argument("out", type=str, help="folder of the chain")
-    parser.add_argument("--mode", type=Literal["lossy", "lossless"], default="lossy")
+    parser.add_argument("out", type=str, help="Folder of the chain to make.")
+    parser.add_argument(
+        "--mode",
+        type=Literal["lossy", "lossless"],
+        default="lossy",
+        help="Whether small errors are accepted (lossy) or every bit is kept (lossless).",
+    )
     for name, default, text in (
-        ("bits", Quality.bits, "2 to 8, of codes"),
-        ("rate", Quality.rate, "what a bit is worth"),
-        ("alpha", Quality.alpha, "of the paper's rule for weights"),
-        ("beta", Quality.beta, "smallest moments, in means"),
-        ("key_every", KEY_EVERY, "checkpoints from key to key"),
-        ("key_bits", Quality.key_bits, "of weights in a key frame"),
+        ("bits", Quality.bits, "Bits of the code of a changed entry, 2 to 8."),
+        (
+            "rate",
+            Quality.rate,
+            "Error that is accepted to save one bit, as a share of the variance.",
+        ),
+        (
+            "alpha",
+            Quality.alpha,
+            "Factor alpha of the paper's rule for changes that are left out; 0 leaves it to the "
+            "rate.",
+        ),
+        ("beta", Quality.beta, "Leave out first moments smaller than this many times their mean."),
+        ("key_every", KEY_EVERY, "Number of checkpoints from one that stands alone to the next."),
+        (
+            "key_bits",
+            Quality.key_bits,
+            "Bits of the code of a weight in a checkpoint that stands alone.",
+        ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
 
 def _add_evaluate(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="folder of a run of `comera train`")
-    parser.add_argument("--chain", type=str, help="folder of its checkpoints, if not the run's own")
-    parser.add_argument("--at", type=str, help="steps of the checkpoints to take, with commas")
-    parser.add_argument("--train_on", type=int, default=0, help="steps to go on from each")
+    parser.add_argument("run", type=str, help="Folder of a run of `comera train`.")
+    parser.add_argument(
+        "--chain", type=str, help="Folder of the checkpoints (default: the run's own)."
+    )
+    parser.add_argument(
+        "--at", type=str, help="Steps of the checkpoints to evaluate, with commas (default: all)."
+    )
+    parser.add_argument(
+        "--train_on",
+        type=int,
+        default=0,
+        help="Number of steps to train on from each checkpoint before it is evaluated.",
+    )
 
 
 _Action = tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace, Console], int]]
 _ACTIONS: dict[str, _Action] = {
-    "inspect": ("what is in a chain, and what its bytes are", _add_folder, _inspect),
-    "verify": ("read everything, and say what is damaged", _add_folder, _verify),
-    "export": ("write a checkpoint's weights as safetensors", _add_export, _export),
-    "evaluate": ("the loss of checkpoints beside the run's own", _add_evaluate, _evaluate),
-    "compress": ("make a chain of other programs' checkpoints", _add_compress, _compress),
+    "inspect": ("Show what is in a chain, and what its bytes are.", _add_folder, _inspect),
+    "verify": ("Read everything, and say what is damaged.", _add_folder, _verify),
+    "export": ("Write a checkpoint's weights as safetensors.", _add_export, _export),
+    "evaluate": ("Show the loss of checkpoints beside the run's own.", _add_evaluate, _evaluate),
+    "compress": ("Make a chain of other programs' checkpoints.", _add_compress, _compress),
 }

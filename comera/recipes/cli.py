@@ -21,6 +21,7 @@ from comera.bench.calibrate import calibrate
 from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
+from comera.extras import MissingPackageError
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
@@ -93,7 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # where there is nothing to save
         console.print("interrupted")
         return INTERRUPTED
-    except (ValueError, OSError, NonFiniteLossError, FolderInUseError) as problem:
+    except (
+        ValueError,
+        OSError,
+        NonFiniteLossError,
+        FolderInUseError,
+        MissingPackageError,
+    ) as problem:
         _print_error(str(problem), console)
         return 1
 
@@ -158,11 +165,13 @@ def make_parser() -> ArgumentParser:
     )
     commands = parser.add_subcommands(dest="command")
     for name, text in (
-        ("train", "train a run, or resume it"),
-        ("plan", "show what a run would train, and what it would be compressed to"),
+        ("train", "Train a run, or resume it."),
+        ("plan", "Show what a run would train, and what it would be compressed to."),
     ):
         command = _Parser(description=text, allow_abbrev=False)
-        command.add_argument("--config", action=ActionConfigFile, help="YAML file of the run")
+        command.add_argument(
+            "--config", action=ActionConfigFile, help="YAML file that describes the run."
+        )
         command.add_class_arguments(RunConfig, None)
         command.usage = f"comera {name} CONFIG [--KEY=VALUE ...]"
         command.options = [s for action in command._actions for s in action.option_strings]
@@ -172,29 +181,42 @@ def make_parser() -> ArgumentParser:
         "resumes a sweep.",
         allow_abbrev=False,
     )
-    sweep.add_argument("file", type=str, help="YAML file of the sweep")
-    sweep.add_argument("--out", type=str, default=None, help="folder, instead of the file's")
-    sweep.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    sweep.add_argument("file", type=str, help="YAML file that describes the sweep.")
+    sweep.add_argument(
+        "--out",
+        type=str,
+        default=None,
+        help="Folder of the sweep, instead of the one that the file names.",
+    )
+    sweep.add_argument(
+        "--jobs", type=int, default=1, help="Number of runs that are trained at a time."
+    )
     sweep.add_argument(
         "--overwrite",
         type=bool,
         default=False,
-        help="begin the runs anew whose folders hold other settings or were begun with other data; "
-        "the others stay",
+        help="Begin those runs anew whose folders hold other settings or were begun with other "
+        "data; the others stay.",
     )
-    commands.add_subcommand("sweep", sweep, help="train variants of one run, and compare them")
-    report = ArgumentParser(description="write one HTML file about a run")
-    report.add_argument("run", type=str, help="folder of the run")
-    commands.add_subcommand("report", report, help="write one HTML file about a run")
+    commands.add_subcommand(
+        "sweep", sweep, help="Train variants of one run over seeds, and compare them."
+    )
+    report = ArgumentParser(description="Write one HTML file about a run.")
+    report.add_argument("run", type=str, help="Folder of the run.")
+    commands.add_subcommand("report", report, help="Write one HTML file about a run.")
     add_bench(commands)
     add_checkpoint(commands)
     measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
     measure.add_argument(
-        "--device", type=Literal["cpu", "cuda"], default="cpu", help="what to measure"
+        "--device", type=Literal["cpu", "cuda"], default="cpu", help="Device to measure."
     )
-    measure.add_argument("--threads", type=int, help="CPU threads to measure with")
-    commands.add_subcommand("calibrate", measure, help="measure this machine for the planner")
-    text = "show what was found for CUDA kernels, and which way each operator goes"
+    measure.add_argument(
+        "--threads",
+        type=int,
+        help="Number of CPU threads to measure with (default: what torch chooses).",
+    )
+    commands.add_subcommand("calibrate", measure, help="Measure this machine for the planner.")
+    text = "Show what was found for CUDA kernels, and which way each operator goes."
     commands.add_subcommand("doctor", ArgumentParser(description=text), help=text)
     return parser
 

@@ -26,18 +26,18 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Be the one process that writes to the folder of a run.
+def lock(folder: Path) -> Iterator[None]:
+    """Make this the one process that writes to the folder of a run.
 
     Raises:
         FolderInUseError: If another one does.
     """
-    lock = FileLock(folder / ".lock", timeout=0)
-    take(lock, folder, ": let that run end, or choose another --out")
+    file = FileLock(folder / ".lock", timeout=0)
+    take(file, folder, ": let that run end, or choose another --out")
     try:
         yield
     finally:
-        lock.release()
+        file.release()
 
 
 def check_folder(config: RunConfig) -> None:

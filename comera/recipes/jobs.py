@@ -100,10 +100,10 @@ class _Running:
                     self.said = kind, text
 
 
-def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
+def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished already, and find out what stands in the way of the others.
 
-    A job whose steps follow from the time of others is settled as soon as those are finished.
+    A job whose steps follow from the time of others is resolved as soon as those are finished.
 
     Args:
         jobs: All of them, those that others need before those others.
@@ -134,13 +134,13 @@ def settle(jobs: Sequence[Job], overwrite: bool = False) -> None:
         job.config = dataclasses.replace(job.config, overwrite=anew)
 
 
-def unsettle_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
+def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Make sure that finished runs saw the data which those that are still to be trained will see.
 
     Where all are finished, or read other files, nothing is read.
 
     Args:
-        jobs: After :func:`settle`.
+        jobs: After :func:`resolve`.
         overwrite: Mark finished runs of other data as waiting, to be begun anew.
 
     Raises:
@@ -180,7 +180,7 @@ def steps_in_time(clock: Path, pace: Path) -> int:
     return max(1, int(seconds / model["seconds"] * model["steps"]))
 
 
-def carry_out(
+def run_jobs(
     jobs: Sequence[Job], at_once: int = 1, overwrite: bool = False, watcher: Watcher | None = None
 ) -> bool:
     """Carry out all jobs that are not finished, in their order as far as they wait for others.
@@ -189,7 +189,7 @@ def carry_out(
     handed on to every running job, which saves and stops; a second one stops them at once.
 
     Args:
-        jobs: As :func:`settle` left them; their states are kept up to date.
+        jobs: As :func:`resolve` left them; their states are kept up to date.
         at_once: Processes at a time. They share the threads that torch would use in one.
         overwrite: Begin a run anew whose folder holds other settings.
         watcher: Is told what happens.
@@ -237,7 +237,7 @@ def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
         try:
             if failed is not None:
                 raise ValueError(f"it needs the time of {failed.name}, which failed")
-            settle([job], overwrite)
+            resolve([job], overwrite)
         except (ValueError, OSError) as problem:
             job.state, job.reason = "failed", str(problem)
         if job.state != "waiting":

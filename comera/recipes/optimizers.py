@@ -175,7 +175,7 @@ def check_optimizer(settings: OptimizerConfig) -> None:
         _check_count(settings.name, key, getattr(settings, key), choice.defaults.get(key))
 
 
-def settled(settings: OptimizerConfig, width: int) -> dict[str, Any]:
+def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
     """All settings that the chosen optimizer takes, with its defaults for those not given.
 
     Args:
@@ -198,14 +198,14 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     Args:
         model: On any device, ``meta`` too.
         settings: Of the run.
-        width: As for :func:`settled`.
+        width: As for :func:`resolved`.
 
     Raises:
         ValueError: If a setting is out of range, GaLore finds nothing to project, or a package is
             missing.
     """
     check_optimizer(settings)
-    choice, values = _choice(settings.name), settled(settings, width)
+    choice, values = _choice(settings.name), resolved(settings, width)
     own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
     common = {
         key: values[key]

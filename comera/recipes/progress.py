@@ -13,7 +13,7 @@ from comera.train.log import last_logged, progress_bar
 
 
 @contextlib.contextmanager
-def watching(jobs: Sequence[Job], metric: str, console: Console) -> Iterator[Watcher]:
+def show_progress(jobs: Sequence[Job], metric: str, console: Console) -> Iterator[Watcher]:
     """Show one bar for all jobs, and one for each that runs.
 
     Args:

@@ -21,7 +21,7 @@ from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
-from comera.recipes.folder import check_data, check_folder, claim, held, is_finished
+from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.run_config import RankConfig, RunConfig
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
@@ -92,7 +92,7 @@ def run(
     folder = Path(config.out)
     outcomes = None if config.overwrite else _finished(config)
     if outcomes is not None:
-        with held(folder):  # nobody is beginning it anew
+        with lock(folder):  # nobody is beginning it anew
             console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
             console.print(outcome_table(outcomes))
             return outcomes
@@ -104,7 +104,7 @@ def run(
     check_data(config, DataRecord(digests))  # before anything is made of them
     planned_memory(config)  # what does not fit is said before anything is written
     check_folder(config)  # before there is anything in it
-    with held(folder):
+    with lock(folder):
         check_folder(config)  # nobody has been here meanwhile
         task = prepare_task(config, device, digests)
         if config.ranks is not None:

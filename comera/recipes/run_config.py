@@ -14,7 +14,7 @@ from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.rank.settings import DEFAULTS, Choice, check_settings, settled_choice
-from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, settled
+from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, resolved
 from comera.recipes.parse import check_nulls
 
 
@@ -275,7 +275,7 @@ class RunConfig:
 
     def settings(self) -> dict[str, Any]:
         """Everything as plain values, with the defaults of the chosen optimizer filled in."""
-        optimizer = settled(self.optimizer_for(self.train.steps), self.width)
+        optimizer = resolved(self.optimizer_for(self.train.steps), self.width)
         return {**asdict(self), "optimizer": optimizer}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:

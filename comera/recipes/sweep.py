@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from comera.recipes.jobs import Job, carry_out, settle, unsettle_other_data
+from comera.recipes.jobs import Job, reopen_other_data, resolve, run_jobs
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
-from comera.recipes.progress import watching
+from comera.recipes.progress import show_progress
 from comera.recipes.report.sweep_report import (
     compare,
     comparison_text,
@@ -101,14 +101,14 @@ def run_sweep(
     for variant in sweep.variants.values():
         _check_model(variant)
     jobs = make_jobs(sweep)
-    settle(jobs, overwrite)
-    unsettle_other_data(jobs, overwrite)
+    resolve(jobs, overwrite)
+    reopen_other_data(jobs, overwrite)
     done = sum(job.state == "finished" for job in jobs)
     console.print(
         f"{len(jobs)} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
     )
-    with watching(jobs, sweep.metric, console) as watcher:
-        completed = carry_out(jobs, at_once, overwrite, watcher)
+    with show_progress(jobs, sweep.metric, console) as watcher:
+        completed = run_jobs(jobs, at_once, overwrite, watcher)
     _report(sweep, jobs, console)
     if not completed:
         console.print("interrupted; the same command goes on from here")

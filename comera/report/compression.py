@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from comera.extras import needed_by
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
@@ -94,7 +95,8 @@ class CompressionReport:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a layer; columns are the attributes of :class:`LayerReport`. Needs pandas."""
-        import pandas as pd  # takes as long to import as all the rest of this package
+        with needed_by("to_pandas()"):
+            import pandas as pd  # takes as long to import as all the rest of this package
 
         return pd.DataFrame([vars(layer) for layer in self.layers])
 
@@ -195,13 +197,13 @@ def _ways(
     shape: Any = replace(layer.shape, ranks=ranks)
     if isinstance(layer, TTLinear):
         wide, high, bias = layer.in_features, layer.out_features, layer.bias is not None
-        asked = linear_layer(shape, tokens, wide, high, bias, train=True)
+        request = linear_layer(shape, tokens, wide, high, bias, train=True)
         if 0 in ranks:
-            ways = [linear_ways.only_bias(asked, machine, dtype)]
+            ways = [linear_ways.only_bias(request, machine, dtype)]
         else:
-            ways = [way(asked, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
+            ways = [way(request, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
         return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
-            asked, machine, dtype
+            request, machine, dtype
         )
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows

@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from comera.extras import needed_by
 from comera.files import replacing
 
 _TAIL_BYTES = 1 << 16
@@ -36,7 +37,8 @@ class RunLog:
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            with needed_by("tensorboard=True"):
+                from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
 

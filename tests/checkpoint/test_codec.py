@@ -5,6 +5,7 @@ import torch
 
 from comera.checkpoint import codec, pruning
 from comera.checkpoint.codec import Section
+from comera.checkpoint.moments import read_moments, write_moments
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.checkpoint.tree import DTYPES
 
@@ -145,7 +146,7 @@ def test_without_a_price_the_papers_rule_decides():
         medians = min(2.5, alpha / second.mean().sqrt())
         want = change.abs() > change.abs().median() * medians
         assert torch.equal(kept, want.nonzero().squeeze(1))
-        assert record["book"] == 15
+        assert record.books == (15,)
     assert (
         pruning.changed_weights(change, None, 1e-9).sum()
         < pruning.changed_weights(change, second, 1e-9).sum()
@@ -161,14 +162,14 @@ def test_moments_are_left_out_in_pairs(shape, dtype):
     second = (torch.rand(shape) * scale.square()).to(dtype)
     kept = torch.randperm(size)[: size // 3].sort().values
     tape = Tape()
-    record = codec.write_moments(tape.writer, first, second, kept, bits=4, rate=0.02, beta=1.0)
-    m, v = codec.read_moments(tape.reader(), record, list(shape), [dtype, dtype], kept)
+    record = write_moments(tape.writer, first, second, kept, bits=4, rate=0.02, beta=1.0)
+    m, v = read_moments(tape.reader(), record, list(shape), [dtype, dtype], kept)
     assert m.dtype == v.dtype == dtype
     flat, mean = first.float().reshape(-1), float(first.float().abs().mean())
     want = torch.zeros(size, dtype=torch.bool)
     want[kept] = flat[kept].abs() > mean
     m, v = m.float().reshape(-1), v.float().reshape(-1)
-    assert record["kept"] == int(want.sum())
+    assert record.kept == int(want.sum())
     assert bool((m[~want] == 0).all())
     assert float((m[want] - flat[want]).norm() / flat[want].norm()) < 0.2
     assert bool((v[want] > 0).all())
@@ -184,8 +185,8 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
     second[::2] = 0
     tape = Tape()
     first = torch.randn(200, 100) * second.sqrt()
-    record = codec.write_moments(tape.writer, first, second, None, bits=4, rate=0.1, beta=2.0)
-    _, v = codec.read_moments(tape.reader(), record, [200, 100], [torch.float32] * 2, None)
+    record = write_moments(tape.writer, first, second, None, bits=4, rate=0.1, beta=2.0)
+    _, v = read_moments(tape.reader(), record, [200, 100], [torch.float32] * 2, None)
     assert bool((v[::2] == 0).all())
     assert bool((v[1::2] > 0).all())
 
@@ -193,8 +194,8 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
 def test_first_moments_alone():
     first = torch.randn(64, 64)
     tape = Tape()
-    record = codec.write_moments(tape.writer, first, None, None, bits=3, rate=0.0, beta=2.0)
-    (m,) = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32], None)
+    record = write_moments(tape.writer, first, None, None, bits=3, rate=0.0, beta=2.0)
+    (m,) = read_moments(tape.reader(), record, [64, 64], [torch.float32], None)
     large = first.abs() > 2 * first.abs().mean()
     assert torch.equal(m != 0, large)
     assert len(m[large].unique()) <= 7
@@ -221,7 +222,7 @@ def test_a_weight_far_from_its_base_is_coded_without_it(seed):
     base, other = torch.randn(2, 100, 100)
     for weight in (other, -base, 0.1 * base, 4 * base, base + 2 * other):
         record, again = read_by_a_base(weight, base)
-        assert record["places"] == "all"
+        assert record.places == "all"
         assert error_of(again, weight) < 0.03
 
 
@@ -230,7 +231,7 @@ def test_a_base_is_used_up_to_half_of_the_squares_of_the_weight():
     for size, alone in ((0.1, False), (0.6, False), (0.8, False), (1.2, True)):
         weight = base + size * torch.randn(100, 100)  # squares of 1 + size**2
         record, again = read_by_a_base(weight, base)
-        assert (record["places"] == "all") == alone
+        assert (record.places == "all") == alone
         assert error_of(again, weight) < (0.03 if alone else 0.2 * size**0.6)
 
 
@@ -238,7 +239,7 @@ def test_a_base_that_is_not_finite_is_not_used():
     base, weight = torch.randn(2, 30, 30)
     for wrong in (torch.nan, torch.inf):
         record, again = read_by_a_base(weight, base.clone().index_fill_(0, torch.tensor(3), wrong))
-        assert record["places"] == "all"
+        assert record.places == "all"
         assert error_of(again, weight) < 0.03
 
 
@@ -251,7 +252,7 @@ def test_what_became_zero_is_read_as_zero(rows):
     assert bool((again[:rows] == 0).all())
     assert error_of(again, weight) < 0.03 if rows < 100 else bool((again == 0).all())
     record, still = read_by_a_base(weight + 0.01 * (weight != 0), again)
-    assert record["places"] != "all" or rows == 100
+    assert record.places != "all" or rows == 100
     assert bool((still[:rows] == 0).all())
 
 
@@ -260,7 +261,7 @@ def test_zeros_by_chance_do_not_cost_the_base():
     weight = base + 0.05 * torch.randn(100, 100)
     weight.view(-1)[:30] = 0
     record, _ = read_by_a_base(weight, base)
-    assert record["places"] != "all"
+    assert record.places != "all"
 
 
 def test_what_a_codebook_cannot_stand_for_is_written_exactly(monkeypatch):
@@ -280,11 +281,9 @@ def test_kept_second_moments_are_squares_of_their_roots():
     """Eight sizes of gradients, each in the codebook: what is read is what was written."""
     roots = 2.0 ** torch.arange(1, 9).repeat(64, 8)
     tape = Tape()
-    record = codec.write_moments(
-        tape.writer, roots, roots.square(), None, bits=4, rate=0.0, beta=0.0
-    )
-    assert record["kept"] == roots.numel()
-    m, v = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
+    record = write_moments(tape.writer, roots, roots.square(), None, bits=4, rate=0.0, beta=0.0)
+    assert record.kept == roots.numel()
+    m, v = read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
     torch.testing.assert_close(m, roots)
     torch.testing.assert_close(v, roots.square())
 
@@ -294,8 +293,8 @@ def test_kept_second_moments_are_near_to_what_they_were(rate):
     second = (torch.randn(64, 64) * 1e-3).square() + 1e-7
     first = torch.randn(64, 64) * second.sqrt()
     tape = Tape()
-    record = codec.write_moments(tape.writer, first, second, None, bits=4, rate=rate, beta=1.0)
-    m, v = codec.read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
+    record = write_moments(tape.writer, first, second, None, bits=4, rate=rate, beta=1.0)
+    m, v = read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
     kept = m != 0
     assert float((v[kept] - second[kept]).norm() / second[kept].norm()) < 0.3
     assert float(v[kept].sum() / second[kept].sum()) == pytest.approx(1, abs=0.1)

@@ -14,7 +14,7 @@ from comera.checkpoint.archive import FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.folder import held
+from comera.recipes.folder import lock
 from comera.recipes.run import run
 from comera.recipes.run_config import ModelConfig, RankConfig, RunConfig, TrainConfig
 from tests.texts import write_functions
@@ -98,7 +98,7 @@ def test_the_variant_of_a_sweep_is_not_deleted(config):
 def test_a_second_run_changes_nothing_of_one_that_goes_on(config):
     quiet_run(config)
     before = contents(Path(config.out))
-    with held(Path(config.out)):
+    with lock(Path(config.out)):
         for changes in ({}, {"seed": 7, "overwrite": True}):
             with pytest.raises(FolderInUseError, match="is being written to by another process"):
                 quiet_run(config, **changes)

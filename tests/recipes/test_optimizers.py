@@ -16,7 +16,7 @@ from comera.nn.config import TTConfig
 from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.folder import other_settings
-from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, settled, twin_of
+from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, resolved, twin_of
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.run_config import (
     ModelConfig,
@@ -206,13 +206,13 @@ def test_adamw_is_what_it_always_was(config):
 
 
 def test_defaults_are_those_of_the_optimizer():
-    assert settled(OptimizerConfig("galore_adamw_8bit"), 32)["name"] == "galore_adamw8bit"
-    galore = settled(OptimizerConfig("galore_adamw", update_proj_gap=50), 256)
+    assert resolved(OptimizerConfig("galore_adamw_8bit"), 32)["name"] == "galore_adamw8bit"
+    galore = resolved(OptimizerConfig("galore_adamw", update_proj_gap=50), 256)
     assert (galore["rank"], galore["update_proj_gap"], galore["scale"]) == (64, 50, 0.25)
-    came = settled(OptimizerConfig("came", betas=(0.8, 0.98)), 256)
+    came = resolved(OptimizerConfig("came", betas=(0.8, 0.98)), 256)
     assert came["betas"] == (0.8, 0.98, 0.9999)
     assert "rank" not in came
-    keys = set().union(*(settled(OptimizerConfig(name), 8) for name in OPTIMIZERS))
+    keys = set().union(*(resolved(OptimizerConfig(name), 8) for name in OPTIMIZERS))
     assert keys == {field.name for field in dataclasses.fields(OptimizerConfig)}
 
 

@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Interrupt())
 SCRIPT = """
 import re
 import sys
-from comera.recipes.cli import main
+from comera.__main__ import main
 if __name__ == '__main__':
     sys.argv[0] = re.sub(r'(-script.pyw|.exe)?$', '', sys.argv[0])
     sys.exit(main())

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import comera
 from comera.recipes.cli import main
-from comera.recipes.jobs import settle, steps_in_time
+from comera.recipes.jobs import resolve, steps_in_time
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep
@@ -160,7 +160,7 @@ def test_as_many_steps_as_fit_in_the_time_of_another(content, tmp_path):
     finish(dense, seconds=10.0, steps=6)
     finish(tt, seconds=3.0, steps=6)
     assert steps_in_time(dense.folder, tt.folder) == 20
-    settle([dense, tt, long])
+    resolve([dense, tt, long])
     assert [dense.state, tt.state, long.state] == ["finished", "finished", "waiting"]
     assert (long.config.train.steps, long.config.train.epochs) == (20, None)
 
@@ -243,9 +243,9 @@ def test_a_folder_with_other_settings_is_refused_or_begun_anew(content, tmp_path
     content["variants"]["tt"] = {"optimizer.lr": 1e-3}
     jobs = make_jobs(sweep_of(content, tmp_path))
     with pytest.raises(ValueError, match=r"out/tt/seed-0 holds .* \(optimizer.lr: 0.0007 -> 0.001"):
-        settle(jobs)
+        resolve(jobs)
     jobs = make_jobs(sweep_of(content, tmp_path))
-    settle(jobs, overwrite=True)
+    resolve(jobs, overwrite=True)
     assert [(job.state, job.config.overwrite) for job in jobs] == [
         ("finished", False),
         ("waiting", True),

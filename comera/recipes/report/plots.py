@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from comera.extras import needed_by
 from comera.recipes.report.history import History, Series
 
 if TYPE_CHECKING:
@@ -238,9 +239,10 @@ def _svg(prefix: str, height: float, draw: Any) -> str:
 
     ``prefix`` goes before every identifier inside, so that several can stand on one page.
     """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    with needed_by("a plot"):
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
 
     out = io.StringIO()
     with matplotlib.rc_context():

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from comera.extras import needed_by
 from comera.files import replacing
 
 
@@ -277,8 +278,9 @@ def _markdown(comparison: Comparison) -> str:
 
 def _plot(comparison: Comparison, path: Path) -> None:
     """The metric against the parameters, without a display and without pyplot's figures."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needed_by("a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     scale = 100 if comparison.metric == "accuracy" else 1
     figure = Figure(figsize=(7, 4.5), layout="constrained")

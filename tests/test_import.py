@@ -1,0 +1,100 @@
+"""``import comera`` registers the operators and costs little more than torch; the rest waits."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import comera
+
+ROOT = Path(comera.__file__).parent
+OPERATORS = sorted(
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    for path in (ROOT / "ops").rglob("*.py")
+    if path.name != "__init__.py"
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT.parent)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_public_names_have_one_home_each_and_checkers_see_the_same():
+    block = next(
+        node
+        for node in ast.parse((ROOT / "__init__.py").read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        node.module: tuple(alias.name for alias in node.names)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == comera._HOMES
+    assert sorted(name for names in comera._HOMES.values() for name in names) == comera.__all__
+
+
+@pytest.mark.parametrize("name", comera.__all__)
+def test_a_public_name_is_that_of_its_module(name):
+    found = getattr(comera, name)
+    assert found is getattr(sys.modules[comera._MODULES[name]], name)
+    assert vars(comera)[name] is found  # the second time, nothing is looked for
+    assert name in dir(comera)
+
+
+def test_a_name_that_is_not_there_is_named():
+    with pytest.raises(AttributeError, match=r"module 'comera' has no attribute 'TTLiner'"):
+        comera.TTLiner  # noqa: B018
+
+
+def test_all_operators_are_registered_by_the_import():
+    operators = "print(*sorted(torch._C._dispatch_get_all_op_names()))"
+    plain = run(f"import comera, torch; {operators}").split()
+    every = run(f"import comera, torch, {', '.join(OPERATORS)}; {operators}").split()
+    assert plain == every
+    assert any(name.startswith("comera::") for name in plain)
+
+
+def test_only_operators_and_what_they_need_are_loaded():
+    added = run(
+        "import torch; before = set(sys.modules)\n"  # torch itself imports opt_einsum, where it is
+        "import comera; print(*sorted(set(sys.modules) - before))"
+    ).split()
+    rooms = {name.split(".")[1] for name in added if name.startswith("comera.")}
+    assert rooms <= {"_command", "files", "modes", "names", "ops", "params", "planning", "shapes"}
+    others = {name.split(".")[0] for name in added} - {"comera", *sys.stdlib_module_names}
+    assert not others
+
+
+def test_nothing_is_loaded_that_only_printing_planning_and_checkpoints_need():
+    unwanted = {"filelock", "jsonargparse", "matplotlib", "pandas", "rich", "zstandard"}
+    loaded = run("import comera; print(*sys.modules)").split()
+    assert not unwanted & set(loaded)
+    without = run("sys.modules['opt_einsum'] = None; import comera; print('comera' in sys.modules)")
+    assert without.strip() == "True"
+
+
+def seconds(module: str) -> float:
+    """Processor time of an import in a process of its own, which other processes disturb least."""
+    code = f"import time; start = time.process_time(); import {module}; "
+    return float(run(code + "print(time.process_time() - start)"))
+
+
+def test_the_import_costs_at_most_a_seventh_more_than_that_of_torch():
+    seconds("comera")  # whose compiled files, if any are written, are there from now on
+    ratios = []
+    for _ in range(3):  # what disturbs one measurement does not disturb three
+        alone, both = zip(*((seconds("torch"), seconds("comera")) for _ in range(3)), strict=True)
+        ratios.append(median(both) / median(alone))
+        if ratios[-1] <= 1.15:
+            return
+    pytest.fail(f"import comera costs {min(ratios):.3f} times the import of torch")
