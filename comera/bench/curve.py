@@ -15,7 +15,7 @@ from comera.bench.table_speed import TRAINED, draw, train_step
 from comera.bench.timing import Timings, milliseconds
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]

@@ -25,8 +25,8 @@ from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
+from comera.ops.context import fixed_sizes, machine_of
 from comera.ops.cores import merge_chain
-from comera.ops.dispatch import fixed_sizes, machine_of
 from comera.ops.linear.tt_linear import thin_linears
 from comera.ops.table.lookup import look_up
 from comera.ops.table.table_factors import merge_table_halves

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.module import is_hooked
 from comera.nn.table import HotRows
-from comera.ops.dispatch import is_plain
+from comera.ops.operator import is_plain
 from comera.ops.table.slices import Asked, read_halves_of
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
-from comera.ops.dispatch import is_free_on_cpu, is_plain
+from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.operator import is_plain
 from comera.ops.table.indices import check_integers, check_range
 from comera.shapes import TTMShape
 

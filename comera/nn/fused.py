@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
-from comera.ops.dispatch import autocast_together, products_are_scaled
+from comera.ops.context import autocast_together, products_are_scaled
 from comera.ops.linear.factored_attention import head_factors, projects_by_kernel, thin_projections
 from comera.ops.linear.feed_forward import ACTIVATIONS, thin_feed_forward
 from comera.ops.linear.tt_linear import thin_linears

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
-from comera.ops.dispatch import autocast_dtype, machine_of
+from comera.ops.context import autocast_dtype, machine_of
 from comera.ops.factors import merge_halves
 from comera.ops.linear.tt_linear import thin_linears, tt_to_dense, wide_linear
 from comera.planning.crossover import dense_from

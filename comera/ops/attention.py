@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, operator
+from comera.ops.dispatch import is_free_on_cpu
 from comera.ops.dropout import check_probability, keep_mask
+from comera.ops.operator import operator
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import operator, without_autocast
+from comera.ops.context import without_autocast
+from comera.ops.operator import operator
 from comera.ops.product import stacked_product
 
 

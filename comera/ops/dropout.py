@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import is_free_on_cpu, operator
+from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.operator import operator
 
 _STEPS = 1 << 8
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.ops.context import without_autocast
 from comera.ops.cores import (
     gate_chains,
     gate_grads,
@@ -25,8 +26,8 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import operator, without_autocast
 from comera.ops.kernels.contract_kernel import Chains, merge, merge_backward, merges_by_kernel
+from comera.ops.operator import operator
 
 
 def merge_halves(

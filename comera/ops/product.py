@@ -10,14 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import (
-    autocast_together,
-    is_free_on_cpu,
-    is_plain,
-    machine_of,
-    operator,
-    without_autocast,
-)
+from comera.ops.context import autocast_together, machine_of, without_autocast
+from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.operator import is_plain, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.train.data_parallel import Alone
 from comera.train.graphs import Contents, Graphs, Recording
 from comera.train.host_state import HostState, host_random_state, set_host_random_state

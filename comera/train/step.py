@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comera.allocator import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import check_whole, tensor_trains
-from comera.ops.dispatch import is_free_on_cpu, scaled_products, sizes_are_fixed
+from comera.ops.context import scaled_products, sizes_are_fixed
+from comera.ops.dispatch import is_free_on_cpu
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage

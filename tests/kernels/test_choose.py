@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import choose
 from comera.ops.kernels.choose import KernelWarning, runs_kernel
 from comera.ops.kernels.nvrtc import KernelError

@@ -7,7 +7,7 @@ import torch
 
 import comera
 from comera.nn.fused import feed_forward, self_attention
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import choose, low_rank_kernel
 from tests.kernels.numbers import assert_near
 from tests.train.test_launches import batch as batch_of_tokens

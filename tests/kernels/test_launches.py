@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import contract_kernel, lookup_kernel, low_rank_kernel
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches

@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import choose, emulate
 from comera.ops.table import slices, table_factors
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 
 ROWS, WIDTH = 11, 6
 

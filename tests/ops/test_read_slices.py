@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import choose
 from comera.ops.table import lookup, slices
 from comera.ops.table.slices import Asked, read_halves

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.nn.fused import feed_forward, linears
-from comera.ops.dispatch import scaled_products
+from comera.ops.context import scaled_products
 from comera.ops.linear import fp8 as scaled_module
 from comera.ops.linear.fp8 import (
     GRADIENTS,

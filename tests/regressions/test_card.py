@@ -9,7 +9,7 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.kernels import choose, emulate, lookup_kernel
 from comera.ops.table.lookup import look_up as look_up_op
 from comera.train import step as step_module

@@ -7,7 +7,7 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_

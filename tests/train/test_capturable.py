@@ -16,7 +16,7 @@ from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
 from comera.models.transformer import Encoder, MaskedLanguageModel
 from comera.nn.module import tensor_trains
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.train.host_state import make_capturable_
 
 from . import conftest

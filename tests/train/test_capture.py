@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_

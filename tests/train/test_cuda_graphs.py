@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.bench.encoders import Encoders, learned_ranks, train_step
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_

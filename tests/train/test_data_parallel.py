@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.train import data_parallel
 from comera.train import step as step_module
 from comera.train.data_parallel import WARM_UP_TOGETHER

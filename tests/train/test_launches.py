@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.planning.crossover import _dense_from as planned_dense_from
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import fixed_sizes
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes.run_config import TrainConfig
 from comera.train import step as step_module

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import operator, without_autocast
+from comera.ops.context import without_autocast
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.operator import operator
 
 
 def projects_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RD: Tensor) -> bool:

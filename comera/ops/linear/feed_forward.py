@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import autocast_together, is_free_on_cpu, operator, without_autocast
+from comera.ops.context import autocast_together, without_autocast
+from comera.ops.dispatch import is_free_on_cpu
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
 _aten = torch.ops.aten

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from comera.ops.context import autocast_together, products_are_scaled, without_autocast
 from comera.ops.cores import merge_chain
-from comera.ops.dispatch import autocast_together, operator, products_are_scaled, without_autocast
 from comera.ops.factors import merge_halves
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.operator import operator
 from comera.ops.product import affine, product
 
 

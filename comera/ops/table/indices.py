@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, is_plain
+from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.operator import is_plain
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""

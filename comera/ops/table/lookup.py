@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, operator, without_autocast
+from comera.ops.context import without_autocast
+from comera.ops.dispatch import is_free_on_cpu
 from comera.ops.kernels.lookup_kernel import (
     read,
     reads_by_kernel,
@@ -24,6 +25,7 @@ from comera.ops.kernels.lookup_kernel import (
     sums_by_kernel,
     weight_grads,
 )
+from comera.ops.operator import operator
 from comera.ops.table.indices import (
     Slots,
     check_range,

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from comera.ops.cores import merge_chain, rank_gate
-from comera.ops.dispatch import is_free_on_cpu, is_plain
+from comera.ops.dispatch import is_free_on_cpu
 from comera.ops.kernels.choose import runs_kernel
 from comera.ops.kernels.lookup_kernel import FILE
+from comera.ops.operator import is_plain
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import look_up
 from comera.ops.table.table_factors import merge_tables

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from comera.ops.context import without_autocast
 from comera.ops.cores import (
     gate_chains,
     gate_grads,
@@ -20,9 +21,9 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import operator, without_autocast
 from comera.ops.factors import layout_of, merge_groups
 from comera.ops.kernels.contract_kernel import Chains, merges_by_kernel
+from comera.ops.operator import operator
 
 
 def merge_table_halves(

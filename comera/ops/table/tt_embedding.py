@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import sizes_are_fixed
+from comera.ops.context import sizes_are_fixed
 from comera.ops.kernels.lookup_kernel import reads_by_kernel, sums_by_kernel
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import count_hot, every_row, look_up

@@ -1,0 +1,92 @@
+"""What holds around an operator: autocast, static shapes, products in eight bits, the machine."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from comera.planning.machine import Machine, load_machine
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager:
+    """Autocast off on the tensor's device; the meta device has none to switch off."""
+    if _is_on(like):
+        return torch.autocast(like.device.type, enabled=False)
+    return nullcontext()
+
+
+def autocast_together(
+    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """All in autocast's dtype where autocast is on; float64 is left as it is."""
+    if not _is_on(x) or lefts[0].dtype == torch.float64:
+        return x, list(lefts), list(rights)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
+
+
+def autocast_dtype(like: Tensor) -> torch.dtype:
+    """That of products with the tensor: autocast's where it is on, but float64 is left as it is."""
+    if like.dtype == torch.float64 or not _is_on(like):
+        return like.dtype
+    return torch.get_autocast_dtype(like.device.type)
+
+
+def _is_on(like: Tensor) -> bool:
+    kind = like.device.type
+    return _is_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _is_available(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# What torch.compiler.assume_constant_result does; the compiler of torch 2.11 cannot look inside.
+_is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_depth = 0  # one for all threads: in another one it only costs time
+
+
+@contextlib.contextmanager
+def fixed_sizes() -> Iterator[None]:
+    """Inside, forward and backward passes are such as a CUDA graph can hold."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def sizes_are_fixed(like: Tensor) -> bool:
+    """Inside of :func:`fixed_sizes`, and while anybody captures a graph on the tensor's device."""
+    return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+_scaled_depth = 0  # one for all threads, as that of fixed_sizes
+
+
+@contextlib.contextmanager
+def scaled_products() -> Iterator[None]:
+    """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
+    global _scaled_depth
+    _scaled_depth += 1
+    try:
+        yield
+    finally:
+        _scaled_depth -= 1
+
+
+def products_are_scaled() -> bool:
+    """Inside of :func:`scaled_products`."""
+    return _scaled_depth > 0
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The measured profile of the device, else rough defaults; a CPU's unless it is a GPU."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return load_machine("cuda", torch.cuda.get_device_name(device))
+    return load_machine("cpu", threads=torch.get_num_threads())
