@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
-from comera.ops.dispatch import is_free_on_cpu
-from comera.ops.operator import is_plain
+from comera.ops.dispatch import may_read_values
+from comera.ops.operator import is_concrete
 from comera.ops.table.indices import check_integers, check_range
 from comera.shapes import TTMShape
 
@@ -206,7 +206,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
-    known = is_plain(offsets) and not torch.compiler.is_compiling() and is_free_on_cpu(offsets)
+    known = is_concrete(offsets) and not torch.compiler.is_compiling() and may_read_values(offsets)
     if offsets.shape[0] == with_end and not (known and with_end) and entries:
         # torch reads past the end of such offsets
         raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
-from comera.ops.context import autocast_together, products_are_scaled
+from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.linear.factored_attention import head_factors, projects_by_kernel, thin_projections
 from comera.ops.linear.feed_forward import ACTIVATIONS, thin_feed_forward
 from comera.ops.linear.tt_linear import thin_linears
@@ -54,7 +54,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
     trains = _thin(x, [first, second])
-    if trains is None or products_are_scaled():
+    if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
     bias = trains[0].bias is not None
     return thin_feed_forward(x, trains[0].halves(), trains[1].halves(), bias, activation)
@@ -102,7 +102,7 @@ def self_attention(
         )
     trains = _thin(x_BTD, [query, key, value, out])
     narrow = trains is not None and max(m.thin_width for m in trains) * num_heads <= width
-    if trains is not None and narrow and not products_are_scaled():
+    if trains is not None and narrow and not products_are_fp8():
         return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:

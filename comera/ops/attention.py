@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.dispatch import may_read_values
 from comera.ops.dropout import check_probability, keep_mask
 from comera.ops.operator import operator
 
@@ -57,7 +57,7 @@ def attend(
         keep_BT = score_bias(keep_BT, q_NME.dtype)
     bias_B1T = keep_BT[:, None]
     heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
-    if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
+    if may_read_values(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
         bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
         return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
     # In four dimensions: a GPU has fused kernels for no others.

@@ -51,7 +51,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 
 @contextlib.contextmanager
-def fixed_sizes() -> Iterator[None]:
+def static_shapes() -> Iterator[None]:
     """Inside, forward and backward passes are such as a CUDA graph can hold."""
     global _depth
     _depth += 1
@@ -61,28 +61,28 @@ def fixed_sizes() -> Iterator[None]:
         _depth -= 1
 
 
-def sizes_are_fixed(like: Tensor) -> bool:
-    """Inside of :func:`fixed_sizes`, and while anybody captures a graph on the tensor's device."""
+def shapes_are_static(like: Tensor) -> bool:
+    """Inside of :func:`static_shapes`, and while anybody captures a graph on the tensor's device."""
     return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-_scaled_depth = 0  # one for all threads, as that of fixed_sizes
+_fp8_depth = 0  # one for all threads, as that of static_shapes
 
 
 @contextlib.contextmanager
-def scaled_products() -> Iterator[None]:
+def fp8_products() -> Iterator[None]:
     """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
-    global _scaled_depth
-    _scaled_depth += 1
+    global _fp8_depth
+    _fp8_depth += 1
     try:
         yield
     finally:
-        _scaled_depth -= 1
+        _fp8_depth -= 1
 
 
-def products_are_scaled() -> bool:
-    """Inside of :func:`scaled_products`."""
-    return _scaled_depth > 0
+def products_are_fp8() -> bool:
+    """Inside of :func:`fp8_products`."""
+    return _fp8_depth > 0
 
 
 def machine_of(device: torch.device) -> Machine:

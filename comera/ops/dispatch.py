@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from comera.ops.context import sizes_are_fixed
+from comera.ops.context import shapes_are_static
 
 
-def is_free_on_cpu(tensor: Tensor) -> bool:
+def may_read_values(tensor: Tensor) -> bool:
     """Say whether what only a CPU does well may be done: loops over pieces, looks at numbers."""
-    return tensor.device.type == "cpu" and not sizes_are_fixed(tensor)
+    return tensor.device.type == "cpu" and not shapes_are_static(tensor)

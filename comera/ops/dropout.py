@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.dispatch import may_read_values
 from comera.ops.operator import operator
 
 _STEPS = 1 << 8
@@ -41,7 +41,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
-    if is_free_on_cpu(x):
+    if may_read_values(x):
         return _dropout_add(x, residual, p)[0]
     dropped, _ = torch.native_dropout(x, p, True)
     return dropped if residual is None else residual + dropped

@@ -45,7 +45,7 @@ class Operator:
             return self.custom_op(*args)
         lengths = [len(arg) if _is_opened(arg) else None for arg in args]
         flat = _flat(lengths, args)
-        if not all(map(is_plain, flat)):
+        if not all(map(is_concrete, flat)):
             return self.custom_op(*args)
         if self.backward is None:
             return self.run(*args)
@@ -114,7 +114,7 @@ class _Context:
         return getattr(self._ctx, name)
 
 
-def is_plain(value: Any) -> bool:
+def is_concrete(value: Any) -> bool:
     """Say whether it is no tensor without numbers, as on the meta device or in a compiled graph."""
     if not isinstance(value, Tensor):
         return True

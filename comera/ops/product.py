@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
-from comera.ops.dispatch import is_free_on_cpu
-from comera.ops.operator import is_plain, operator
+from comera.ops.dispatch import may_read_values
+from comera.ops.operator import is_concrete, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     The result may lie transposed in memory. Where a gradient is wanted, torch's own product is
     what autograd knows.
     """
-    if not is_plain(a) and _may_be_onednns(a, b):
+    if not is_concrete(a) and _may_be_onednns(a, b):
         return _product_in_a_graph(a, b)
     return _product(a, b)
 
@@ -116,7 +116,7 @@ def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def stacked_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:
     """``a @ b`` of equally many matrices, contiguous; for use inside of operators."""
-    if a_GMK.shape[0] == 1 and (not is_plain(a_GMK) or _onednn_takes(a_GMK[0], b_GKN[0])):
+    if a_GMK.shape[0] == 1 and (not is_concrete(a_GMK) or _onednn_takes(a_GMK[0], b_GKN[0])):
         return product(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
     return torch.bmm(a_GMK, b_GKN)
 
@@ -149,7 +149,7 @@ def _onednn_takes(a: Tensor, b: Tensor) -> bool:
 
 def _may_be_onednns(a: Tensor, b: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return is_free_on_cpu(a) and a.dtype == b.dtype == torch.float32 and not differentiated
+    return may_read_values(a) and a.dtype == b.dtype == torch.float32 and not differentiated
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import comera
-from comera.ops.context import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
 from comera.ops.kernels.choose import KernelWarning, runs_kernel
 from comera.ops.kernels.nvrtc import KernelError
@@ -113,7 +113,7 @@ def test_a_compiled_layer_says_nothing(kind, compiled):
     """Of fixed sizes, as in a step that is captured: there the choice is made while tracing."""
     layer = kind(24, 36, rank=5)
     x = torch.randn(3, 24) if kind is comera.TTLinear else torch.tensor([[1, 2], [3, 23]])
-    with fixed_sizes():
+    with static_shapes():
         compiled(layer)(x).sum().backward()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.context import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
 from comera.ops.table import lookup, slices
 from comera.ops.table.slices import Asked, read_halves
@@ -103,12 +103,12 @@ def test_large_tables_and_small_batches(rows):
         Asked(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
     )
     assert read.left_VPR.shape[0] <= 4
-    with fixed_sizes():
+    with static_shapes():
         want = table(indices)
     torch.testing.assert_close(table(indices), want)
 
 
-REASONS = ["many entries", "narrow cores", "fixed sizes", "no numbers", "kernels"]
+REASONS = ["many entries", "narrow cores", "static shapes", "no numbers", "kernels"]
 
 
 @pytest.mark.parametrize("why", REASONS)
@@ -128,8 +128,8 @@ def test_both_halves_as_a_whole(why, monkeypatch):
         assert left_slices(cores, indices.repeat(V // 4)) == V
     elif why == "narrow cores":
         assert left_slices([core.bfloat16() for core in cores], indices) == V
-    elif why == "fixed sizes":
-        with fixed_sizes():
+    elif why == "static shapes":
+        with static_shapes():
             assert left_slices(cores, indices) == V
     elif why == "no numbers":
         with FakeTensorMode() as mode:

@@ -9,7 +9,7 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder
-from comera.ops.context import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, emulate, lookup_kernel
 from comera.ops.table.lookup import look_up as look_up_op
 from comera.train import step as step_module
@@ -36,7 +36,7 @@ def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
     torch._dynamo.reset()
     torch._dynamo.utils.warn_once_cache.clear()
     look_up = torch.compile(comera.TTEmbedding(24, 36, rank=5), backend="eager")
-    with fixed_sizes():
+    with static_shapes():
         assert look_up(torch.tensor([1, 2])).shape == (2, 36)
 
 

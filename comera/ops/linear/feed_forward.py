@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, without_autocast
-from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.dispatch import may_read_values
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
 from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
@@ -184,7 +184,7 @@ def _by_kernels(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2:
 def _rows_at_a_time(x: Tensor, hidden: int) -> int:
     """On a CPU pieces of equal size, none much below 64 rows."""
     rows = max(1, x.shape[0])
-    if not is_free_on_cpu(x):
+    if not may_read_values(x):
         return rows
     pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
     return -(-rows // max(1, pieces))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.context import autocast_together, products_are_scaled, without_autocast
+from comera.ops.context import autocast_together, products_are_fp8, without_autocast
 from comera.ops.cores import merge_chain
 from comera.ops.factors import merge_halves
 from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
@@ -88,7 +88,7 @@ def thin_linears(
     """
     check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
-    if products_are_scaled() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
+    if products_are_fp8() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
         from comera.ops.linear.fp8 import scaled_thin_linears  # few cards ever multiply so
 
         return scaled_thin_linears(x_BI, lefts, rights, bias)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.dispatch import may_read_values
 from comera.ops.kernels.lookup_kernel import (
     read,
     reads_by_kernel,
@@ -300,7 +300,7 @@ def _pieces(
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
     count, tall = slots.right_T.shape[0], slots.group * P
     each = max(1, (tall + turned_WQR.shape[1]) * R)
-    at_once = max(1, _PIECE // each if is_free_on_cpu(left_VPR) else count)
+    at_once = max(1, _PIECE // each if may_read_values(left_VPR) else count)
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
         left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
@@ -350,7 +350,7 @@ def _half_grads(
 def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     """Add each value to the row that it is of; these rise."""
     each = torch.arange(values.shape[0], device=values.device)
-    if is_free_on_cpu(values):  # touch no rows but these
+    if may_read_values(values):  # touch no rows but these
         first, last = int(of_values[0]), int(of_values[-1])
         sums, of_values = sums[first : last + 1], of_values - first
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])

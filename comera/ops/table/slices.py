@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from comera.ops.cores import merge_chain, rank_gate
-from comera.ops.dispatch import is_free_on_cpu
+from comera.ops.dispatch import may_read_values
 from comera.ops.kernels.choose import runs_kernel
 from comera.ops.kernels.lookup_kernel import FILE
-from comera.ops.operator import is_plain
+from comera.ops.operator import is_concrete
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import look_up
 from comera.ops.table.table_factors import merge_tables
@@ -120,7 +120,7 @@ def _is_in_part(indices_N: Tensor, half: Sequence[Tensor]) -> bool:
     saved = _rows(half) - _DEARER * indices_N.shape[0]
     if saved * _slice_size(half) < _WORTH_IT:
         return False
-    on_cpu = is_plain(indices_N) and is_free_on_cpu(indices_N)
+    on_cpu = is_concrete(indices_N) and may_read_values(indices_N)
     return on_cpu and not runs_kernel("ttm_look_up", FILE, half[0])  # it takes whole halves
 
 

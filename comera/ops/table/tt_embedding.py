@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import sizes_are_fixed
+from comera.ops.context import shapes_are_static
 from comera.ops.kernels.lookup_kernel import reads_by_kernel, sums_by_kernel
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import count_hot, every_row, look_up
@@ -71,7 +71,7 @@ def tt_embedding(
     asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK))
     flat, left_VPR, right_WRQ, num_read = read_halves(asked)
     halves = left_VPR, right_WRQ
-    if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
+    if shapes_are_static(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
         rows = every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
     else:
         rows, _, _ = look_up(flat, *halves, hot_HK, basis_KD, None, None, num_read, embedding_dim)
@@ -133,7 +133,7 @@ def sums_of_rows(
     """:func:`tt_embedding_bag` of a table whose halves are known."""
     offsets_B = offsets_B.long()
     others = hot_HK, basis_KD, weights_N
-    if sizes_are_fixed(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
+    if shapes_are_static(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
         rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
         each = torch.arange(indices_N.shape[0], device=indices_N.device)
         return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
