@@ -11,7 +11,7 @@ from comera.planning.machine import Machine, load_machine
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast off on the tensor's device; the meta device has none to switch off."""
+    """Switch autocast off on the tensor's device; the meta device has none."""
     if _is_on(like):
         return torch.autocast(like.device.type, enabled=False)
     return nullcontext()
@@ -20,7 +20,7 @@ def without_autocast(like: Tensor) -> AbstractContextManager:
 def autocast_together(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """All in autocast's dtype where autocast is on; float64 is left as it is."""
+    """Cast all to autocast's dtype where autocast is on; float64 is left as it is."""
     if not _is_on(x) or lefts[0].dtype == torch.float64:
         return x, list(lefts), list(rights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -28,7 +28,7 @@ def autocast_together(
 
 
 def autocast_dtype(like: Tensor) -> torch.dtype:
-    """That of products with the tensor: autocast's where it is on, but float64 is left as it is."""
+    """Return the dtype of products with a tensor: autocast's where it is on, but float64 stays."""
     if like.dtype == torch.float64 or not _is_on(like):
         return like.dtype
     return torch.get_autocast_dtype(like.device.type)
@@ -52,7 +52,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Inside, forward and backward passes are such as a CUDA graph can hold."""
+    """Make forward and backward passes such as a CUDA graph can hold: no size depends on values."""
     global _depth
     _depth += 1
     try:
@@ -62,7 +62,7 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static(like: Tensor) -> bool:
-    """Inside of :func:`static_shapes`, and while anybody captures a graph on the tensor's device."""
+    """Say whether static_shapes() is entered, or a graph captured on the tensor's device."""
     return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -71,7 +71,7 @@ _fp8_depth = 0  # one for all threads, as that of static_shapes
 
 @contextlib.contextmanager
 def fp8_products() -> Iterator[None]:
-    """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
+    """Let tensor-train linears of bfloat16 multiply in eight bits, backward included."""
     global _fp8_depth
     _fp8_depth += 1
     try:
@@ -81,12 +81,12 @@ def fp8_products() -> Iterator[None]:
 
 
 def products_are_fp8() -> bool:
-    """Inside of :func:`fp8_products`."""
+    """Say whether :func:`fp8_products` is entered."""
     return _fp8_depth > 0
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The measured profile of the device, else rough defaults; a CPU's unless it is a GPU."""
+    """Load the measured profile of a device, else rough defaults; a CPU's unless it is a GPU."""
     if device.type == "cuda" and torch.cuda.is_available():
         return load_machine("cuda", torch.cuda.get_device_name(device))
     return load_machine("cpu", threads=torch.get_num_threads())

@@ -25,7 +25,7 @@ from tests.train.tape import Tapes
 def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
     left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)
-    assert lookup_kernel.reads_by_kernel(left, right)
+    assert lookup_kernel.refuses(left, right) is None
     indices, offsets = torch.ones(5000, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     got, _, _ = look_up_op(indices, left, right, None, None, None, offsets, 6, 16)
     want = 5000 * (left[0].double() @ right[1].double()).reshape(1, 16)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.dispatch import may_read_values
-from comera.ops.operator import is_concrete
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
@@ -149,7 +148,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> None:
     And ``TypeError`` where indices are no whole numbers, everywhere.
     """
     check_integers(indices)
-    if not may_read_values(indices) or not is_concrete(indices) or not indices.numel():
+    if not may_read_values(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:
