@@ -16,7 +16,7 @@ from comera.bench.timing import Timings, milliseconds
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]

@@ -25,8 +25,8 @@ from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
+from comera.ops.context import machine_of, static_shapes
 from comera.ops.cores import merge_chain
-from comera.ops.dispatch import fixed_sizes, machine_of
 from comera.ops.linear.tt_linear import thin_linears
 from comera.ops.table.lookup import look_up
 from comera.ops.table.table_factors import merge_table_halves
@@ -117,7 +117,7 @@ def kernels(
         "linear": lambda: _linears(session.device, dtype, tokens, widths, rank),
     }
     rows = []
-    with fixed_sizes():  # as in a captured step
+    with static_shapes():  # as in a captured step
         for name in operators:
             for case in cases[name]():
                 rows.append(_measure(session, case, dtype))

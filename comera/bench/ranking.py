@@ -13,7 +13,7 @@ from comera.bench.linear_speed import make_input, make_layers
 from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.ops.linear.tt_linear import thin_linears, wide_linear
 from comera.planning.network import linear_network
 from comera.planning.plan import Plan

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from comera.nn.fused import feed_forward, self_attention
 from comera.ops.attention import score_bias
-from comera.ops.dispatch import autocast_dtype
+from comera.ops.context import autocast_dtype
 from comera.ops.dropout import dropout_add
 
 PAD = 0

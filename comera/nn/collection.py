@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.module import is_hooked
 from comera.nn.table import HotRows
-from comera.ops.dispatch import is_plain
+from comera.ops.operator import is_concrete
 from comera.ops.table.slices import Asked, read_halves_of
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 
@@ -126,7 +126,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         if kept is not None and kept_at == (at, device):
             return kept
         made = torch.tensor(at, device=device)
-        if is_plain(made):
+        if is_concrete(made):
             self._at[names] = (at, device), made
         return made
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.ops.dispatch import is_eager
+
 
 class DenseWeight(Tensor):
     """A weight that was computed from cores, which an edit in place would not reach.
@@ -69,7 +71,7 @@ def read_only(compute: Callable[[], Tensor], remedy: str) -> Tensor:
             weight = compute()
     else:
         weight = compute()
-    if torch.compiler.is_compiling() or type(weight) is not Tensor or _is_transformed(weight):
+    if not is_eager() or type(weight) is not Tensor or _is_transformed(weight):
         return weight
     return _guarded(weight, remedy)
 

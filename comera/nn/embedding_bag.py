@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
-from comera.ops.dispatch import is_free_on_cpu, is_plain
+from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.table.indices import check_integers, check_range
 from comera.shapes import TTMShape
 
@@ -109,8 +109,7 @@ class TTEmbeddingBag(TTTable):
         """Return all entries, where each bag begins, and the entries' weights, none for ``max``."""
         check_integers(input)
         flat, starts = self._laid_out(input, offsets)
-        if not torch.compiler.is_compiling():
-            check_range(input if input.dim() == 2 else flat, self.num_embeddings)
+        check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
             self._check_weights(input, weights)
             weights = weights.reshape(-1)[: flat.shape[0]]
@@ -156,8 +155,8 @@ class TTEmbeddingBag(TTTable):
         # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
         count, padding = flat.shape[0], None
         entries = torch.arange(count, device=flat.device)
-        # torch refuses an empty table; how many there are may not be known yet
-        if self.padding_idx is not None or torch.compiler.is_compiling() or not count:
+        # torch refuses an empty table; in a graph, how many there are is not known yet
+        if self.padding_idx is not None or not is_eager() or not count:
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         if self.padding_idx is not None:
             padding = count
@@ -250,7 +249,7 @@ def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
         raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
     if with_end and not offsets.shape[0]:
         raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
-    known = is_plain(offsets) and not torch.compiler.is_compiling() and is_free_on_cpu(offsets)
+    known = may_read_values(offsets)
     if offsets.shape[0] == with_end and not (known and with_end) and entries:
         # torch reads past the end of such offsets
         raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")

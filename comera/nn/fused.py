@@ -5,7 +5,8 @@ A model written with these functions runs with layers of any kind. Where they ar
 activation of a feed-forward part is never kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
-from comera.ops.dispatch import autocast_together, products_are_scaled
-from comera.ops.linear.factored_attention import head_factors, projects_by_kernel, thin_projections
+from comera.ops.context import autocast_together, products_are_fp8
+from comera.ops.dispatch import Ways
+from comera.ops.factors import Factors
+from comera.ops.linear.factored_attention import PROJECTIONS, head_factors, thin_projections
 from comera.ops.linear.feed_forward import ACTIVATIONS, thin_feed_forward
 from comera.ops.linear.tt_linear import thin_linears
 from comera.ops.product import affine
@@ -57,7 +60,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
     trains = _thin(x, [first, second])
-    if trains is None or products_are_scaled():
+    if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
     bias = trains[0].bias is not None
     return thin_feed_forward(x, trains[0].halves(), trains[1].halves(), bias, activation)
@@ -105,7 +108,7 @@ def self_attention(
         )
     trains = _thin(x_BTD, [query, key, value, out])
     narrow = trains is not None and max(m.thin_width for m in trains) * num_heads <= width
-    if trains is not None and narrow and not products_are_scaled():
+    if trains is not None and narrow and not products_are_fp8():
         return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:
@@ -137,11 +140,41 @@ def _attention_in_rank_space(
     x, lefts, rights = autocast_together(
         x_BTD.flatten(0, 1), [left for left, _ in halves], [right for _, right in halves]
     )
-    if projects_by_kernel(x, lefts[:3], rights[0]):
-        scores, values = head_factors(*rights[:3], lefts[3], num_heads)
-        q, k, v, _ = thin_projections(x, lefts[:3], scores, bias)
-        (y,) = thin_linears(mixed(q, k, v), [values], rights[3:], bias)
-        return y.view(batch, length, y.shape[1])
+    factors = [Factors(left, right, bias) for left, right in zip(lefts, rights, strict=True)]
+    y = _FACTORED(x, factors, num_heads, mixed)
+    return y.view(batch, length, y.shape[1])
+
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
+    factors = Factors(new(768, 32), new(32, 768), True)
+    return new(1024, 768), [factors] * 4, 12, None
+
+
+def _not_by_kernel(x: Tensor, factors: Sequence[Factors], *_: Any) -> str | None:
+    lefts, right = [each.left for each in factors[:3]], factors[0].right
+    return PROJECTIONS.refusal_of_graph(x, x, lefts, right)
+
+
+_FACTORED = Ways("factored_attention", _sample)
+
+
+@_FACTORED.way("projections by a kernel", _not_by_kernel)
+def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
+    lefts, rights = [f.left for f in factors], [f.right for f in factors]
+    bias = factors[0].has_bias
+    scores, values = head_factors(*rights[:3], lefts[3], num_heads)
+    q, k, v, _ = thin_projections(x, lefts[:3], scores, bias)
+    (y,) = thin_linears(mixed(q, k, v), [values], rights[3:], bias)
+    return y
+
+
+@_FACTORED.way("torch")
+def _by_torch(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
+    lefts, rights = [f.left for f in factors], [f.right for f in factors]
+    bias = factors[0].has_bias
 
     def by_head(right_RD: Tensor) -> Tensor:
         return right_RD.unflatten(1, (num_heads, -1)).transpose(0, 1)
@@ -151,7 +184,7 @@ def _attention_in_rank_space(
     values_HRR = by_head(rights[2]) @ lefts[3].unflatten(0, (num_heads, -1))
     q = affine(t_q, scores_HRR.transpose(0, 1).flatten(1))
     t_o = _times_left(mixed(q, t_k, t_v), [values_HRR.flatten(0, 1)], bias)
-    return affine(t_o, rights[3]).view(batch, length, rights[3].shape[1])
+    return affine(t_o, rights[3])
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
-from comera.ops.dispatch import autocast_dtype, machine_of
+from comera.ops.context import autocast_dtype, machine_of
+from comera.ops.dispatch import Ways, on_this_machine
 from comera.ops.factors import merge_halves
 from comera.ops.linear.tt_linear import thin_linears, tt_to_dense, wide_linear
 from comera.planning.crossover import dense_from
@@ -97,10 +98,7 @@ class TTLinear(TensorTrainModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        left, right = self.halves()
-        if not self.is_thin(input):
-            return wide_linear(input, left, right, self.bias is not None)
-        return thin_linears(input, [left], [right], self.bias is not None)[0]
+        return _LINEAR(self, input)
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
@@ -129,17 +127,7 @@ class TTLinear(TensorTrainModule):
 
     def is_thin(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
-        if torch.compiler.is_exporting():
-            return True  # right for every batch: where the other one begins is this machine's
-        if 2 * self._middle_rank * (self.in_features + self.out_features) <= self.num_dense:
-            return True
-        rows = input.numel() // max(1, input.shape[-1])
-        core = self.cores[0]
-        return rows < _dense_from(
-            self._modes.in_modes, self._modes.out_modes, self.ranks,
-            self.in_features, self.out_features, self.bias is not None,
-            str(core.dtype).removeprefix("torch."), core.device.type, torch.is_grad_enabled(),
-        )  # fmt: skip
+        return _LINEAR.choose(self, input) is _thin
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
@@ -266,6 +254,41 @@ class TTLinear(TensorTrainModule):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self._describe_ranks()}"
         )
+
+
+_LINEAR = Ways(
+    "linear",
+    lambda new: (
+        TTLinear(768, 768, rank=32, device="meta", dtype=new().dtype), new(1024, 768),
+    ),
+)  # fmt: skip
+
+
+def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
+    """Refuse as many rows as the dense matrix pays for; never where that takes more operations."""
+    widths = layer.in_features + layer.out_features
+    if 2 * layer._middle_rank * widths <= layer.num_dense or on_this_machine() is not None:
+        return None
+    rows = input.numel() // max(1, input.shape[-1])
+    fewest = _dense_from(
+        layer._modes.in_modes, layer._modes.out_modes, layer.ranks,
+        layer.in_features, layer.out_features, layer.bias is not None,
+        str(layer.cores[0].dtype).removeprefix("torch."), input.device.type,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return None if rows < fewest else "the dense matrix pays for so many rows"
+
+
+@_LINEAR.way("thin", _dense_is_faster)
+def _thin(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.halves()
+    return thin_linears(input, [left], [right], layer.bias is not None)[0]
+
+
+@_LINEAR.way("dense")
+def _wide(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.halves()
+    return wide_linear(input, left, right, layer.bias is not None)
 
 
 def _dense_from(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
 from comera.ops.cores import rank_gate
+from comera.ops.dispatch import is_eager
 from comera.params import is_sharded, set_data_
 from comera.shapes import TTMShape, TTShape, is_number
 
@@ -259,7 +260,7 @@ class TensorTrainModule(nn.Module):
 
         A compiled model goes on with those it has.
         """
-        if torch.compiler.is_compiling() or self.lent is None or self.lent.versions is None:
+        if self.lent is None or self.lent.versions is None or not is_eager():
             return
         if self.lent.versions != versions_of(self.lent.params):
             self.lent.renew()

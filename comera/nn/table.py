@@ -14,6 +14,7 @@ from comera.nn.decompose import decompose_matrix, decompose_table
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.cores import rank_gate
+from comera.ops.dispatch import is_eager
 from comera.ops.table.indices import check_integers, check_range
 from comera.ops.table.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
@@ -160,7 +161,7 @@ class TTTable(TensorTrainModule):
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         check_integers(indices)
-        if self._moves_rows and not torch.compiler.is_compiling():
+        if self._moves_rows:
             check_range(indices, self.num_embeddings)  # else the look-up does it
         return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
 
@@ -188,7 +189,7 @@ class TTTable(TensorTrainModule):
             return self.row_order.index_select(0, indices.reshape(-1)).view(indices.shape)
         if self._step is not None:
             scattered = indices.long() * self._step % self.num_embeddings
-            if torch.compiler.is_compiling():  # else they have been looked at
+            if not is_eager():  # else they have been looked at
                 outside = (indices < 0) | (indices >= self.num_embeddings)
                 scattered = torch.where(outside, indices, scattered)
             return scattered

@@ -6,14 +6,16 @@ one keeps two, one of them of bytes, and works on pieces that stay in the proces
 Shape suffixes: B = batch, N = batch times key heads, M = queries a key head, T = keys, E = width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, operator
+from comera.ops.dispatch import Ways, on_cpu_alone
 from comera.ops.dropout import check_probability, keep_mask
+from comera.ops.operator import operator
 
 _SCORES = 1 << 20
 """Scores at a time on a CPU: a few megabytes, the size of a cache."""
@@ -56,10 +58,47 @@ def attend(
         keep_BT = score_bias(keep_BT, q_NME.dtype)
     bias_B1T = keep_BT[:, None]
     heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
-    if is_free_on_cpu(q_NME) and q_NME.dtype in (torch.float32, torch.float64):
-        bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
-        return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
-    # In four dimensions: a GPU has fused kernels for no others.
+    return _ATTEND(q_NME, k_NTE, v_NTE, bias_B1T, heads, scale, dropout)
+
+
+def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return new(96, 128, 64), new(96, 128, 64), new(96, 128, 64), new(8, 1, 128), 12, 0.125, 0.1
+
+
+def _not_in_pieces(q_NME: Tensor, *_: Any) -> str | None:
+    if q_NME.dtype not in (torch.float32, torch.float64):
+        return "the dtype is neither float32 nor float64"
+    return on_cpu_alone(q_NME)
+
+
+_ATTEND = Ways("attend", _sample)
+
+
+@_ATTEND.way("in pieces", _not_in_pieces)
+def _in_pieces(
+    q_NME: Tensor,
+    k_NTE: Tensor,
+    v_NTE: Tensor,
+    bias_B1T: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
+    return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+
+
+@_ATTEND.way("torch")
+def _by_torch(
+    q_NME: Tensor,
+    k_NTE: Tensor,
+    v_NTE: Tensor,
+    bias_B1T: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Attend in four dimensions: a GPU has fused kernels for no others."""
     q, k, v = (x.unflatten(0, (-1, max(1, heads))) for x in (q_NME, k_NTE, v_NTE))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=bias_B1T[:, None], dropout_p=dropout, scale=scale

@@ -12,13 +12,83 @@ Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import operator, without_autocast
+from comera.ops.context import without_autocast
+from comera.ops.operator import operator
 from comera.ops.product import stacked_product
+from comera.shapes import padded_rank
+
+
+@dataclass(slots=True)
+class Chains:
+    """Layers of one shape.
+
+    Attributes:
+        cores: Listed layer by layer, ``(left bond, mode, right bond)`` each.
+        gates: One for each inner bond, listed layer by layer, or none.
+        biases: One for each layer, or none.
+        num_layers: How many there are.
+        split: How many cores of a layer carry the input.
+        threshold: A gate at or below it is a pruned rank.
+        padded: Whether the bond between the halves is padded, for a bias and for fast products.
+    """
+
+    cores: Sequence[Tensor]
+    gates: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    num_layers: int
+    split: int
+    threshold: float
+    padded: bool = True
+
+    @property
+    def length(self) -> int:
+        return len(self.cores) // self.num_layers
+
+    @property
+    def modes(self) -> list[int]:
+        return [core.shape[1] for core in self.cores[: self.length]]
+
+    @property
+    def bonds(self) -> list[int]:
+        return [core.shape[0] for core in self.cores[: self.length]] + [1]
+
+    @property
+    def half_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of ``left (G, I, R)`` and ``right (G, R, O)``."""
+        modes, split = self.modes, self.split
+        return (
+            (self.num_layers, math.prod(modes[:split]), self.width),
+            (self.num_layers, self.width, math.prod(modes[split:])),
+        )
+
+    @property
+    def width(self) -> int:
+        """Of the bond between the halves, what pads it included."""
+        rank = self.cores[self.split].shape[0]
+        return padded_rank(rank, bool(self.biases)) if self.padded else rank
+
+    @property
+    def pointers(self) -> int:
+        """How many addresses a launch is given for them."""
+        return len(self.cores) + len(self.gates) + len(self.biases)
+
+    def of_layers(self, first: int, count: int) -> "Chains":
+        """Some of the layers."""
+
+        def some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            each = len(tensors) // self.num_layers
+            return tensors[first * each : (first + count) * each]
+
+        return Chains(
+            some(self.cores), some(self.gates), some(self.biases), count, self.split,
+            self.threshold, self.padded,
+        )  # fmt: skip
 
 
 def merge_chain(

@@ -1,231 +1,156 @@
-"""Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
+"""One table of all operators: the ways each can run, in order, and what refuses a way.
 
-``torch.library`` flattens and checks every argument in Python, forward and backward: 0.4 ms for
-the cores of one layer, as much as joining them takes. Eager mode needs none of that and goes
-through a plain ``torch.autograd.Function`` around the same three functions.
+An operator's file says its ways beside the functions that go them, the best first; the last one
+takes everything. ``comera doctor`` prints the table with the reasons of this machine.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from comera.planning.machine import Machine, load_machine
+from comera.ops.context import shapes_are_static
+from comera.ops.kernels.choose import ON_CPU, warn_of
+from comera.ops.operator import is_concrete
+
+COMPILING = "a graph is compiled"
+EXPORTING = "a graph is exported"
+NO_VALUES = "the tensors have no values"
+OFF_CPU = "the tensors are not on a CPU"
+STATIC = "shapes are static"
+
+Refusal = Callable[..., str | None]
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
-class Operator:
-    """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
+class Way(NamedTuple):
+    """A way an operator can run.
 
-    Args:
-        name: With its namespace, e.g. ``"comera::merge_halves"``.
-        run: Computes it. Its annotations are the schema; no output is an input or a view of one.
-        tags: As in :func:`torch.library.custom_op`.
+    Attributes:
+        name: In a few words.
+        run: Goes it; takes the operator's arguments.
+        refuses: Says of these arguments why it does not take them, or None where it does. None in
+            its place takes everything.
+        kernel: What kernels compute here, for the warning where a card has to do without; None of
+            ways that launch none.
     """
 
-    def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:
-        self.custom_op = torch.library.custom_op(name, run, mutates_args=(), tags=tags)
-        self.run = run
-        self.backward: Callable[..., Any] | None = None
-        self.returns_list = run.__annotations__["return"] == list[Tensor]
-        self.__doc__ = run.__doc__
+    name: str
+    run: Callable[..., Any]
+    refuses: Refusal | None
+    kernel: str | None
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Shapes and dtypes of the result; a decorator."""
-        self.custom_op.register_fake(fake)
-        return fake
 
-    def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
-    ) -> None:
-        """As :func:`torch.library.register_autograd`; gradients are nested as the arguments are."""
-        self.backward, self.setup_context = backward, setup_context
-        self.custom_op.register_autograd(backward, setup_context=setup_context)
+class Ways:
+    """The ways of an operator, of which a call takes the first that does not refuse.
+
+    Args:
+        name: The operator's, as the table lists it.
+        sample: Makes arguments of ordinary sizes from a function of shapes, for the table.
+    """
+
+    def __init__(self, name: str, sample: Callable[[Callable[..., Any]], tuple[Any, ...]]) -> None:
+        assert name not in TABLE, f"{name} is in the table already"
+        self.name, self.sample = name, sample
+        self.ways: list[Way] = []
+        TABLE[name] = self
+
+    def way(
+        self, name: str, refuses: Refusal | None = None, *, kernel: str | None = None
+    ) -> Callable[[_Run], _Run]:
+        """Add a way after those that are there; a decorator of the function that goes it."""
+
+        def add(run: _Run) -> _Run:
+            self.ways.append(Way(name, run, refuses, kernel))
+            return run
+
+        return add
 
     def __call__(self, *args: Any) -> Any:
+        return self.choose(*args)(*args)
+
+    def choose(self, *args: Any) -> Any:
+        """Return the function of the first way that takes these arguments."""
+        for _, run, refuses, kernel in self.ways:
+            reason = None if refuses is None else refuses(*args)
+            if reason is None:
+                return run
+            if kernel is not None:
+                warn_of(kernel, reason)
+        raise AssertionError(f"the last way of {self.name} refuses: {reason}")
+
+    def refusal(self, *args: Any) -> str | None:
+        """Say why the first way is not taken, for an operator that would lead to this one."""
+        way = self.ways[0]
+        reason = None if way.refuses is None else way.refuses(*args)
+        if reason is not None and way.kernel is not None:
+            warn_of(way.kernel, reason)
+        return reason
+
+    def refusal_of_graph(self, like: Tensor, *args: Any) -> str | None:
+        """:meth:`refusal`, but in a graph whatever a card may take: it is asked when that runs."""
         if torch.compiler.is_compiling():
-            return self.custom_op(*args)
-        lengths = [len(arg) if _is_opened(arg) else None for arg in args]
-        flat = _flat(lengths, args)
-        if not all(map(is_plain, flat)):
-            return self.custom_op(*args)
-        if self.backward is None:
-            return self.run(*args)
-        transformed = torch._C._are_functorch_transforms_active()
-        function = _Transformed if transformed else _Eager
-        output = function.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
-        return list(output) if self.returns_list else output
+            return None if like.is_cuda else ON_CPU
+        return self.refusal(*args)
+
+    def reasons(self, *args: Any) -> dict[str, str | None]:
+        """What every way says to these arguments, None where it takes them; warns of nothing."""
+        return {way.name: way.refuses and way.refuses(*args) for way in self.ways}
+
+    def chosen(self, *args: Any) -> str:
+        """Name the first way that takes these arguments; warns of nothing."""
+        return next(name for name, reason in self.reasons(*args).items() if reason is None)
 
 
-def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an :class:`Operator` of a function; a decorator."""
-    return lambda run: Operator(name, run, tags)
+TABLE: dict[str, Ways] = {}
+"""All operators of which more than one way is known, by name."""
 
 
-class _Eager(torch.autograd.Function):
-    """An operator on its arguments, those in lists one by one, as autograd wants them."""
+class Sample(NamedTuple):
+    """What refusals ask of a tensor, without numbers: so that one of any device can be made up."""
 
-    @staticmethod
-    def forward(ctx: Any, made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-        output = _run(made, lengths, *flat)
-        _prepare(ctx, (made, lengths, *flat), output)
-        return output
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        nested = _Context(ctx, _nested(ctx.lengths, ctx.needs_input_grad[2:]))
-        found = (
-            ctx.made.backward(nested, grads)
-            if ctx.made.returns_list
-            else ctx.made.backward(nested, *grads)
-        )
-        found = found if isinstance(found, tuple) else (found,)
-        return None, None, *_flat(ctx.lengths, found)
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
-class _Transformed(_Eager):
-    """The same for ``torch.func``; in plain calls autograd would inspect a signature each time."""
-
-    @staticmethod
-    def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:  # type: ignore[override]
-        return _run(made, lengths, *flat)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _prepare(ctx, inputs, output)
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
 
 
-def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-    output = made.run(*_nested(lengths, flat))
-    return tuple(output) if made.returns_list else output
+def on_cpu_alone(like: Tensor) -> str | None:
+    """Refuse all but a CPU whose shapes may depend on values: loops over pieces are good there."""
+    if not like.is_cpu:
+        return OFF_CPU
+    return STATIC if shapes_are_static(like) else None
 
 
-def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.made, ctx.lengths, *flat = inputs
-    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+def with_values(like: Tensor) -> str | None:
+    """Refuse as :func:`on_cpu_alone` does, and where no values can be read now."""
+    if torch.compiler.is_compiling():
+        return COMPILING
+    return on_cpu_alone(like) if is_concrete(like) else NO_VALUES
 
 
-class _Context:
-    """Autograd's context, with ``needs_input_grad`` nested as the arguments are."""
-
-    def __init__(self, ctx: Any, needs_input_grad: list[Any]) -> None:
-        self._ctx = ctx
-        self.needs_input_grad = needs_input_grad
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+def may_read_values(like: Tensor) -> bool:
+    """Say whether a check may look at the values: in eager mode, on a CPU, where shapes vary."""
+    return with_values(like) is None
 
 
-def is_plain(value: Any) -> bool:
-    """Not a tensor without numbers: on the meta device, or while a graph is compiled."""
-    if not isinstance(value, Tensor):
-        return True
-    return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
+def is_eager() -> bool:
+    """Say whether a check may look at objects: what is seen while a graph is compiled, it keeps."""
+    return not torch.compiler.is_compiling()
 
 
-def _is_opened(value: Any) -> bool:
-    """A list, but not one of numbers."""
-    return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))
-
-
-def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:
-    """Lists opened."""
-    pairs = zip(lengths, nested, strict=True)
-    return [v for length, value in pairs for v in ([value] if length is None else value)]
-
-
-def _nested(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
-    """Undo :func:`_flat`."""
-    nested, values = [], iter(flat)
-    for length in lengths:
-        nested.append(next(values) if length is None else [next(values) for _ in range(length)])
-    return nested
-
-
-def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Autocast off on the tensor's device; the meta device has none to switch off."""
-    if _is_on(like):
-        return torch.autocast(like.device.type, enabled=False)
-    return nullcontext()
-
-
-def autocast_together(
-    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """All in autocast's dtype where autocast is on; float64 is left as it is."""
-    if not _is_on(x) or lefts[0].dtype == torch.float64:
-        return x, list(lefts), list(rights)
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
-
-
-def autocast_dtype(like: Tensor) -> torch.dtype:
-    """That of products with the tensor: autocast's where it is on, but float64 is left as it is."""
-    if like.dtype == torch.float64 or not _is_on(like):
-        return like.dtype
-    return torch.get_autocast_dtype(like.device.type)
-
-
-def _is_on(like: Tensor) -> bool:
-    kind = like.device.type
-    return _is_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def _is_available(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
-
-
-# What torch.compiler.assume_constant_result does; the compiler of torch 2.11 cannot look inside.
-_is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-_depth = 0  # one for all threads: in another one it only costs time
-
-
-@contextlib.contextmanager
-def fixed_sizes() -> Iterator[None]:
-    """Inside, forward and backward passes are such as a CUDA graph can hold."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-
-
-def sizes_are_fixed(like: Tensor) -> bool:
-    """Inside of :func:`fixed_sizes`, and while anybody captures a graph on the tensor's device."""
-    return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def is_free_on_cpu(tensor: Tensor) -> bool:
-    """Whether what only a CPU does well may be done: loops over pieces, looks at numbers."""
-    return tensor.device.type == "cpu" and _depth == 0
-
-
-def machine_of(device: torch.device) -> Machine:
-    """The measured profile of the device, else rough defaults; a CPU's unless it is a GPU."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return load_machine("cuda", torch.cuda.get_device_name(device))
-    return load_machine("cpu", threads=torch.get_num_threads())
-
-
-_scaled_depth = 0  # one for all threads, as that of fixed_sizes
-
-
-@contextlib.contextmanager
-def scaled_products() -> Iterator[None]:
-    """Inside, tensor-train linears of bfloat16 multiply in eight bits, backward included."""
-    global _scaled_depth
-    _scaled_depth += 1
-    try:
-        yield
-    finally:
-        _scaled_depth -= 1
-
-
-def products_are_scaled() -> bool:
-    """Inside of :func:`scaled_products`."""
-    return _scaled_depth > 0
+def on_this_machine() -> str | None:
+    """Refuse what is best here alone while a graph is exported, which may run anywhere."""
+    return EXPORTING if torch.compiler.is_exporting() else None

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import is_free_on_cpu, operator
+from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.operator import operator
 
 _STEPS = 1 << 8
 
@@ -40,8 +41,19 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     check_probability(p)
     if not training or p == 0:
         return x if residual is None else residual + x
-    if is_free_on_cpu(x):
-        return _dropout_add(x, residual, p)[0]
+    return _DROPOUT(x, residual, p)
+
+
+_DROPOUT = Ways("dropout_add", lambda new: (new(1024, 768), new(1024, 768), 0.1))
+
+
+@_DROPOUT.way("a mask of bytes", lambda x, *_: on_cpu_alone(x))
+def _by_bytes(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
+    return _dropout_add(x, residual, p)[0]
+
+
+@_DROPOUT.way("torch")
+def _by_torch(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
     dropped, _ = torch.native_dropout(x, p, True)
     return dropped if residual is None else residual + dropped
 

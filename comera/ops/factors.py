@@ -9,13 +9,16 @@ Shape suffixes: G = layers, I = input width, O = output width, R = padded bond b
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.ops.context import without_autocast
 from comera.ops.cores import (
+    Chains,
     gate_chains,
     gate_grads,
     join,
@@ -25,8 +28,23 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import operator, without_autocast
-from comera.ops.kernels.contract_kernel import Chains, merge, merge_backward, merges_by_kernel
+from comera.ops.dispatch import Ways
+from comera.ops.kernels import choose
+from comera.ops.operator import operator
+
+
+class Factors(NamedTuple):
+    """The two factors of a layer's weight, ``x @ left @ right``.
+
+    Attributes:
+        left: ``(I, R)``.
+        right: ``(R, O)``.
+        has_bias: Whether the last row of ``right`` is a bias, for which x has a one.
+    """
+
+    left: Tensor
+    right: Tensor
+    has_bias: bool
 
 
 def merge_halves(
@@ -91,10 +109,7 @@ def merge_groups(
     Returns:
         ``left`` and ``right`` of each group.
     """
-    groups = _groups(cores, gates, biases, layout, thresholds)
-    if merges_by_kernel(groups):
-        return merge(groups)
-    return [half for group in groups for half in _merge(group)]
+    return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
 
 
 @merge_groups.register_fake
@@ -114,15 +129,8 @@ def _backward(ctx, grads: Sequence[Tensor]):
     saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
     cores, gates = list(saved[: ctx.num_cores]), list(saved[ctx.num_cores :])
     groups = _groups(cores, gates, [], _without_biases(ctx.layout), ctx.thresholds)
-    if not torch.is_grad_enabled() and merges_by_kernel(groups):
-        flat = _merge_backward(grads, cores, gates, ctx.layout, ctx.thresholds)
-        grad_cores, grad_gates = _apart(flat[0], cores), _apart(flat[1], gates)
-    else:
-        grad_cores, grad_gates = [], []
-        for group, grad_left, grad_right in zip(groups, grads[::2], grads[1::2], strict=True):
-            of_cores, of_gates = _merge_grads(group, grad_left, grad_right)
-            grad_cores += of_cores
-            grad_gates += of_gates
+    layout = ctx.layout, ctx.thresholds
+    grad_cores, grad_gates = _CONTRACT_BACK(groups, grads, cores, gates, *layout)
     grad_biases: list[Tensor] = []
     for number, count in enumerate(ctx.layout[2::_PER_GROUP]):
         if count:
@@ -144,20 +152,55 @@ def _merge_backward(
 ) -> list[Tensor]:
     """Gradients of all cores one after the other, then those of all gates."""
     groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
-    if merges_by_kernel(groups):
+    if CONTRACT.refusal(groups) is None:
+        from comera.ops.kernels.contract_kernel import merge_backward
+
         return list(merge_backward(groups, grads))
     # A graph that was compiled where kernels run may be called where they do not.
-    pairs = zip(groups, grads[::2], grads[1::2], strict=True)
-    of_groups = [_merge_grads(*each) for each in pairs]
-    flat_cores = [grad.flatten() for of_cores, _ in of_groups for grad in of_cores]
-    flat_gates = [grad for _, of_gates in of_groups for grad in of_gates]
-    return [torch.cat(flat_cores), torch.cat(flat_gates or [cores[0].new_empty(0)]).float()]
+    of_cores, of_gates = _grads_by_torch(groups, grads)
+    flat_cores = [grad.flatten() for grad in of_cores]
+    return [torch.cat(flat_cores), torch.cat(of_gates or [cores[0].new_empty(0)]).float()]
 
 
 @_merge_backward.register_fake
 def _(grads, cores, gates, layout, thresholds):
     wide = cores[0].new_empty(sum(gate.numel() for gate in gates), dtype=torch.float32)
     return [cores[0].new_empty(sum(core.numel() for core in cores)), wide]
+
+
+_CONTRACT_BACK = Ways("contract_cores_backward", lambda new: (_sample_groups(new),))
+
+
+def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
+    if torch.is_grad_enabled():
+        return choose.DIFFERENTIATED
+    return _kernel_refuses(groups)
+
+
+@_CONTRACT_BACK.way("kernel", _back_refuses, kernel="merge_halves")
+def _grads_by_kernel(
+    groups: Sequence[Chains],
+    grads: Sequence[Tensor],
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> tuple[list[Tensor], list[Tensor]]:
+    flat = _merge_backward(grads, cores, gates, layout, thresholds)
+    return _apart(flat[0], cores), _apart(flat[1], gates)
+
+
+@_CONTRACT_BACK.way("torch")
+def _grads_by_torch(
+    groups: Sequence[Chains], grads: Sequence[Tensor], *_: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    grad_cores: list[Tensor] = []
+    grad_gates: list[Tensor] = []
+    for group, grad_left, grad_right in zip(groups, grads[::2], grads[1::2], strict=True):
+        of_cores, of_gates = _merge_grads(group, grad_left, grad_right)
+        grad_cores += of_cores
+        grad_gates += of_gates
+    return grad_cores, grad_gates
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -194,6 +237,34 @@ def _groups(
 
 def _without_biases(layout: Sequence[int]) -> list[int]:
     return [0 if k % _PER_GROUP == 2 else number for k, number in enumerate(layout)]
+
+
+def _sample_groups(new: Callable[..., Any]) -> list[Chains]:
+    return [Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)]
+
+
+CONTRACT = Ways("contract_cores", lambda new: (_sample_groups(new),))
+
+
+def _kernel_refuses(groups: Sequence[Chains]) -> str | None:
+    reason = choose.kernel_refuses(choose.CONTRACT, groups[0].cores[0])
+    if reason is not None:
+        return reason
+    from comera.ops.kernels.contract_kernel import unfit  # where a kernel may run
+
+    return unfit(groups)
+
+
+@CONTRACT.way("kernel", _kernel_refuses, kernel="merge_halves")
+def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
+    from comera.ops.kernels.contract_kernel import merge
+
+    return merge(groups)
+
+
+@CONTRACT.way("torch")
+def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
+    return [half for group in groups for half in _merge(group)]
 
 
 def _merge(group: Chains) -> tuple[Tensor, Tensor]:

@@ -10,44 +10,134 @@ import functools
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import (
-    autocast_together,
-    is_free_on_cpu,
-    is_plain,
-    machine_of,
-    operator,
-    without_autocast,
-)
+from comera.ops.context import autocast_together, machine_of, without_autocast
+from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.operator import is_concrete, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
+_SMALL = "the product is small"
+
+
+def prefers_onednn() -> bool:
+    """Say whether float32 products on a CPU go to oneDNN: as measured, else by a rule of thumb."""
+    if not has_onednn() or not torch.backends.mkldnn.enabled:
+        return False
+    machine = machine_of(_CPU)
+    return machine.prefers_onednn if machine.measured else _mkl_leaves_avx512_unused()
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Say whether torch was built with it."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@functools.cache
+def _mkl_leaves_avx512_unused() -> bool:
+    vendor = cpu_info("vendor_id")
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return avx512 and vendor is not None and vendor != "GenuineIntel"
+
+
+def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + row`` of float32 matrices on a CPU, by oneDNN."""
+    if not b.is_contiguous() and not b.T.is_contiguous():
+        b = b.contiguous()  # at a slice or an expanded row oneDNN is a thousand times slower
+    return torch.ops.mkldnn._linear_pointwise(a, b.T, row, "none", [], "")
+
+
+_LIBRARY = Ways("product", lambda new: (new(1024, 768), new(768, 768)))
+
+
+def _not_onednns(a: Tensor, b: Tensor) -> str | None:
+    """Refuse what oneDNN multiplies on no machine."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return "autograd knows torch's own product"
+    if not a.dtype == b.dtype == torch.float32:
+        return "the dtype is not float32"
+    return on_cpu_alone(a)
+
+
+def _not_in_a_graph(a: Tensor, b: Tensor) -> str | None:
+    return "the sizes are known" if is_concrete(a) else _not_onednns(a, b)
+
+
+def _not_onednns_here(a: Tensor, b: Tensor) -> str | None:
+    if a.numel() * b.shape[-1] < ONEDNN_FROM:
+        return _SMALL
+    return _not_onednns(a, b) or (None if prefers_onednn() else "torch's own is as fast here")
+
+
+class _Torch:
+    """Products of torch."""
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+    @staticmethod
+    def into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a, b, out=out)
+
+    @staticmethod
+    def add_(total: Tensor, a: Tensor, b: Tensor) -> None:
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            total += a @ b
+
+
+@_LIBRARY.way("one node of a graph", _not_in_a_graph)
+class _Node(_Torch):
+    """A product whose library is found when the graph runs: that depends on sizes."""
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return _product_in_a_graph(a, b)
+
+
+@_LIBRARY.way("oneDNN", _not_onednns_here)
+class _OneDNN(_Torch):
+    """Products of oneDNN, some of which lie transposed in memory."""
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        if a.is_contiguous() or a.numel() <= b.numel():
+            return by_onednn(a, b)
+        return by_onednn(b.T, a.T).T  # it copies a left factor whose rows are not contiguous
+
+    @staticmethod
+    def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return by_onednn(x, weight, bias)
+
+    @staticmethod
+    def into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return _OneDNN.product(a, b)
+
+    @staticmethod
+    def add_(total: Tensor, a: Tensor, b: Tensor) -> None:
+        total += _OneDNN.product(a, b)
+
+
+_LIBRARY.way("torch")(_Torch)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two matrices.
+    """Return ``a @ b`` of two matrices, which may lie transposed in memory.
 
-    The result may lie transposed in memory. Where a gradient is wanted, torch's own product is
-    what autograd knows.
+    Where a gradient is wanted, it is torch's own product, which autograd knows.
     """
-    if not is_plain(a) and _may_be_onednns(a, b):
-        return _product_in_a_graph(a, b)
-    return _product(a, b)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return _by_onednn_turned(a, b) if _onednn_takes(a, b) else a @ b
-
-
-def _by_onednn_turned(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_contiguous() or a.numel() <= b.numel():
-        return by_onednn(a, b)
-    return by_onednn(b.T, a.T).T  # oneDNN copies a left factor whose rows are not contiguous
+    return _LIBRARY.choose(a, b).product(a, b)
 
 
 @torch.library.custom_op("comera::product", mutates_args=())
 def _product_in_a_graph(a: Tensor, b: Tensor) -> Tensor:
-    """As one node: which library it is depends on sizes, which a graph is not to be tied to."""
-    return _product(a, b).contiguous()
+    return product(a, b).contiguous()
 
 
 @_product_in_a_graph.register_fake
@@ -56,7 +146,10 @@ def _(a, b):
 
 
 def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight + bias`` of a matrix x, differentiable; at autocast's dtype where it is on."""
+    """Return ``x @ weight + bias`` of a matrix x, at autocast's dtype where that is on.
+
+    It can be differentiated as often as one likes.
+    """
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )
@@ -66,9 +159,7 @@ def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Ten
 @operator("comera::affine")
 def _affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
     with without_autocast(x_BI):
-        if _onednn_takes(x_BI, weight_IO):
-            return by_onednn(x_BI, weight_IO, bias_O)
-        return x_BI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_BI, weight_IO)
+        return _LIBRARY.choose(x_BI, weight_IO).affine(x_BI, weight_IO, bias_O)
 
 
 @_affine.register_fake
@@ -95,70 +186,42 @@ _affine.register_autograd(_backward, setup_context=_setup_context)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + a @ b`` in ``dtype``, which may be wider than theirs; in place, None being zero."""
+    """Add ``a @ b`` to ``total`` in place, which may be of a wider dtype; None is zero."""
     if total is None:
         return product(a, b).to(dtype)
-    if _onednn_takes(a, b):
-        total += _by_onednn_turned(a, b)
-    elif total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+    _LIBRARY.choose(a, b).add_(total, a, b)
     return total
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, written to ``out`` where that saves memory; use what is returned."""
-    return _by_onednn_turned(a, b) if _onednn_takes(a, b) else torch.mm(a, b, out=out)
+    """Return ``a @ b``, written to ``out`` where that saves memory."""
+    return _LIBRARY.choose(a, b).into(out, a, b)
 
 
 def store_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out[:] = a @ b``."""
+    """Write ``a @ b`` to ``out``."""
     made = product_into(out, a, b)
     if made is not out:
         out.copy_(made)
 
 
+_STACKED = Ways("stacked_product", lambda new: (new(1, 1024, 768), new(1, 768, 768)))
+
+
+def _not_one_pair(a_GMK: Tensor, b_GKN: Tensor) -> str | None:
+    if a_GMK.shape[0] != 1:
+        return "there are several pairs"
+    return _not_onednns_here(a_GMK, b_GKN) if is_concrete(a_GMK) else None
+
+
+@_STACKED.way("as a product of two matrices", _not_one_pair)
+def _one_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:
+    return product(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
+
+
+_STACKED.way("torch")(torch.bmm)
+
+
 def stacked_product(a_GMK: Tensor, b_GKN: Tensor) -> Tensor:
-    """``a @ b`` of equally many matrices, contiguous; for use inside of operators."""
-    if a_GMK.shape[0] == 1 and (not is_plain(a_GMK) or _onednn_takes(a_GMK[0], b_GKN[0])):
-        return product(a_GMK[0], b_GKN[0]).contiguous().unsqueeze(0)
-    return torch.bmm(a_GMK, b_GKN)
-
-
-def prefers_onednn() -> bool:
-    """Whether float32 products on the CPU go to oneDNN: as measured, else by a rule of thumb."""
-    if not has_onednn() or not torch.backends.mkldnn.enabled:
-        return False
-    machine = machine_of(_CPU)
-    return machine.prefers_onednn if machine.measured else _mkl_leaves_avx512_unused()
-
-
-@functools.cache
-def has_onednn() -> bool:
-    """Whether torch was built with it."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def by_onednn(a: Tensor, b: Tensor, row: Tensor | None = None) -> Tensor:
-    """``a @ b + row`` of float32 matrices on a CPU, by oneDNN."""
-    if not b.is_contiguous() and not b.T.is_contiguous():
-        b = b.contiguous()  # at a slice or an expanded row oneDNN is a thousand times slower
-    return torch.ops.mkldnn._linear_pointwise(a, b.T, row, "none", [], "")
-
-
-def _onednn_takes(a: Tensor, b: Tensor) -> bool:
-    large = a.numel() * b.shape[1] >= ONEDNN_FROM
-    return large and _may_be_onednns(a, b) and prefers_onednn()
-
-
-def _may_be_onednns(a: Tensor, b: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return is_free_on_cpu(a) and a.dtype == b.dtype == torch.float32 and not differentiated
-
-
-@functools.cache
-def _mkl_leaves_avx512_unused() -> bool:
-    vendor = cpu_info("vendor_id")
-    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return avx512 and vendor is not None and vendor != "GenuineIntel"
+    """Return ``a @ b`` of equally many matrices, contiguous; for use inside of operators."""
+    return _STACKED(a_GMK, b_GKN)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import without_autocast
+from comera.ops.context import without_autocast
 from comera.optim.state_layout import loading_exactly, plain_step
 from comera.params import is_sharded
 

@@ -8,30 +8,19 @@ from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
-from comera.ops.kernels import (
-    choose,
-    contract_kernel,
-    driver,
-    emulate,
-    lookup_kernel,
-    low_rank_kernel,
-    nvrtc,
-)
+from comera.ops.context import static_shapes
+from comera.ops.dispatch import TABLE, Sample
+from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-
-_OPERATORS = {
-    "merge_halves": contract_kernel.FILE,
-    "ttm_look_up": lookup_kernel.FILE,
-    "thin_linears": low_rank_kernel.FILE,
-}
-"""What has CUDA kernels, and in which file."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def examine(console: Console) -> None:
     """Print what was found; works without a card, a driver or cuda-python."""
-    for table in (_found(), _kernels(), _ways()):
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    ways = [_ways(torch.device(kind)) for kind in kinds]
+    for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
 
 
@@ -61,17 +50,38 @@ def _kernels() -> Table:
     return table
 
 
-def _ways() -> Table:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _ways(device: torch.device) -> Table:
+    """Tell the ways of each operator, in order, and what is said against those before the taken."""
     table = Table(title=f"which way tensors on {device} go", title_justify="left")
-    for column in ("operator", "dtype", "way", "why"):
+    for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
-    for operator, file in _OPERATORS.items():
+    for name in sorted(TABLE):
+        rows: dict[tuple[str, ...], list[str]] = {}
         for dtype in _DTYPES:
-            why = choose.why_not(file, device, dtype)
-            way = "torch operations" if why else "kernel" if device.type == "cuda" else "emulation"
-            table.add_row(operator, str(dtype).removeprefix("torch."), way, why or "-")
+            cells = _cells(name, device, dtype)
+            with static_shapes():
+                static = _cells(name, device, dtype)
+            short = str(dtype).removeprefix("torch.")
+            rows.setdefault(cells, []).append(short)
+            if static != cells:
+                rows.setdefault(static, []).append(f"{short} in a captured step")
+        for cells, names in rows.items():
+            table.add_row(name, ",\n".join(names), *cells)
     return table
+
+
+def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
+    """Name the way taken, those refused before it with the reasons, and those behind it."""
+
+    def new(*shape: int) -> Sample:
+        return Sample(shape, dtype, device)
+
+    with torch.set_grad_enabled(not name.endswith("_backward")):
+        reasons = TABLE[name].reasons(*TABLE[name].sample(new))
+    ways = list(reasons)
+    taken = next(way for way in ways if reasons[way] is None)
+    before = [f"{way}: {reasons[way]}" for way in ways[: ways.index(taken)]]
+    return taken, "\n".join(before) or "-", "\n".join(ways[ways.index(taken) + 1 :]) or "-"
 
 
 def _devices() -> str:

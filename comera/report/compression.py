@@ -9,7 +9,7 @@ from comera.extras import needed_by
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import LookUp

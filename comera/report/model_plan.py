@@ -7,7 +7,7 @@ from torch import nn
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan

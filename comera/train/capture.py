@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.train.data_parallel import Alone
 from comera.train.graphs import Contents, Graphs, Recording
 from comera.train.host_state import HostState, host_random_state, set_host_random_state
@@ -135,7 +135,7 @@ class Capture:
         """Update in the way that all processes can: as a recording, or eagerly."""
         if self.why_not is not None:
             return self._eagerly(batch)
-        with fixed_sizes():  # in all steps, so that recorded ones do not differ from the others
+        with static_shapes():  # in all steps, so that recorded ones do not differ from the others
             state = self._host.identity()
             # What this process could do, then the least that any can: a reduction must be in the
             # graph of every process or of none.

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comera.allocator import return_freed_memory
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import check_whole, tensor_trains
-from comera.ops.dispatch import is_free_on_cpu, scaled_products, sizes_are_fixed
+from comera.ops.context import fp8_products, shapes_are_static
+from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.rank.schedule import TwoStage
@@ -233,8 +234,8 @@ class TrainStep:
 
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
-        cached = not sizes_are_fixed(next(self.model.parameters()))  # a graph has to cast anew
-        scaled = scaled_products() if self.scaled else nullcontext()
+        cached = not shapes_are_static(next(self.model.parameters()))  # a graph has to cast anew
+        scaled = fp8_products() if self.scaled else nullcontext()
         with (
             scaled,
             torch.autocast(self._device.type, self.autocast, enabled=enabled, cache_enabled=cached),
@@ -288,7 +289,7 @@ class TrainStep:
 
         On a GPU looking at it would wait for the device: the training loop does so as it logs.
         """
-        if is_free_on_cpu(value) and not bool(torch.isfinite(value)):
+        if may_read_values(value) and not bool(torch.isfinite(value)):
             found = float(value)
             raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
 

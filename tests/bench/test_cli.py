@@ -10,7 +10,7 @@ from comera.bench import kernel_speed, peak, peak_memory
 from comera.bench.curve import Point, hits
 from comera.bench.timing import Timings
 from comera.nn.linear import TTLinear
-from comera.ops.dispatch import machine_of
+from comera.ops.context import machine_of
 from comera.recipes.cli import main
 from tests.peers import peer
 

@@ -1,15 +1,16 @@
 import functools
 import os
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import comera
-from comera.ops.dispatch import fixed_sizes
-from comera.ops.kernels import choose
-from comera.ops.kernels.choose import KernelWarning, runs_kernel
+from comera.ops import dispatch
+from comera.ops.context import static_shapes
+from comera.ops.dispatch import Sample, Ways
+from comera.ops.kernels import choose, driver, nvrtc
+from comera.ops.kernels.choose import KernelWarning, kernel_refuses
 from comera.ops.kernels.nvrtc import KernelError
 
 
@@ -27,7 +28,7 @@ def _forget():
 
 def on_a_card(dtype=torch.float32):
     """What is asked of a tensor."""
-    return SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+    return Sample((2,), dtype, torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def card(monkeypatch):
     """A card that takes everything; the dictionary's entries can be changed."""
     has = {"capability": (9, 0), "nvrtc": lambda: (13, 0), "function": lambda *args: None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: has["capability"])
-    monkeypatch.setattr(choose, "nvrtc_version", lambda: has["nvrtc"]())
-    monkeypatch.setattr(choose.driver, "function", lambda *args: has["function"](*args))
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: has["nvrtc"]())
+    monkeypatch.setattr(driver, "function", lambda *args: has["function"](*args))
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     return has
 
@@ -48,9 +49,25 @@ def fails(message):
     return fail
 
 
-def test_a_card_that_takes_it_runs_the_kernel(card):
-    assert runs_kernel("joining", "merge", on_a_card())
-    assert runs_kernel("joining", "merge", on_a_card(torch.bfloat16), lambda: None)
+@pytest.fixture
+def ways(monkeypatch):
+    """Makes the ways of an operator that has a kernel, which may be refused for a reason."""
+    monkeypatch.setattr(dispatch, "TABLE", {})
+
+    def make(name="joining", more=None):
+        found = Ways(name, lambda new: (new(2),))
+        refuses = lambda like: kernel_refuses("merge", like) or more  # noqa: E731
+        found.way("kernel", refuses, kernel=name)(lambda like: "kernel")
+        found.way("torch")(lambda like: "torch")
+        return found
+
+    return make
+
+
+def test_a_card_that_takes_it_runs_the_kernel(card, ways):
+    joining = ways()
+    assert joining(on_a_card()) == "kernel"
+    assert joining(on_a_card(torch.bfloat16)) == "kernel"
 
 
 @pytest.mark.parametrize(
@@ -60,34 +77,53 @@ def test_a_card_that_takes_it_runs_the_kernel(card):
         ({"nvrtc": fails("no NVRTC")}, torch.float32, None, "no NVRTC"),
         ({"function": fails("see the log")}, torch.float32, None, "see the log"),
         ({}, torch.float64, None, "kernels take float32 and bfloat16, not float64"),
-        ({}, torch.float32, lambda: "too wide", "too wide"),
+        ({}, torch.float32, "too wide", "too wide"),
     ],
 )
-def test_a_fallback_says_its_reason_once(card, change, dtype, refusal, reason):
+def test_a_fallback_says_its_reason_once(card, ways, change, dtype, refusal, reason):
     card.update(change)
-    with pytest.warns(KernelWarning, match=f"joining through torch operations.*: {reason}"):
-        assert not runs_kernel("joining", "merge", on_a_card(dtype), refusal)
+    joining, reading = ways("joining", refusal), ways("reading", refusal)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not runs_kernel("joining", "merge", on_a_card(dtype), refusal)
-    with pytest.warns(KernelWarning, match="looking up"):
-        assert not runs_kernel("looking up", "merge", on_a_card(dtype), refusal)
+        assert joining.reasons(on_a_card(dtype)) == {"kernel": reason, "torch": None}
+    with pytest.warns(KernelWarning, match=f"joining through torch operations.*: {reason}"):
+        assert joining(on_a_card(dtype)) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert joining(on_a_card(dtype)) == "torch"
+        assert joining.refusal(on_a_card(dtype)) == reason
+    with pytest.warns(KernelWarning, match="reading"):
+        assert reading.refusal(on_a_card(dtype)) == reason
 
 
-def test_ref_and_tensors_on_a_cpu_say_nothing(card, monkeypatch):
-    assert not runs_kernel("joining", "merge", torch.zeros(1))
+def test_ref_and_tensors_on_a_cpu_say_nothing(card, ways, monkeypatch):
+    joining = ways()
+    assert joining(torch.zeros(1)) == "torch"
     assert choose.why_not("merge", torch.device("cpu"), torch.float32) == "the tensors are on a CPU"
     monkeypatch.setattr(choose, "mode", lambda: "ref")
-    assert not runs_kernel("joining", "merge", on_a_card())
-    assert not runs_kernel("joining", "merge", torch.zeros(1))
+    assert joining(on_a_card()) == joining(torch.zeros(1)) == "torch"
+    assert joining.refusal(on_a_card()) == joining.refusal(torch.zeros(1)) == "COMERA_KERNELS=ref"
 
 
-def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, monkeypatch):
+def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, ways, monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
-    assert runs_kernel("joining", "merge", torch.zeros(1))
-    assert not runs_kernel("joining", "merge", torch.zeros(1, dtype=torch.float64))
-    assert not runs_kernel("joining", "merge", torch.zeros(1), lambda: "too wide")
-    assert not runs_kernel("joining", "merge", torch.zeros(1, device="meta"))
+    joining = ways()
+    assert joining(torch.zeros(1)) == "kernel"
+    assert joining(torch.zeros(1, dtype=torch.float64)) == "torch"
+    assert ways("wide", "too wide")(torch.zeros(1)) == "torch"
+    assert joining(torch.zeros(1, device="meta")) == "torch"
+
+
+def test_what_a_card_takes_of_a_compiled_graph_is_asked_when_it_runs(card, ways, compiled):
+    joining = ways(more="too wide")
+
+    def choice(x):
+        return x + (1 if joining.refusal_of_graph(card_tensor, card_tensor) is None else 0)
+
+    card_tensor = on_a_card()
+    assert compiled(choice)(torch.zeros(1)) == 1
+    with pytest.warns(KernelWarning, match="too wide"):
+        assert joining.refusal_of_graph(card_tensor, card_tensor) == "too wide"
 
 
 def test_the_mode_is_one_of_three(monkeypatch):
@@ -113,7 +149,7 @@ def test_a_compiled_layer_says_nothing(kind, compiled):
     """Of fixed sizes, as in a step that is captured: there the choice is made while tracing."""
     layer = kind(24, 36, rank=5)
     x = torch.randn(3, 24) if kind is comera.TTLinear else torch.tensor([[1, 2], [3, 23]])
-    with fixed_sizes():
+    with static_shapes():
         compiled(layer)(x).sum().backward()
 
 

@@ -7,7 +7,7 @@ import torch
 
 import comera
 from comera.nn.fused import feed_forward, self_attention
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, low_rank_kernel
 from tests.kernels.numbers import assert_near
 from tests.train.test_launches import batch as batch_of_tokens
@@ -36,7 +36,7 @@ class Part(torch.nn.Module):
         return self_attention(x, *self.layers, 2, keep, 0.0)
 
     def run(self, x, autocast=None):
-        with fixed_sizes(), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        with static_shapes(), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             y = self(x)
         params = [x, *self.parameters()]
         if self.kind == "attention":  # what is added to all scores of a query changes nothing
@@ -105,9 +105,9 @@ def test_steps_of_a_whole_model_are_those_without_kernels(autocast, emulated, mo
     for _ in range(3):
         data = batch_of_tokens()
         monkeypatch.setattr(choose, "mode", lambda: "emulate")
-        with fixed_sizes():
+        with static_shapes():
             loss = step(data)
         monkeypatch.setattr(choose, "mode", lambda: "ref")
-        with fixed_sizes():
+        with static_shapes():
             want = twin(data)
         torch.testing.assert_close(loss, want, rtol=1e-5 if autocast is None else 1e-2, atol=0)

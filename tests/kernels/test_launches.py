@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import contract_kernel, lookup_kernel, low_rank_kernel
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches
@@ -35,7 +35,7 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
         )
     step, data = make_step(late=late, autocast=autocast), batch()
     make_capturable_(step.optimizer, torch.device("cpu"))
-    with fixed_sizes():
+    with static_shapes():
         step(data)
         started.clear()
         with Launches() as counter:

@@ -57,7 +57,7 @@ class Table:
         for param in self.params:
             param.requires_grad_()
         others = (self.hot, self.basis, self.weights)
-        assert lookup_kernel.reads_by_kernel(self.left, self.right, *others)
+        assert lookup_kernel.refuses(self.left, self.right, *others) is None
         out, _, _ = look_up_op(
             self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
             self.rows, self.width,
@@ -221,8 +221,8 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
     want = table.want()
     torch.use_deterministic_algorithms(True)
     try:
-        assert lookup_kernel.reads_by_kernel(table.left, table.right)
-        assert not lookup_kernel.sums_by_kernel(table.left, table.right)
+        assert lookup_kernel.refuses(table.left, table.right) is None
+        assert "deterministic" in lookup_kernel.refuses_backward(table.left, table.right)
         got = table.run()
         again = table.run()
     finally:
@@ -233,10 +233,10 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
 
 def test_halves_too_large_for_a_block_are_refused(emulated):
     left, right = torch.empty(2, 128, 128), torch.empty(2, 128, 128)
-    assert not lookup_kernel.reads_by_kernel(left, right)
-    assert not lookup_kernel.reads_by_kernel(left.double(), right.double())
+    assert lookup_kernel.refuses(left, right) is not None
+    assert lookup_kernel.refuses(left.double(), right.double()) is not None
     table = Table("odd")
-    assert not lookup_kernel.reads_by_kernel(table.left, table.right.bfloat16())
+    assert lookup_kernel.refuses(table.left, table.right.bfloat16()) is not None
 
 
 def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeypatch):

@@ -63,7 +63,7 @@ class Product:
 
     def run(self):
         """By the kernels themselves: every y and t, then every gradient."""
-        assert low_rank_kernel.multiplies_by_kernel(self.x, self.lefts, self.rights)
+        assert tt_linear.kernel_refuses(self.x, self.lefts, self.rights) is None
         ts = [self.x.new_full((self.rows, left.shape[1]), torch.nan) for left in self.lefts]
         ys = low_rank_kernel.multiply(self.x, self.lefts, self.rights, ts, self.bias)
         grad_x, lefts, rights = low_rank_kernel.multiply_backward(
@@ -270,7 +270,7 @@ def test_no_rows(emulated):
 
 def test_a_layer_that_has_vanished_has_no_kernel(emulated):
     left, right = torch.empty(24, 0), torch.empty(0, 20)
-    assert not low_rank_kernel.multiplies_by_kernel(torch.ones(3, 24), [left], [right])
+    assert tt_linear.kernel_refuses(torch.ones(3, 24), [left], [right]) == choose.NO_RANK
     (y,) = tt_linear.thin_linears(torch.ones(3, 24), [left], [right], False)
     assert not y.any()
 
@@ -283,27 +283,21 @@ def test_a_layer_that_has_vanished_has_no_kernel(emulated):
         ([8] * 5, "bonds of 8, 8, 8, 8, 8 do not go together in one launch"),
     ],
 )
-def test_bonds_that_kernels_do_not_take(ranks, reason, emulated, monkeypatch, recwarn):
+def test_bonds_that_kernels_do_not_take(ranks, reason, emulated, recwarn):
     x = torch.randn(3, 24)
     lefts = [torch.randn(24, rank) for rank in ranks]
     rights = [torch.randn(rank, 20) for rank in ranks]
-    assert not low_rank_kernel.multiplies_by_kernel(x, lefts, rights)
+    assert tt_linear.kernel_refuses(x, lefts, rights) == reason
     assert len(tt_linear.thin_linears(x, lefts, rights, False)) == len(ranks)
     assert not [w for w in recwarn if w.category is KernelWarning]  # on a CPU nothing is missed
-    given = []
-    monkeypatch.setattr(low_rank_kernel, "runs_kernel", lambda *args: given.append(args[3]()))
-    low_rank_kernel.multiplies_by_kernel(x, lefts, rights)
-    assert given == [reason]
 
 
 def test_several_dtypes_do_not_go_together(emulated):
     product = Product("grouped")
-    assert not low_rank_kernel.multiplies_by_kernel(
-        product.x.bfloat16(), product.lefts, product.rights
-    )
-    assert not low_rank_kernel.multiplies_by_kernel(
-        product.x.double(), [h.double() for h in product.lefts], []
-    )
+    reason = tt_linear.kernel_refuses(product.x.bfloat16(), product.lefts, product.rights)
+    assert reason == "the batch and the halves are of several dtypes or devices"
+    reason = tt_linear.kernel_refuses(product.x.double(), [h.double() for h in product.lefts], [])
+    assert reason == "kernels take float32 and bfloat16, not float64"
 
 
 def test_a_second_derivative_goes_through_torch_operations(emulated):

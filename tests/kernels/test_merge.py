@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import comera
-from comera.ops.factors import layout_of, merge_groups, merge_halves
+from comera.ops.cores import Chains
+from comera.ops.factors import CONTRACT, layout_of, merge_groups, merge_halves
 from comera.ops.kernels import choose, contract_kernel, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
 from comera.ops.kernels.nvrtc import KernelError
@@ -88,7 +89,7 @@ def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
-    assert contract_kernel.merges_by_kernel([chains(group)])
+    assert CONTRACT.chosen([chains(group)]) == "kernel"
     assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor=2)
 
 
@@ -122,7 +123,7 @@ def test_a_captured_step_of_a_model_follows_its_parameters():
 
 
 def chains(group):
-    return contract_kernel.Chains(*group.arguments())
+    return Chains(*group.arguments())
 
 
 def merged_at_once(groups):
@@ -214,7 +215,7 @@ def test_cores_that_are_not_contiguous(emulated):
 
 def test_what_kernels_do_not_take_is_joined_by_torch(emulated, recwarn):
     group = make("3+3", dtype=torch.float64)
-    assert not contract_kernel.merges_by_kernel([chains(group)])
+    assert CONTRACT.chosen([chains(group)]) == "torch"
     assert_near(run(group), in_float64(group), torch.float32, factor=1e-6)
     assert not [w for w in recwarn if w.category is KernelWarning]  # on a CPU nothing is missed
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, emulate
 from comera.ops.table import slices, table_factors
 
@@ -99,7 +99,7 @@ def test_the_same_as_one_table_after_the_other(ragged, seed):
 
 def test_with_sizes_fixed_for_a_graph():
     collection = tables(**others())
-    with fixed_sizes():
+    with static_shapes():
         compare(collection, ask(collection))
 
 

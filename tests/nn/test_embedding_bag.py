@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 
 ROWS, WIDTH = 11, 6
 
@@ -288,5 +288,5 @@ def test_entries_and_no_bags_are_refused(mode, compiled, request):
 def test_entries_after_the_only_offset_are_of_no_bag(mode):
     bag = make(mode, include_last_offset=True)
     assert bag(torch.tensor([1, 2]), torch.tensor([0])).shape == (0, WIDTH)
-    with fixed_sizes(), pytest.raises(ValueError, match="begin no bag"):  # offsets are not read
+    with static_shapes(), pytest.raises(ValueError, match="begin no bag"):  # offsets are not read
         bag(torch.tensor([1, 2]), torch.tensor([0]))

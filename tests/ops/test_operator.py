@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from comera.ops.dispatch import operator
+from comera.ops.operator import operator
 
 
 @operator("comera_test::scale_all")

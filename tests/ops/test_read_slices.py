@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
 from comera.ops.table import lookup, slices
 from comera.ops.table.slices import Asked, read_halves
@@ -88,9 +88,11 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     problem = Problem("4 cores", gated=True, hot=2)
     cores = problem.cores[2 * side : 2 * side + 2]
     shapes = {tuple(core.shape) for core in cores}
-    monkeypatch.setattr(
-        slices, "_is_in_part", lambda _, half: {tuple(c.shape) for c in half} == shapes
-    )
+
+    def choose(_, half):
+        return slices._in_slices if {tuple(c.shape) for c in half} == shapes else slices._whole
+
+    monkeypatch.setattr(slices._HALF, "choose", choose)
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
 
@@ -103,12 +105,12 @@ def test_large_tables_and_small_batches(rows):
         Asked(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
     )
     assert read.left_VPR.shape[0] <= 4
-    with fixed_sizes():
+    with static_shapes():
         want = table(indices)
     torch.testing.assert_close(table(indices), want)
 
 
-REASONS = ["many entries", "narrow cores", "fixed sizes", "no numbers", "kernels"]
+REASONS = ["many entries", "narrow cores", "static shapes", "no numbers", "kernels"]
 
 
 @pytest.mark.parametrize("why", REASONS)
@@ -128,8 +130,8 @@ def test_both_halves_as_a_whole(why, monkeypatch):
         assert left_slices(cores, indices.repeat(V // 4)) == V
     elif why == "narrow cores":
         assert left_slices([core.bfloat16() for core in cores], indices) == V
-    elif why == "fixed sizes":
-        with fixed_sizes():
+    elif why == "static shapes":
+        with static_shapes():
             assert left_slices(cores, indices) == V
     elif why == "no numbers":
         with FakeTensorMode() as mode:

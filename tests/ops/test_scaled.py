@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.nn.fused import feed_forward, linears
-from comera.ops.dispatch import scaled_products
+from comera.ops.context import fp8_products
 from comera.ops.linear import fp8 as scaled_module
 from comera.ops.linear.fp8 import (
     GRADIENTS,
@@ -158,9 +158,9 @@ def test_inside_the_context_layers_of_bfloat16_multiply_in_eight_bits():
 
     with torch.autocast("cpu", torch.bfloat16):
         bf16 = outputs()
-        with scaled_products():
+        with fp8_products():
             fp8 = outputs()
-    with scaled_products():
+    with fp8_products():
         fp32 = outputs()  # without autocast as ever
         empty = layers[0](x[:0])
     for narrow, half, whole in zip(fp8, bf16, fp32, strict=True):
@@ -178,7 +178,7 @@ def test_gradients_reach_all_parameters():
     grads = []
     for narrow in (True, False):
         layer.zero_grad()
-        products = scaled_products() if narrow else contextlib.nullcontext()
+        products = fp8_products() if narrow else contextlib.nullcontext()
         with torch.autocast("cpu", torch.bfloat16), products:
             y = layer(x)
         y.float().square().mean().backward()

@@ -36,7 +36,7 @@ def test_sums_by_place():
 
 
 @pytest.mark.parametrize("hot", [None, "dense", "ranked"])
-def test_the_form_of_fixed_sizes_is_the_same(hot):
+def test_the_form_of_static_shapes_is_the_same(hot):
     torch.manual_seed(0)
     left, right = torch.randn(5, 2, 3).double(), torch.randn(4, 3, 2).double()
     given = {None: None, "dense": torch.randn(3, 4), "ranked": torch.randn(3, 2)}[hot]

@@ -33,6 +33,18 @@ def row(text, *starts):
     raise AssertionError(f"no line begins with {starts} in\n{text}")
 
 
+def ways(text, operator, dtype, device="cpu"):
+    """The way taken, those refused before it and those after it; the first line of each."""
+    found, start = "", []
+    for line in text.partition(f"which way tensors on {device} go")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        if line.startswith("│"):
+            found, start = cells[0] or found, cells[2:] if cells[2] else start
+            if found == operator and cells[1].rstrip(",") == dtype:
+                return start
+    raise AssertionError(f"no row of {operator} and {dtype} in\n{text}")
+
+
 @pytest.mark.parametrize("mode", ["auto", "emulate", "ref"])
 def test_without_a_card_it_says_which_way_operators_go(mode, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -41,14 +53,17 @@ def test_without_a_card_it_says_which_way_operators_go(mode, monkeypatch):
     assert row(text, "CUDA devices") == ["none"]
     assert row(text, "COMERA_KERNELS") == [mode]
     assert (
-        row(text, "merge_halves", "float32")
+        ways(text, "contract_cores", "float32")
         == {
-            "auto": ["torch operations", "the tensors are on a CPU"],
-            "emulate": ["emulation", "-"],
-            "ref": ["torch operations", "COMERA_KERNELS=ref"],
+            "auto": ["torch", "kernel: the tensors are on a CPU", "-"],
+            "emulate": ["kernel", "-", "torch"],
+            "ref": ["torch", "kernel: COMERA_KERNELS=ref", "-"],
         }[mode]
     )
-    assert row(text, "ttm_look_up", "float64")[0] == "torch operations"
+    assert ways(text, "ttm_look_up", "float64")[0] == "distinct rows"
+    assert ways(text, "dropout_add", "float32") == ["a mask of bytes", "-", "torch"]
+    captured = ways(text, "dropout_add", "float32 in a captured step")
+    assert captured == ["torch", "a mask of bytes: shapes are static", "-"]
 
 
 def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
@@ -58,18 +73,20 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
-    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(driver, "function", lambda file, name, device: None)
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     choose._why_not_loaded.cache_clear()
-    assert row(printed(), "merge_halves", "bfloat16") == ["kernel", "-"]
+    assert ways(printed(), "contract_cores", "bfloat16", "cuda") == ["kernel", "-", "torch"]
     monkeypatch.setattr(driver, "function", fails)
     choose._why_not_loaded.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is asked, and nothing falls back
-        shown = row(printed(), "merge_halves", "float32")
-    assert shown == ["torch operations", "merge.cu does not compile"]
+        shown = ways(printed(), "contract_cores", "float32", "cuda")
+    assert shown == ["torch", "kernel: merge.cu does not compile", "-"]
     choose._why_not_loaded.cache_clear()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, emulate, lookup_kernel
 from comera.ops.table.lookup import look_up as look_up_op
 from comera.train import step as step_module
@@ -25,7 +25,7 @@ from tests.train.tape import Tapes
 def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
     left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)
-    assert lookup_kernel.reads_by_kernel(left, right)
+    assert lookup_kernel.refuses(left, right) is None
     indices, offsets = torch.ones(5000, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     got, _, _ = look_up_op(indices, left, right, None, None, None, offsets, 6, 16)
     want = 5000 * (left[0].double() @ right[1].double()).reshape(1, 16)
@@ -36,7 +36,7 @@ def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
     torch._dynamo.reset()
     torch._dynamo.utils.warn_once_cache.clear()
     look_up = torch.compile(comera.TTEmbedding(24, 36, rank=5), backend="eager")
-    with fixed_sizes():
+    with static_shapes():
         assert look_up(torch.tensor([1, 2])).shape == (2, 36)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_
@@ -190,7 +190,7 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("part", [1, 2])
 def test_where_steps_are_captured(captured, done, batch, part):
     broken, other, tapes = captured
-    with fixed_sizes():
+    with static_shapes():
         for number in range(done):
             assert torch.equal(broken(get_batch(number)), other(get_batch(number)))
         break_off(broken, 50, part, **batch)
@@ -203,7 +203,7 @@ def test_where_steps_are_captured(captured, done, batch, part):
 def test_ctrl_c_while_a_step_is_recorded(captured, part):
     broken, other, tapes = captured
     broken._loss_fn.error = KeyboardInterrupt
-    with fixed_sizes():
+    with static_shapes():
         for number in range(FIRST - 1):
             assert torch.equal(broken(get_batch(number)), other(get_batch(number)))
         assert not tapes.tapes

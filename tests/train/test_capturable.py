@@ -16,7 +16,7 @@ from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM
 from comera.models.transformer import Encoder, MaskedLanguageModel
 from comera.nn.module import tensor_trains
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.train.host_state import make_capturable_
 
 from . import conftest
@@ -31,14 +31,14 @@ def run_without_values(step, batch, loss_fn=None):
     with FakeCopyMode(mode):
         step = copy.deepcopy(step)
     step._loss_fn = loss_fn or step._loss_fn
-    with mode, fixed_sizes(), Capturable():
+    with mode, static_shapes(), Capturable():
         step(batch())
 
 
 def started(step, batch):
     """After two steps, so that the optimizer has its state."""
     make_capturable_(step.optimizer, torch.device("cpu"))
-    with fixed_sizes():
+    with static_shapes():
         for _ in range(2):
             step(batch())
     return step

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_
@@ -47,7 +47,7 @@ def eager_step(**settings):
 
 
 def run_eagerly(step, batches):
-    with fixed_sizes():
+    with static_shapes():
         return [step(batch) for batch in batches]
 
 
@@ -161,7 +161,7 @@ def test_training_goes_on_through_truncation_evaluation_and_checkpoints(tapes, t
         return step
 
     whole = eager_step()
-    with fixed_sizes():
+    with static_shapes():
         run(whole, tmp_path / "eager")
     assert any(c.numel() < d.numel() for c, d in zip(
         whole.model.parameters(), make_step(graph=False).model.parameters(), strict=True
@@ -399,7 +399,7 @@ def test_gradients_that_are_there_already_are_added_to(tapes):
     batches = [get_batch(k) for k in range(8)]
     assert_same(captured, eager, batches)
     for step in (captured, eager):
-        with fixed_sizes():
+        with static_shapes():
             torch.manual_seed(0)
             loss_fn(step.model, get_batch(99)).backward()
     assert_same(captured, eager, batches)

@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.bench.encoders import Encoders, learned_ranks, train_step
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_
@@ -32,7 +32,7 @@ def assert_close(captured, eager, data):
     torch.manual_seed(7)
     got = torch.stack([captured(batch) for batch in data])
     torch.manual_seed(7)
-    with fixed_sizes():
+    with static_shapes():
         want = torch.stack([eager(batch) for batch in data])
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(
@@ -81,7 +81,7 @@ def test_products_in_eight_bits_are_captured():
     captured, eager = make_step(device="cuda", **settings), eager_step(**settings)
     data = batches(FIRST + 8)
     got = torch.stack([captured(batch) for batch in data])
-    with fixed_sizes():
+    with static_shapes():
         want = torch.stack([eager(batch) for batch in data])
     # What is added up in another order may round to another number of three bits.
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.train import data_parallel
 from comera.train import step as step_module
 from comera.train.data_parallel import WARM_UP_TOGETHER
@@ -53,7 +53,7 @@ def rows_of(rank, number, rows=8):
 def run(step, get, steps=STEPS):
     """All stages; the ranks are truncated when the last one has ended."""
     losses = []
-    with fixed_sizes():
+    with static_shapes():
         for number in range(steps):
             losses.append(float(step(get(number))))
             if number + 1 == TRUNCATED_AFTER:
@@ -358,7 +358,7 @@ def test_cuda_graphs_of_one_process(tmp_path, parts):
         make_capturable_(eager.optimizer, device)
         batches = [get_batch(k, device="cuda") for k in range(FIRST + 8)]
         got = torch.stack([captured(batch) for batch in batches])
-        with fixed_sizes():
+        with static_shapes():
             want = torch.stack([eager(batch) for batch in batches])
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
         described = captured.describe()

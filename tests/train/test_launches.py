@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.planning.crossover import _dense_from as planned_dense_from
 from comera.train.host_state import make_capturable_
 from tests.train.counting import Launches
@@ -61,14 +61,14 @@ def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
     """
     step = make_step(late=late)
     make_capturable_(step.optimizer, torch.device("cpu"))
-    with fixed_sizes():
+    with static_shapes():
         assert launches(step) <= budget
 
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
     assert (many - few) / 4 <= 81  # what one encoder block adds, optimizer and clipping included
-    with fixed_sizes():
+    with static_shapes():
         few, many = launches(make_step(2)), launches(make_step(6))
     assert (many - few) / 4 <= 64
 

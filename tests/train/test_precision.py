@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.ops.dispatch import fixed_sizes
+from comera.ops.context import static_shapes
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes.run_config import TrainConfig
 from comera.train import step as step_module
@@ -103,7 +103,7 @@ def test_a_captured_step_in_eight_bits_is_the_eager_one(monkeypatch):
     captured = make_step(precision="fp8", clip_norm=1.0)
     for k in range(9):
         got = captured(get_batch(k))
-        with fixed_sizes():
+        with static_shapes():
             assert torch.equal(got, eager(get_batch(k)))
     assert captured.describe().captured
     assert any("_scaled_mm" in name for name in captured.describe().contents.kernels)

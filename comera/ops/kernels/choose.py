@@ -8,13 +8,12 @@ is one for their dtype and everything that compiles it is installed, ``ref`` nev
 import functools
 import os
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from comera.ops.kernels import driver
-from comera.ops.kernels.nvrtc import KernelError, entries, nvrtc_version
+CONTRACT, LOOKUP, LOW_RANK = "merge", "ttm_look_up", "low_rank_linear"
+"""The sources, without their suffix."""
 
 MODES = ("auto", "ref", "emulate")
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -23,6 +22,14 @@ DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 OLDEST = (8, 0)
 """Compute capability from which kernels run."""
 
+
+ON_CPU = "the tensors are on a CPU"
+NO_CARD = "the tensors are not on a card"
+NO_RANK = "no rank is left"
+DIFFERENTIATED = "this backward pass is itself differentiated"
+REF = "COMERA_KERNELS=ref"
+_EXPECTED = {ON_CPU, NO_CARD, NO_RANK, DIFFERENTIATED, REF}
+"""Refusals that are nothing to be warned of."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")
 """``COMERA_KERNELS`` as it was when this module was imported; see :func:`mode`."""
@@ -43,37 +50,37 @@ def mode() -> str:
     return SETTING
 
 
-def runs_kernel(
-    what: str, file: str, like: Tensor, refusal: Callable[[], str | None] | None = None
-) -> bool:
-    """Whether the kernels of a file compute something of tensors such as ``like``.
+def kernel_refuses(file: str, like: Tensor) -> str | None:
+    """Say why the kernels of a file compute nothing of tensors such as ``like``, or None.
 
     Args:
-        what: Name of the operator, for the warning.
         file: Without its suffix.
         like: A tensor of the dtype and device in question; it may hold no numbers.
-        refusal: Says why the kernels do not take these tensors, or None; asked only where they
-            would run otherwise.
     """
-    if not like.is_cuda and (like.device.type != "cpu" or mode() != "emulate"):
-        return False
-    reason = why_not(file, like.device, like.dtype) or (refusal() if refusal else None)
-    if reason is not None and like.is_cuda and mode() != "ref":
+    if like.is_cuda or (like.is_cpu and mode() == "emulate"):
+        return why_not(file, like.device, like.dtype)
+    if not like.is_cpu:
+        return NO_CARD
+    return REF if mode() == "ref" else ON_CPU
+
+
+def warn_of(what: str, reason: str) -> None:
+    """Warn once that torch operations run, unless the reason is none to change anything for."""
+    if reason not in _EXPECTED and mode() == "auto":
         _warn_once(what, reason)
-    return reason is None
 
 
 def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels of a file do not run there, in a few words; None where they do."""
+    """Say in a few words why the kernels of a file do not run there; None where they do."""
     if mode() == "ref":
-        return "COMERA_KERNELS=ref"
+        return REF
     if dtype not in DTYPES:
         names = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
         return f"kernels take {names}, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda":
         return _why_not_on(file, torch.cuda.current_device() if device.index is None
                            else device.index)  # fmt: skip
-    return None if mode() == "emulate" else "the tensors are on a CPU"
+    return None if mode() == "emulate" else ON_CPU
 
 
 def _why_not_on(file: str, device: int) -> str | None:
@@ -86,11 +93,13 @@ def _why_not_loaded(file: str, device: int) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)
+    from comera.ops.kernels import driver, nvrtc  # on a card alone
+
     try:
-        nvrtc_version()
-        for name in entries(file):
+        nvrtc.nvrtc_version()
+        for name in nvrtc.entries(file):
             driver.function(file, name, device)
-    except (KernelError, RuntimeError, OSError) as problem:  # cuda-bindings finds no library
+    except (RuntimeError, OSError) as problem:  # cuda-bindings finds no library
         return str(problem)
     return None
 

@@ -6,18 +6,15 @@ copied to the card before it, and a CUDA graph keeps them. ``kernels/merge.cu`` 
 
 import ctypes
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, runs_kernel
+from comera.ops.cores import Chains
+from comera.ops.kernels.choose import CONTRACT, DTYPES
 from comera.ops.kernels.launch import launch
-from comera.shapes import padded_rank
-
-FILE = "merge"
 
 # As in merge.cu.
 _MOST_GROUPS, _MOST_POINTERS, _MOST_CORES = 16, 1536, 16
@@ -47,92 +44,18 @@ class _Model(ctypes.Structure):
     )
 
 
-@dataclass(slots=True)
-class Chains:
-    """Layers of one shape.
-
-    Attributes:
-        cores: Listed layer by layer, ``(left bond, mode, right bond)`` each.
-        gates: One for each inner bond, listed layer by layer, or none.
-        biases: One for each layer, or none.
-        num_layers: How many there are.
-        split: How many cores of a layer carry the input.
-        threshold: A gate at or below it is a pruned rank.
-        padded: Whether the bond between the halves is padded, for a bias and for fast products.
-    """
-
-    cores: Sequence[Tensor]
-    gates: Sequence[Tensor]
-    biases: Sequence[Tensor]
-    num_layers: int
-    split: int
-    threshold: float
-    padded: bool = True
-
-    @property
-    def length(self) -> int:
-        return len(self.cores) // self.num_layers
-
-    @property
-    def modes(self) -> list[int]:
-        return [core.shape[1] for core in self.cores[: self.length]]
-
-    @property
-    def bonds(self) -> list[int]:
-        return [core.shape[0] for core in self.cores[: self.length]] + [1]
-
-    @property
-    def half_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of ``left (G, I, R)`` and ``right (G, R, O)``."""
-        modes, split = self.modes, self.split
-        return (
-            (self.num_layers, math.prod(modes[:split]), self.width),
-            (self.num_layers, self.width, math.prod(modes[split:])),
-        )
-
-    @property
-    def width(self) -> int:
-        """Of the bond between the halves, what pads it included."""
-        rank = self.cores[self.split].shape[0]
-        return padded_rank(rank, bool(self.biases)) if self.padded else rank
-
-    @property
-    def pointers(self) -> int:
-        """How many addresses a launch is given for them."""
-        return len(self.cores) + len(self.gates) + len(self.biases)
-
-    def of_layers(self, first: int, count: int) -> "Chains":
-        """Some of the layers."""
-
-        def some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            each = len(tensors) // self.num_layers
-            return tensors[first * each : (first + count) * each]
-
-        return Chains(
-            some(self.cores), some(self.gates), some(self.biases), count, self.split,
-            self.threshold, self.padded,
-        )  # fmt: skip
-
-
-def merges_by_kernel(groups: Sequence[Chains]) -> bool:
-    """Whether kernels join these."""
-
-    if not groups:
-        return False
+def unfit(groups: Sequence[Chains]) -> str | None:
+    """Say why kernels do not contract these chains on any card, or None."""
     like = groups[0].cores[0]
-
-    def refusal() -> str | None:
-        for group in groups:
-            if group.length > _MOST_CORES:
-                return f"a tensor train has {group.length} cores, more than {_MOST_CORES}"
-            if any(gate.dtype != torch.float32 for gate in group.gates):
-                return f"gates are {group.gates[0].dtype}, not torch.float32"
-            together = (*group.cores, *group.biases)
-            if any(t.dtype != like.dtype or t.device != like.device for t in together):
-                return "cores and biases are of several dtypes or devices"
-        return None
-
-    return runs_kernel("merge_halves", FILE, like, refusal)
+    for group in groups:
+        if group.length > _MOST_CORES:
+            return f"a tensor train has {group.length} cores, more than {_MOST_CORES}"
+        if any(gate.dtype != torch.float32 for gate in group.gates):
+            return f"gates are {group.gates[0].dtype}, not torch.float32"
+        together = (*group.cores, *group.biases)
+        if any(t.dtype != like.dtype or t.device != like.device for t in together):
+            return "cores and biases are of several dtypes or devices"
+    return None
 
 
 def merge(groups: Sequence[Chains]) -> list[Tensor]:
@@ -259,7 +182,7 @@ class _Part:
     def launch(self, name: str, blocks: int, *arguments: _Model | Tensor) -> None:
         like = self.members[0].left
         launch(
-            FILE, f"{name}_{DTYPES[like.dtype]}", like.device, blocks, _THREADS, _SHARED,
+            CONTRACT, f"{name}_{DTYPES[like.dtype]}", like.device, blocks, _THREADS, _SHARED,
             *arguments,
         )  # fmt: skip
 

@@ -11,10 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, runs_kernel
+from comera.ops.kernels.choose import DTYPES, LOOKUP, kernel_refuses
 from comera.ops.kernels.launch import launch
-
-FILE = "ttm_look_up"
 
 # As in ttm_look_up.cu.
 _DEPTH, _PIECE, _CHUNK = 32, 32, 16
@@ -31,33 +29,34 @@ class _Table(ctypes.Structure):
     )
 
 
-def reads_by_kernel(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels read rows of a table with these halves; ``others`` are read along."""
+def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+    """Say why kernels read no rows of a table with these halves, or None.
 
-    def refusal() -> str | None:
-        tensors = (right_WRQ, *(other for other in others if other is not None))
-        if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
-            return "halves, hot rows and weights are of several dtypes or devices"
-        needed = max(_shared_of_rows(left_VPR, right_WRQ), _shared_of_grads(left_VPR, right_WRQ))
-        if needed > _MOST_SHARED:
-            shown = f"{tuple(left_VPR.shape)} and {tuple(right_WRQ.shape)}"
-            return f"halves of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
-        return None
-
-    return runs_kernel("ttm_look_up", FILE, left_VPR, refusal)
+    Args:
+        left_VPR: Left half.
+        right_WRQ: Right half.
+        others: What is read along: hot rows, their basis, weights.
+    """
+    return kernel_refuses(LOOKUP, left_VPR) or _unfit(left_VPR, right_WRQ, *others)
 
 
-def sums_by_kernel(left_VPR: Tensor, right_WRQ: Tensor) -> bool:
-    """Whether kernels make the gradients too: not where results may not depend on their order."""
+def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+    tensors = (right_WRQ, *(other for other in others if other is not None))
+    if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
+        return "halves, hot rows and weights are of several dtypes or devices"
+    needed = max(_shared_of_rows(left_VPR, right_WRQ), _shared_of_grads(left_VPR, right_WRQ))
+    if needed > _MOST_SHARED:
+        shown = f"{tuple(left_VPR.shape)} and {tuple(right_WRQ.shape)}"
+        return f"halves of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
+    return None
 
-    def refusal() -> str | None:
-        if torch.are_deterministic_algorithms_enabled():
-            return "deterministic algorithms are asked for, and it adds in no fixed order"
-        return None
 
-    return reads_by_kernel(left_VPR, right_WRQ) and runs_kernel(
-        "ttm_look_up_backward", FILE, left_VPR, refusal
-    )
+def refuses_backward(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+    """Say why kernels do not sum the gradients, or None: also where their order must be fixed."""
+    reason = refuses(left_VPR, right_WRQ, *others)
+    if reason is None and torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and gradients would be added in no order"
+    return reason
 
 
 def read(
@@ -84,11 +83,11 @@ def read(
     if offsets_B is not None and bags and pieces > 0:
         partial = torch.empty(pieces, embedding_dim, device=out.device)
         launch(
-            FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given, partial,
-            entries, bags,
+            LOOKUP, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given,
+            partial, entries, bags,
         )  # fmt: skip
     launch(
-        FILE, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
+        LOOKUP, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
         keys_N, order_N, entries, bags,
     )  # fmt: skip
     return out, keys_N, order_N
@@ -107,7 +106,7 @@ def weight_grads(
     bags, width = grad_BD.shape
     out = grad_BD.new_empty(indices_N.shape[0])
     launch(
-        FILE, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
+        LOOKUP, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
         _threads(left_VPR, right_WRQ), _shared_of_rows(left_VPR, right_WRQ),
         _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width),
         indices_N, offsets_B, grad_BD, left_VPR, right_WRQ, hot_HD, out, bags,
@@ -135,7 +134,7 @@ def row_grads(
     keys_N, order_N = keys_N.sort()
     grads = _zeros_like(left_VPR, right_WRQ, hot_HD)
     launch(
-        FILE, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
+        LOOKUP, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
         keys_N, order_N, offsets_B, _dense(weights_N), grad_BD, left_VPR, right_WRQ, *grads,
         entries, bags,

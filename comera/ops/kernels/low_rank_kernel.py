@@ -14,10 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, runs_kernel
+from comera.ops.kernels.choose import DTYPES, LOW_RANK, NO_RANK
 from comera.ops.kernels.launch import launch
-
-FILE = "low_rank_linear"
 
 # As in low_rank_linear.cu.
 _MOST_PAIRS, _MOST_PANELS = 4, 8
@@ -54,22 +52,16 @@ class _Layer(ctypes.Structure):
     )  # fmt: skip
 
 
-def multiplies_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> bool:
-    """Whether kernels multiply by these halves."""
-
-    def refusal() -> str | None:
-        if any(t.dtype != x_MI.dtype or t.device != x_MI.device for t in (*lefts, *rights)):
-            return "the batch and the halves are of several dtypes or devices"
-        ranks = [left.shape[1] for left in lefts]
-        if max(ranks) > _MOST_RANK:
-            return f"a bond of {max(ranks)} is above {_MOST_RANK}, where cuBLAS is the better way"
-        if len(ranks) > _MOST_PAIRS or sum(map(_panels, ranks)) > _MOST_PANELS:
-            return f"bonds of {', '.join(map(str, ranks))} do not go together in one launch"
-        return None
-
-    if not runs_kernel("thin_linears", FILE, x_MI, refusal):
-        return False
-    return all(left.shape[1] for left in lefts)  # torch's products take what has vanished
+def unfit(x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> str | None:
+    """Say why kernels do not multiply by these halves on any card, or None."""
+    if any(t.dtype != x_MI.dtype or t.device != x_MI.device for t in (*lefts, *rights)):
+        return "the batch and the halves are of several dtypes or devices"
+    ranks = [left.shape[1] for left in lefts]
+    if max(ranks) > _MOST_RANK:
+        return f"a bond of {max(ranks)} is above {_MOST_RANK}, where cuBLAS is the better way"
+    if len(ranks) > _MOST_PAIRS or sum(map(_panels, ranks)) > _MOST_PANELS:
+        return f"bonds of {', '.join(map(str, ranks))} do not go together in one launch"
+    return None if all(ranks) else NO_RANK  # torch's products take what has vanished
 
 
 def multiply(
@@ -95,7 +87,7 @@ def multiply(
     for pair, t in zip(layer.pair, ts, strict=False):
         pair.t, pair.t_row = t.data_ptr(), t.stride(0)
     launch(
-        FILE, f"low_rank_forward_{_math(x_MI)}", x_MI.device, -(-x_MI.shape[0] // _TILE),
+        LOW_RANK, f"low_rank_forward_{_math(x_MI)}", x_MI.device, -(-x_MI.shape[0] // _TILE),
         _THREADS, _shared(layer, x_MI), layer,
     )  # fmt: skip
     return ys
@@ -139,7 +131,7 @@ def multiply_backward(
     splits, rows_each = _splits(rows, jobs)
     counters = x_MI.new_empty(jobs if splits > 1 else 0, dtype=torch.int32)
     launch(
-        FILE, f"low_rank_back_rows_{math}", x_MI.device, -(-rows // _TILE), _THREADS, shared,
+        LOW_RANK, f"low_rank_back_rows_{math}", x_MI.device, -(-rows // _TILE), _THREADS, shared,
         layer, counters, counters.shape[0],
     )  # fmt: skip
     if not with_halves:
@@ -154,7 +146,7 @@ def multiply_backward(
     numbers = jobs * splits * layer.panels * _TILE**2 if splits > 1 else 0
     partial = x_MI.new_empty(numbers, dtype=torch.float32)
     launch(
-        FILE, f"low_rank_back_columns_{math}", x_MI.device, (jobs, splits) if rows else 0,
+        LOW_RANK, f"low_rank_back_columns_{math}", x_MI.device, (jobs, splits) if rows else 0,
         _THREADS, shared, layer, rows_each, partial, counters,
     )  # fmt: skip
     return grad_x, grad_lefts, grad_rights

@@ -9,19 +9,16 @@ Shape suffixes: M = rows of the batch, I = input width, D = width, H = heads, R 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import operator, without_autocast
-from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
-
-
-def projects_by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RD: Tensor) -> bool:
-    """Whether :func:`thin_projections` has a kernel for these; in a compiled graph, may have."""
-    if torch.compiler.is_compiling():
-        return x_MI.is_cuda  # the operator asks for it when it runs
-    return multiplies_by_kernel(x_MI, lefts, [right_RD])
+from comera.ops.context import without_autocast
+from comera.ops.dispatch import Ways
+from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
+from comera.ops.linear.tt_linear import kernel_refuses
+from comera.ops.operator import operator
 
 
 @operator("comera::head_factors")
@@ -116,10 +113,27 @@ def thin_projections(
         ``x @ lefts[0] @ right``, then ``x @ left`` of all the others, then that of the first. All
         can be differentiated once but the last, which is for the backward pass.
     """
-    if multiplies_by_kernel(x_MI, lefts, [right_RO]):
-        ts = [x_MI.new_empty(x_MI.shape[0], left.shape[1]) for left in lefts]
-        (y,) = multiply(x_MI, lefts, [right_RO], ts, bias)
-        return [y, *ts[1:], ts[0]]
+    return PROJECTIONS(x_MI, lefts, right_RO, bias)
+
+
+def _refuses(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, *_: Any) -> str | None:
+    return kernel_refuses(x_MI, lefts, [right_RO])
+
+
+PROJECTIONS = Ways(
+    "thin_projections", lambda new: (new(1024, 768), [new(768, 32)] * 3, new(32, 384), True)
+)
+
+
+@PROJECTIONS.way("kernel", _refuses, kernel="thin_linears")
+def _by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
+    ts = [x_MI.new_empty(x_MI.shape[0], left.shape[1]) for left in lefts]
+    (y,) = multiply(x_MI, lefts, [right_RO], ts, bias)
+    return [y, *ts[1:], ts[0]]
+
+
+@PROJECTIONS.way("torch")
+def _by_torch(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
     ts = [x_MI @ left for left in lefts]
     if bias:
         for t in ts:
@@ -142,12 +156,35 @@ def _thin_projections_backward(
     t_MR: Tensor,
 ) -> list[Tensor]:
     """Of x, the left halves and the right one."""
-    if multiplies_by_kernel(x_MI, lefts, [right_RO]):
-        grad_x, grad_lefts, grad_rights = multiply_backward(
-            grads, x_MI, lefts, [right_RO], [t_MR], True, True
-        )
-        assert grad_x is not None
-        return [grad_x, *grad_lefts, *grad_rights]
+    return _PROJECTIONS_BACK(x_MI, lefts, right_RO, grads, t_MR)
+
+
+_PROJECTIONS_BACK = Ways("thin_projections_backward", PROJECTIONS.sample)
+
+
+@_PROJECTIONS_BACK.way("kernel", _refuses, kernel="thin_linears")
+def _gradients_by_kernel(
+    x_MI: Tensor,
+    lefts: Sequence[Tensor],
+    right_RO: Tensor,
+    grads: Sequence[Tensor],
+    t_MR: Tensor,
+) -> list[Tensor]:
+    grad_x, grad_lefts, grad_rights = multiply_backward(
+        grads, x_MI, lefts, [right_RO], [t_MR], True, True
+    )
+    assert grad_x is not None
+    return [grad_x, *grad_lefts, *grad_rights]
+
+
+@_PROJECTIONS_BACK.way("torch")
+def _gradients_by_torch(
+    x_MI: Tensor,
+    lefts: Sequence[Tensor],
+    right_RO: Tensor,
+    grads: Sequence[Tensor],
+    t_MR: Tensor,
+) -> list[Tensor]:
     us = [grads[0] @ right_RO.T, *grads[1:]]
     u = torch.cat(us, 1)
     return [u @ torch.cat(list(lefts), 1).T, *(x_MI.T @ each for each in us), t_MR.T @ grads[0]]

@@ -9,12 +9,16 @@ Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, 
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.ops.dispatch import autocast_together, is_free_on_cpu, operator, without_autocast
-from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.context import autocast_together, without_autocast
+from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
+from comera.ops.linear.tt_linear import kernel_refuses
+from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
 _aten = torch.ops.aten
@@ -77,14 +81,55 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``y``, and the thin products with both left halves, a bias' columns of ones in them."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
+    y, t1, t2 = _FORWARD(x, left1, right1, left2, right2, bias, activation)
+    return y.reshape(*x_BI.shape[:-1], right2.shape[1]), t1, t2
+
+
+def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
+    factors = new(768, 32), new(32, 3072), new(3072, 32), new(32, 768)
+    return new(1024, 768), *factors, True, "gelu"
+
+
+def _kernel_refuses(
+    x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, *_: Any
+) -> str | None:
+    return kernel_refuses(x, [left1], [right1]) or kernel_refuses(x, [left2], [right2])
+
+
+_FORWARD = Ways("thin_feed_forward", _sample)
+
+
+@_FORWARD.way("kernel", _kernel_refuses, kernel="thin_linears")
+def _by_kernel(
+    x: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    bias: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden activation exists for all rows at once, but is not kept either."""
+    t1, t2 = (x.new_empty(x.shape[0], left.shape[1]) for left in (left1, left2))
+    (h,) = multiply(x, [left1], [right1], [t1], bias)
     value, _ = ACTIVATIONS[activation]
-    t2 = x.new_empty(x.shape[0], left2.shape[1])
-    if _by_kernels(x, left1, right1, left2, right2):
-        t1 = x.new_empty(x.shape[0], left1.shape[1])
-        (h,) = multiply(x, [left1], [right1], [t1], bias)
-        (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
-        return y.view(*x_BI.shape[:-1], y.shape[1]), t1, t2
+    (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
+    return y, t1, t2
+
+
+@_FORWARD.way("torch")
+def _by_torch(
+    x: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    bias: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    value, _ = ACTIVATIONS[activation]
     t1 = product(x, left1).contiguous()  # as all results are promised to be
+    t2 = x.new_empty(x.shape[0], left2.shape[1])
     if bias:
         t1[:, -1].fill_(1)
     (hidden,) = _buffers(x, right1.shape[1], 1)
@@ -93,8 +138,7 @@ def _feed_forward(
         store_product_(t2[rows], value(h, out=h), left2)
     if bias:
         t2[:, -1].fill_(1)
-    y = product(t2, right2).reshape(*x_BI.shape[:-1], right2.shape[1])
-    return y, t1, t2
+    return product(t2, right2), t1, t2
 
 
 @_feed_forward.register_fake
@@ -116,14 +160,46 @@ def _feed_forward_backward(
     right2: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _BACKWARD(x, left1, right1, left2, right2, grad_y, t1, t2, activation)
+
+
+_BACKWARD = Ways("thin_feed_forward_backward", _sample)
+
+
+@_BACKWARD.way("kernel", _kernel_refuses, kernel="thin_linears")
+def _gradients_by_kernel(
+    x: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    grad_y: Tensor,
+    t1: Tensor,
+    t2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
-    if _by_kernels(x, left1, right1, left2, right2):
-        h = t1 @ right1
-        a = value(h, out=torch.empty_like(h))
-        ga, (gl2,), (gr2,) = multiply_backward([grad_y], a, [left2], [right2], [t2], True, True)
-        gh = grad_of(ga, h, grad_input=ga)
-        gx, (gl1,), (gr1,) = multiply_backward([gh], x, [left1], [right1], [t1], True, True)
-        return gx, gl1, gr1, gl2, gr2  # type: ignore[return-value]
+    h = t1 @ right1
+    a = value(h, out=torch.empty_like(h))
+    ga, (gl2,), (gr2,) = multiply_backward([grad_y], a, [left2], [right2], [t2], True, True)
+    gh = grad_of(ga, h, grad_input=ga)
+    gx, (gl1,), (gr1,) = multiply_backward([gh], x, [left1], [right1], [t1], True, True)
+    return gx, gl1, gr1, gl2, gr2  # type: ignore[return-value]
+
+
+@_BACKWARD.way("torch")
+def _gradients_by_torch(
+    x: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    grad_y: Tensor,
+    t1: Tensor,
+    t2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    value, grad_of = ACTIVATIONS[activation]
     wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
@@ -174,20 +250,6 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _by_kernels(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor) -> bool:
-    """Then the hidden activation exists for all rows at once, but is not kept either."""
-    return multiplies_by_kernel(x, [left1], [right1]) and multiplies_by_kernel(x, [left2], [right2])
-
-
-def _rows_at_a_time(x: Tensor, hidden: int) -> int:
-    """On a CPU pieces of equal size, none much below 64 rows."""
-    rows = max(1, x.shape[0])
-    if not is_free_on_cpu(x):
-        return rows
-    pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
-    return -(-rows // max(1, pieces))
-
-
 def _slices(x: Tensor, hidden: int) -> Iterator[slice]:
     rows = _rows_at_a_time(x, hidden)
     return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
@@ -196,3 +258,19 @@ def _slices(x: Tensor, hidden: int) -> Iterator[slice]:
 def _buffers(x: Tensor, hidden: int, count: int) -> list[Tensor]:
     rows = _rows_at_a_time(x, hidden)
     return [x.new_empty(rows, hidden) for _ in range(count)]
+
+
+_rows_at_a_time = Ways("hidden_rows_at_a_time", lambda new: (new(1024, 768), 3072))
+
+
+@_rows_at_a_time.way("as many as stay in the cache", lambda x, _: on_cpu_alone(x))
+def _rows_in_cache(x: Tensor, hidden: int) -> int:
+    """Cut into pieces of equal size, none much below 64 rows."""
+    rows = max(1, x.shape[0])
+    pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
+    return -(-rows // max(1, pieces))
+
+
+@_rows_at_a_time.way("all")
+def _all_rows(x: Tensor, hidden: int) -> int:
+    return max(1, x.shape[0])

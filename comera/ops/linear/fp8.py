@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import operator, without_autocast
+from comera.ops.context import without_autocast
+from comera.ops.operator import operator
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _STEP = 16

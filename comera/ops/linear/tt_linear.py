@@ -6,15 +6,18 @@ x, the thin ``x @ left`` and the halves, nothing else (CoMERA, arXiv 2405.14377,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from comera.ops.context import autocast_together, products_are_fp8, without_autocast
 from comera.ops.cores import merge_chain
-from comera.ops.dispatch import autocast_together, operator, products_are_scaled, without_autocast
+from comera.ops.dispatch import Ways
 from comera.ops.factors import merge_halves
-from comera.ops.kernels.low_rank_kernel import multiplies_by_kernel, multiply, multiply_backward
+from comera.ops.kernels import choose
+from comera.ops.operator import operator
 from comera.ops.product import affine, product
 
 
@@ -87,10 +90,37 @@ def thin_linears(
     """
     check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
-    if products_are_scaled() and x_BI.dtype == torch.bfloat16 and x_BI.numel():
-        from comera.ops.linear.fp8 import scaled_thin_linears  # few cards ever multiply so
+    return _PRECISION(x_BI, lefts, rights, bias)
 
-        return scaled_thin_linears(x_BI, lefts, rights, bias)
+
+def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return new(1024, 768), [new(768, 32)], [new(32, 768)], True
+
+
+_PRECISION = Ways("linears", _sample)
+
+
+def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
+    if not products_are_fp8():
+        return "fp8 is not asked for"
+    if x_BI.dtype != torch.bfloat16:
+        return "the batch is not bfloat16"
+    return None if x_BI.numel() else "the batch is empty"
+
+
+@_PRECISION.way("fp8", _not_fp8)
+def _in_fp8(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    from comera.ops.linear.fp8 import scaled_thin_linears  # few cards ever multiply so
+
+    return scaled_thin_linears(x_BI, lefts, rights, bias)
+
+
+@_PRECISION.way("in the batch's dtype")
+def _in_its_dtype(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
     return _thin_linears(x_BI, lefts, rights, bias)[:-1]
 
 
@@ -119,19 +149,47 @@ def _thin_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
-    x = x_BI.reshape(-1, x_BI.shape[-1])
-    if multiplies_by_kernel(x, lefts, rights):
-        t = x.new_empty(x.shape[0], sum(left.shape[1] for left in lefts))
-        ys = multiply(x, lefts, rights, t.split([left.shape[1] for left in lefts], 1), bias)
-        return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
+    *ys, t = _LINEARS(x_BI.reshape(-1, x_BI.shape[-1]), lefts, rights, bias)
+    return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
+
+
+_LINEARS = Ways("thin_linears", _sample)
+
+
+def kernel_refuses(
+    x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any
+) -> str | None:
+    """Say why kernels do not multiply a batch by these halves, or None."""
+    reason = choose.kernel_refuses(choose.LOW_RANK, x_MI)
+    if reason is not None:
+        return reason
+    from comera.ops.kernels.low_rank_kernel import unfit  # where a kernel may run
+
+    return unfit(x_MI, lefts, rights)
+
+
+@_LINEARS.way("kernel", kernel_refuses, kernel="thin_linears")
+def _by_kernel(
+    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    from comera.ops.kernels.low_rank_kernel import multiply
+
+    widths = [left.shape[1] for left in lefts]
+    t = x.new_empty(x.shape[0], sum(widths))
+    return [*multiply(x, lefts, rights, t.split(widths, 1), bias), t]
+
+
+@_LINEARS.way("torch")
+def _by_torch(
+    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
     t = product(x, _beside(lefts)).contiguous()  # as all results are promised to be
     ys, end = [], 0
     for right in rights:
         begin, end = end, end + right.shape[0]
         if bias:
             t[:, end - 1].fill_(1)
-        y = product(t[:, begin:end].contiguous(), right)
-        ys.append(y.view(*x_BI.shape[:-1], right.shape[1]))
+        ys.append(product(t[:, begin:end].contiguous(), right))
     return [*ys, t]
 
 
@@ -163,28 +221,53 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             else gy.reshape(-1, gy.shape[-1]).to(x.dtype)
             for gy, right in zip(grad_ys, rights, strict=True)
         ]
-        if not torch.is_grad_enabled() and multiplies_by_kernel(x, lefts, rights):
-            found = _thin_linears_backward(gys, x, t, lefts, rights, *needs)
-        else:  # grad_t: only when this backward pass is itself differentiated
-            found = _gradients(gys, grad_t, x, t, lefts, rights, *needs)
+        found = _LINEARS_BACK(x, lefts, rights, gys, grad_t, t, *needs)
         grad_x, *grads_of_halves = found
         grad_lefts = grads_of_halves[: ctx.count] if needs[1] else [None] * ctx.count
         grad_rights = grads_of_halves[ctx.count :] if needs[2] else [None] * ctx.count
         return grad_x.reshape(x_BI.shape) if need_x else None, grad_lefts, grad_rights, None
 
 
-def _gradients(
-    gys: Sequence[Tensor],
-    grad_t: Tensor | None,
+_LINEARS_BACK = Ways("thin_linears_backward", _sample)
+
+
+def _back_refuses(
+    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any
+) -> str | None:
+    if torch.is_grad_enabled():
+        return choose.DIFFERENTIATED
+    return kernel_refuses(x, lefts, rights)
+
+
+@_LINEARS_BACK.way("kernel", _back_refuses, kernel="thin_linears")
+def _gradients_by_kernel(
     x: Tensor,
-    t: Tensor,
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
+    gys: Sequence[Tensor],
+    grad_t: Tensor | None,
+    t: Tensor,
+    *needs: bool,
+) -> list[Tensor]:
+    return _thin_linears_backward(gys, x, t, lefts, rights, *needs)
+
+
+@_LINEARS_BACK.way("torch")
+def _gradients(
+    x: Tensor,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    gys: Sequence[Tensor],
+    grad_t: Tensor | None,
+    t: Tensor,
     need_x: bool,
     need_lefts: bool,
     need_rights: bool,
 ) -> list[Tensor]:
-    """Of x, then of all left and all right halves; empty ones where they are not wanted."""
+    """Return those of x, then of all left and all right halves; empty ones for what is not wanted.
+
+    ``grad_t`` is given only where this backward pass is itself differentiated.
+    """
     u = _beside([product(gy, right.T) for gy, right in zip(gys, rights, strict=True)])
     if grad_t is not None:
         u = u + grad_t
@@ -214,10 +297,12 @@ def _thin_linears_backward(
     need_rights: bool,
 ) -> list[Tensor]:
     needs = need_x, need_lefts, need_rights
-    if not multiplies_by_kernel(x, lefts, rights):
+    if _LINEARS.refusal(x, lefts, rights, True) is not None:
         # A graph that was compiled where kernels run may be called where they do not.
-        found = _gradients(gys, None, x, t, lefts, rights, *needs)
+        found = _gradients(x, lefts, rights, gys, None, t, *needs)
         return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
+    from comera.ops.kernels.low_rank_kernel import multiply_backward
+
     ts = t.split([left.shape[1] for left in lefts], 1)
     grad_x, grad_lefts, grad_rights = multiply_backward(
         gys, x, lefts, rights, ts, need_x, need_lefts or need_rights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, is_plain
+from comera.ops.dispatch import may_read_values
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
@@ -148,7 +148,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> None:
     And ``TypeError`` where indices are no whole numbers, everywhere.
     """
     check_integers(indices)
-    if not is_free_on_cpu(indices) or not is_plain(indices) or not indices.numel():
+    if not may_read_values(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:

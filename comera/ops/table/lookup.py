@@ -10,20 +10,23 @@ D = width, H = hot rows, K = their coordinates: D where they are dense, fewer wh
 coordinates in a basis.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import is_free_on_cpu, operator, without_autocast
+from comera.ops.context import without_autocast
+from comera.ops.dispatch import Ways, on_cpu_alone
 from comera.ops.kernels.lookup_kernel import (
     read,
-    reads_by_kernel,
+    refuses,
+    refuses_backward,
     row_grads,
-    sums_by_kernel,
     weight_grads,
 )
+from comera.ops.operator import operator
 from comera.ops.table.indices import (
     Slots,
     check_range,
@@ -67,13 +70,51 @@ def look_up(
         IndexError: If an index is out of range (checked on the CPU).
     """
     check_range(indices_N, num_embeddings)
-    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
-        hot_HD = _dense_hot(hot_HK, basis_KD)
-        indices_N = indices_N.long().contiguous()
-        return read(
-            indices_N, left_VPR, right_WRQ.contiguous(), hot_HD, weights_N, offsets_B,
-            num_embeddings, embedding_dim,
-        )  # fmt: skip
+    return LOOKUP(
+        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
+        embedding_dim,
+    )  # fmt: skip
+
+
+def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return new(1024), new(320, 8, 32), new(100, 32, 8), None, None, None, None, 32_000, 64
+
+
+LOOKUP = Ways("ttm_look_up", _sample)
+
+
+@LOOKUP.way("kernel", lambda *args: refuses(*args[1:6]), kernel="ttm_look_up")
+def _by_kernel(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hot_HD = _dense_hot(hot_HK, basis_KD)
+    indices_N = indices_N.long().contiguous()
+    return read(
+        indices_N, left_VPR, right_WRQ.contiguous(), hot_HD, weights_N, offsets_B, num_embeddings,
+        embedding_dim,
+    )  # fmt: skip
+
+
+@LOOKUP.way("distinct rows")
+def _by_slots(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
@@ -106,45 +147,26 @@ def look_up_backward(
     num_embeddings: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if reads_by_kernel(left_VPR, right_WRQ, hot_HK, basis_KD, weights_N):
-        if sums_by_kernel(left_VPR, right_WRQ):
-            return _backward_by_kernel(
-                grad_BD, indices_N, keys_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
-                offsets_B, num_embeddings, with_weights,
-            )  # fmt: skip
-        keys_N, order_N = keys_N.sort(stable=True)
-    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
-    width = left_VPR.shape[1] * right_WRQ.shape[2]
-    from_N, grad_weights = order_N, _empty_like(None, grad_BD)
-    if offsets_B is not None:
-        bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
-        from_N = bag_N.index_select(0, order_N)
-        if with_weights:
-            made = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, grad_BD.shape[1])
-            at_N = slots.of_entries(order_N)
-            grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-                grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
-            )
-    weights = None if weights_N is None else weights_N.index_select(0, order_N)
-    per_slot = sum_by_sorted(grad_BD.contiguous(), from_N, slots.of_sorted_N, slots.count, weights)
-    hot, cold = per_slot.tensor_split([slots.hot.shape[0]])
-    if cold.shape[1] < width:
-        cold = F.pad(cold, (0, width - cold.shape[1]))
-    tall = slots.group * left_VPR.shape[1]
-    cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
-    grad_left, grad_right = _half_grads(slots, cold, left_VPR, right_WRQ)
-    return (
-        grad_left,
-        _lying_as(right_WRQ, grad_right),
-        *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
-        grad_weights,
-    )
+    return LOOKUP_BACKWARD(
+        grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
+        offsets_B, num_embeddings, with_weights,
+    )  # fmt: skip
 
 
-def _backward_by_kernel(
+def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
+    each = new(1024)
+    return new(1024, 64), each, each, each, *_sample(new)[1:-1], False
+
+
+LOOKUP_BACKWARD = Ways("ttm_look_up_backward", _sample_backward)
+
+
+@LOOKUP_BACKWARD.way("kernel", lambda *args: refuses_backward(*args[4:9]), kernel="ttm_look_up")
+def _back_by_kernel(
     grad_BD: Tensor,
     indices_N: Tensor,
     keys_N: Tensor,
+    order_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HK: Tensor | None,
@@ -174,6 +196,61 @@ def _backward_by_kernel(
         _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
     )
     return _lying_as(left_VPR, left), _lying_as(right_WRQ, right), hot, basis, to_weights
+
+
+def _after_a_kernel(*args: Any) -> str | None:
+    """Refuse where torch has read the rows: its keys are sorted already."""
+    left_VPR, right_WRQ, *others = args[4:9]
+    return refuses(left_VPR, right_WRQ, *others)
+
+
+@LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_a_kernel)
+def _back_sorted(grad_BD: Tensor, indices_N: Tensor, keys_N: Tensor, _: Tensor, *rest: Any) -> Any:
+    keys_N, order_N = keys_N.sort(stable=True)
+    return _back_by_slots(grad_BD, indices_N, keys_N, order_N, *rest)
+
+
+@LOOKUP_BACKWARD.way("by slots")
+def _back_by_slots(
+    grad_BD: Tensor,
+    indices_N: Tensor,
+    keys_N: Tensor,
+    order_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    width = left_VPR.shape[1] * right_WRQ.shape[2]
+    from_N, grad_weights = order_N, _empty_like(None, grad_BD)
+    if offsets_B is not None:
+        bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
+        from_N = bag_N.index_select(0, order_N)
+        if with_weights:
+            made = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, grad_BD.shape[1])
+            at_N = slots.of_entries(order_N)
+            grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
+            )
+    weights = None if weights_N is None else weights_N.index_select(0, order_N)
+    per_slot = sum_by_sorted(grad_BD.contiguous(), from_N, slots.of_sorted_N, slots.count, weights)
+    hot, cold = per_slot.tensor_split([slots.hot.shape[0]])
+    if cold.shape[1] < width:
+        cold = F.pad(cold, (0, width - cold.shape[1]))
+    tall = slots.group * left_VPR.shape[1]
+    cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
+    grad_left, grad_right = _half_grads(slots, cold, left_VPR, right_WRQ)
+    return (
+        grad_left,
+        _lying_as(right_WRQ, grad_right),
+        *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
+        grad_weights,
+    )
 
 
 def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
@@ -297,13 +374,25 @@ def _pieces(
     """
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
     count, tall = slots.right_T.shape[0], slots.group * P
-    each = max(1, (tall + turned_WQR.shape[1]) * R)
-    at_once = max(1, _PIECE // each if is_free_on_cpu(left_VPR) else count)
+    at_once = _groups_at_a_time(left_VPR, count, (tall + turned_WQR.shape[1]) * R)
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
         left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
         left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
         yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
+
+
+_groups_at_a_time = Ways("groups_at_a_time", lambda new: (new(320, 8, 32), 1024, 512))
+
+
+@_groups_at_a_time.way("as many as stay in the cache", lambda left, *_: on_cpu_alone(left))
+def _groups_in_cache(left_VPR: Tensor, count: int, numbers_each: int) -> int:
+    return max(1, _PIECE // max(1, numbers_each))
+
+
+@_groups_at_a_time.way("all")
+def _all_groups(left_VPR: Tensor, count: int, numbers_each: int) -> int:
+    return max(1, count)
 
 
 def _rows(
@@ -345,12 +434,19 @@ def _half_grads(
     return grad_left.view_as(left_VPR), turned_WQR.mT
 
 
-def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
+_add_sorted_ = Ways("add_sorted", lambda new: (new(100, 256), new(64, 256), new(64)))
+
+
+@_add_sorted_.way("to the rows between the first and the last", lambda _, v, __: on_cpu_alone(v))
+def _add_between_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     """Add each value to the row that it is of; these rise."""
+    first, last = int(of_values[0]), int(of_values[-1])
+    _add_to_all_(sums[first : last + 1], values, of_values - first)
+
+
+@_add_sorted_.way("to all rows")
+def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     each = torch.arange(values.shape[0], device=values.device)
-    if is_free_on_cpu(values):  # touch no rows but these
-        first, last = int(of_values[0]), int(of_values[-1])
-        sums, of_values = sums[first : last + 1], of_values - first
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 

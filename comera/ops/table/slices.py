@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from comera.ops.cores import merge_chain, rank_gate
-from comera.ops.dispatch import is_free_on_cpu, is_plain
-from comera.ops.kernels.choose import runs_kernel
-from comera.ops.kernels.lookup_kernel import FILE
+from comera.ops.dispatch import Ways, with_values
+from comera.ops.kernels.choose import LOOKUP, kernel_refuses
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import look_up
 from comera.ops.table.table_factors import merge_tables
@@ -91,9 +90,9 @@ def _in_part(asked: Asked) -> ReadHalves | None:
     """None where both halves had better be joined as a whole."""
     indices_N, cores, gates, threshold, num_embeddings, num_hot = asked
     split = len(cores) // 2
-    left_in_part = _is_in_part(indices_N, cores[:split])
-    right_in_part = _is_in_part(indices_N, cores[split:])
-    if not left_in_part and not right_in_part:
+    read_left = _HALF.choose(indices_N, cores[:split])
+    read_right = _HALF.choose(indices_N, cores[split:])
+    if read_left is read_right is _whole:
         return None
     check_range(indices_N, num_embeddings)
     gated = [rank_gate(core, gate, threshold) for core, gate in zip(cores, gates, strict=False)]
@@ -102,8 +101,8 @@ def _in_part(asked: Asked) -> ReadHalves | None:
     right_W = _rows(right)
     cold_N = (indices_N.long() - num_hot).clamp(min=0)
     left_N, right_N = cold_N // right_W, cold_N % right_W
-    left_V1PR, left_N = _read(left, left_N, left_in_part)
-    right_WRQ1, right_N = _read(right, right_N, right_in_part)
+    left_V1PR, left_N = read_left(left, left_N)
+    right_WRQ1, right_N = read_right(right, right_N)
     left_VPR, right_WRQ = left_V1PR.flatten(1, 2), _turned(right_WRQ1.flatten(2))
     (V, *_), (W, *_) = left_VPR.shape, right_WRQ.shape
     at_N = num_hot + left_N * W + right_N
@@ -112,15 +111,36 @@ def _in_part(asked: Asked) -> ReadHalves | None:
     return ReadHalves(at_N, left_VPR, right_WRQ, num_hot + V * W)
 
 
-def _is_in_part(indices_N: Tensor, half: Sequence[Tensor]) -> bool:
-    """Whether its slices are joined one by one; never narrow ones, which would be rounded twice."""
-    if torch.compiler.is_compiling() or len(half) == 1 or half[0].dtype.itemsize < 4:
-        return False
+_HALF = Ways(
+    "half_of_a_table", lambda new: (new(1024), [new(1, 1000, 8, 32), new(32, 1000, 8, 32)])
+)
+
+
+def _not_in_part(indices_N: Tensor, half: Sequence[Tensor]) -> str | None:
+    """Refuse what costs less as a whole, and narrow slices, which would be rounded twice."""
+    reason = with_values(indices_N)
+    if reason is not None:
+        return reason
+    if len(half) == 1:
+        return "it is one core"
+    if half[0].dtype.itemsize < 4:
+        return "the dtype is narrower than float32"
     saved = _rows(half) - _DEARER * indices_N.shape[0]
     if saved * _slice_size(half) < _WORTH_IT:
-        return False
-    on_cpu = is_plain(indices_N) and is_free_on_cpu(indices_N)
-    return on_cpu and not runs_kernel("ttm_look_up", FILE, half[0])  # it takes whole halves
+        return "many of its slices are read"
+    return "a kernel reads whole halves" if kernel_refuses(LOOKUP, half[0]) is None else None
+
+
+@_HALF.way("the slices that are read", _not_in_part)
+def _in_slices(half: Sequence[Tensor], numbers_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(U, left bond, columns, right bond)``, and which of these every entry reads."""
+    read_U, at_N = numbers_N.unique(return_inverse=True)
+    return _slices(half, read_U), at_N
+
+
+@_HALF.way("whole")
+def _whole(half: Sequence[Tensor], numbers_N: Tensor) -> tuple[Tensor, Tensor]:
+    return _joined(half).transpose(0, 1), numbers_N
 
 
 def _rows(half: Sequence[Tensor]) -> int:
@@ -130,14 +150,6 @@ def _rows(half: Sequence[Tensor]) -> int:
 def _slice_size(half: Sequence[Tensor]) -> int:
     columns = math.prod(core.shape[2] for core in half)
     return half[0].shape[0] * columns * half[-1].shape[3]
-
-
-def _read(half: Sequence[Tensor], numbers_N: Tensor, in_part: bool) -> tuple[Tensor, Tensor]:
-    """Slices ``(U, left bond, columns, right bond)``, and which of them every entry reads."""
-    if not in_part:
-        return _joined(half).transpose(0, 1), numbers_N
-    read_U, at_N = numbers_N.unique(return_inverse=True)
-    return _slices(half, read_U), at_N
 
 
 def _slices(half: Sequence[Tensor], read_U: Tensor) -> Tensor:

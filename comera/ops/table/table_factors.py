@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from comera.ops.context import without_autocast
 from comera.ops.cores import (
+    Chains,
     gate_chains,
     gate_grads,
     join,
@@ -20,9 +22,12 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import operator, without_autocast
-from comera.ops.factors import layout_of, merge_groups
-from comera.ops.kernels.contract_kernel import Chains, merges_by_kernel
+from comera.ops.dispatch import Ways
+from comera.ops.factors import CONTRACT, layout_of, merge_groups
+from comera.ops.operator import operator
+
+Table = tuple[Sequence[Tensor], Sequence[Tensor], float]
+"""Cores, gates and the threshold of a table."""
 
 
 def merge_table_halves(
@@ -44,9 +49,7 @@ def merge_table_halves(
     return merge_tables([(cores, gates, threshold)])[0]
 
 
-def merge_tables(
-    tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
-) -> list[tuple[Tensor, Tensor]]:
+def merge_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
     """:func:`merge_table_halves` of each table; by kernels all at once.
 
     Args:
@@ -56,12 +59,18 @@ def merge_tables(
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
         for cores, gates, threshold in tables
     ]
-    if torch.compiler.is_compiling():
-        kernels = chains[0].cores[0].is_cuda  # the operator asks for them when it runs
-    else:
-        kernels = merges_by_kernel(chains)
-    if not kernels:
-        return [_merge_table_halves(list(c), list(g), threshold) for c, g, threshold in tables]
+    return _TABLES(chains, tables)
+
+
+_TABLES = Ways("contract_tables", lambda new: ([Chains([new(1, 64, 32)], [], [], 1, 0, 0.0)], []))
+
+
+def _not_together(chains: Sequence[Chains], tables: Sequence[Table]) -> str | None:
+    return CONTRACT.refusal_of_graph(chains[0].cores[0], chains)
+
+
+@_TABLES.way("all at once, as layers", _not_together)
+def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
     halves = merge_groups(
         [core for chain in chains for core in chain.cores],
         [gate for chain in chains for gate in chain.gates],
@@ -75,6 +84,11 @@ def merge_tables(
         left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
         found.append((left, _right_apart(right, cores[split:], turned=False)))
     return found
+
+
+@_TABLES.way("one by one")
+def _one_by_one(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
+    return [_merge_table_halves(list(c), list(g), threshold) for c, g, threshold in tables]
 
 
 @operator("comera::merge_table_halves")

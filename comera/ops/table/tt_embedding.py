@@ -9,15 +9,16 @@ coordinates: D where they are dense, fewer where they are coordinates in a basis
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import sizes_are_fixed
-from comera.ops.kernels.lookup_kernel import reads_by_kernel, sums_by_kernel
+from comera.ops.context import shapes_are_static
+from comera.ops.dispatch import Ways
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import count_hot, every_row, look_up
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, count_hot, every_row, look_up
 from comera.ops.table.slices import Asked, read_halves
 from comera.ops.table.table_factors import merge_table_halves
 
@@ -66,15 +67,10 @@ def tt_embedding(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    if not torch.compiler.is_compiling():
-        check_range(indices, num_embeddings)  # it knows the shape, the operator does not
+    check_range(indices, num_embeddings)  # it knows the shape, the operator does not
     asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK))
     flat, left_VPR, right_WRQ, num_read = read_halves(asked)
-    halves = left_VPR, right_WRQ
-    if sizes_are_fixed(flat) and not _made_by_kernels(halves, hot_HK, basis_KD):
-        rows = every_row(flat, *halves, hot_HK, basis_KD, embedding_dim)
-    else:
-        rows, _, _ = look_up(flat, *halves, hot_HK, basis_KD, None, None, num_read, embedding_dim)
+    rows = _ROWS(flat, left_VPR, right_WRQ, hot_HK, basis_KD, None, None, num_read, embedding_dim)
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -131,17 +127,44 @@ def sums_of_rows(
     embedding_dim: int,
 ) -> Tensor:
     """:func:`tt_embedding_bag` of a table whose halves are known."""
-    offsets_B = offsets_B.long()
-    others = hot_HK, basis_KD, weights_N
-    if sizes_are_fixed(indices_N) and not _made_by_kernels((left_VPR, right_WRQ), *others):
-        rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
-        each = torch.arange(indices_N.shape[0], device=indices_N.device)
-        return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
-    sums, _, _ = look_up(
-        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
-        embedding_dim,
+    return _ROWS(
+        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B.long(),
+        num_embeddings, embedding_dim,
     )  # fmt: skip
-    return sums
+
+
+_ROWS = Ways("rows_of_a_table", LOOKUP.sample)
+
+
+def _sizes_depend_on_values(indices_N: Tensor, *args: Any) -> str | None:
+    """Refuse distinct rows where shapes are static; with kernels no size depends on the rows."""
+    if not shapes_are_static(indices_N):
+        return None
+    return LOOKUP_BACKWARD.refusal(None, indices_N, None, None, *args)
+
+
+@_ROWS.way("lookup", _sizes_depend_on_values)
+def _looked_up(*args: Any) -> Tensor:
+    return look_up(*args)[0]
+
+
+@_ROWS.way("every row for itself")
+def _each_by_itself(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    hot_HK: Tensor | None,
+    basis_KD: Tensor | None,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    _: int,
+    embedding_dim: int,
+) -> Tensor:
+    rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+    if offsets_B is None:
+        return rows
+    each = torch.arange(indices_N.shape[0], device=indices_N.device)
+    return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
 
 
 def ttm_to_dense(
@@ -151,11 +174,6 @@ def ttm_to_dense(
     left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
-
-
-def _made_by_kernels(halves: tuple[Tensor, Tensor], *others: Tensor | None) -> bool:
-    """Whether kernels read the rows and sum their gradients, for which no size depends on rows."""
-    return reads_by_kernel(*halves, *others) and sums_by_kernel(*halves)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""What holds around an operator: autocast, static shapes, products in eight bits, the machine."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from comera.planning.machine import Machine, load_machine
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager:
+    """Switch autocast off on the tensor's device; the meta device has none."""
+    if _is_on(like):
+        return torch.autocast(like.device.type, enabled=False)
+    return nullcontext()
+
+
+def autocast_together(
+    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Cast all to autocast's dtype where autocast is on; float64 is left as it is."""
+    if not _is_on(x) or lefts[0].dtype == torch.float64:
+        return x, list(lefts), list(rights)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
+
+
+def autocast_dtype(like: Tensor) -> torch.dtype:
+    """Return the dtype of products with a tensor: autocast's where it is on, but float64 stays."""
+    if like.dtype == torch.float64 or not _is_on(like):
+        return like.dtype
+    return torch.get_autocast_dtype(like.device.type)
+
+
+def _is_on(like: Tensor) -> bool:
+    kind = like.device.type
+    return _is_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _is_available(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# What torch.compiler.assume_constant_result does; the compiler of torch 2.11 cannot look inside.
+_is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_depth = 0  # one for all threads: in another one it only costs time
+
+
+@contextlib.contextmanager
+def static_shapes() -> Iterator[None]:
+    """Make forward and backward passes such as a CUDA graph can hold: no size depends on values."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def shapes_are_static(like: Tensor) -> bool:
+    """Say whether static_shapes() is entered, or a graph captured on the tensor's device."""
+    return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+_fp8_depth = 0  # one for all threads, as that of static_shapes
+
+
+@contextlib.contextmanager
+def fp8_products() -> Iterator[None]:
+    """Let tensor-train linears of bfloat16 multiply in eight bits, backward included."""
+    global _fp8_depth
+    _fp8_depth += 1
+    try:
+        yield
+    finally:
+        _fp8_depth -= 1
+
+
+def products_are_fp8() -> bool:
+    """Say whether :func:`fp8_products` is entered."""
+    return _fp8_depth > 0
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Load the measured profile of a device, else rough defaults; a CPU's unless it is a GPU."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return load_machine("cuda", torch.cuda.get_device_name(device))
+    return load_machine("cpu", threads=torch.get_num_threads())
