@@ -56,7 +56,7 @@ def _ways(device: torch.device) -> Table:
     for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
     for name in sorted(TABLE):
-        rows: dict[tuple[str, ...], list[str]] = {}
+        rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
             with static_shapes():
