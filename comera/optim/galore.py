@@ -41,7 +41,7 @@ from comera.optim.projection import (
     new_bases,
     rotate,
 )
-from comera.optim.state_layout import step_on
+from comera.optim.state_layout import step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
@@ -182,7 +182,7 @@ class GaLore(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_on_(self, param: Tensor, position: int) -> None:
+    def step_param_(self, param: Tensor, position: int) -> None:
         """One step of one parameter, in group number ``position``, as :meth:`step` would take it.
 
         Raises:
@@ -191,7 +191,7 @@ class GaLore(Optimizer):
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_on(self._inner, self._stand_ins.get(param, param), position)
+            step_param(self._inner, self._stand_ins.get(param, param), position)
         finally:
             _give_back(begun)
         self._show_state(param)

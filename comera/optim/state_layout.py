@@ -98,11 +98,11 @@ def loading_exactly(
         after.remove()
 
 
-def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
+def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
     """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
 
     Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
-    go through offers ``step_on_(param, position)``.
+    go through offers ``step_param_(param, position)``.
 
     Args:
         optimizer: Steps each parameter by its own gradient and state.
@@ -112,7 +112,7 @@ def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
     Raises:
         TypeError: If the optimizer keeps count in its groups: it would count every parameter.
     """
-    own = getattr(optimizer, "step_on_", None)
+    own = getattr(optimizer, "step_param_", None)
     if own is not None:
         own(param, position)
         return

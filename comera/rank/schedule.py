@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from comera.names import listed
 from comera.nn.module import check_whole, tensor_trains
-from comera.optim.inner import AnyOptimizer, inner_optimizer, unwrap
+from comera.optim.unwrap import AnyOptimizer, unwrap, unwrap_separable
 from comera.params import is_sharded
 from comera.rank.agreement import agreed, check_alike, processes_of
 from comera.rank.prune import prune_to_
@@ -407,7 +407,7 @@ class TwoStage:
         before, closed = [gate.detach().clone() for gate in gates], list[float]()
 
         def choose() -> dict[str, list[list[int]]]:
-            inner_optimizer(optimizer)  # raises where its state could not be cut
+            unwrap_separable(optimizer)  # raises where its state could not be cut
             closed.extend(
                 prune_to_(
                     self.size.layers, self.target_size,

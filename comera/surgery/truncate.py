@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.optim.inner import AnyOptimizer, inner_optimizer
-from comera.surgery.optimizer_state import carry_
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.surgery.optimizer_state import slice_state_
 from comera.surgery.replicas import renew_, wrappers_of
 
 
@@ -43,12 +43,12 @@ def truncate_(
     """
     check_min_rank(min_rank)
     check_whole(model, "truncate_")
-    inner = inner_optimizer(optimizer)
+    unwrapped = unwrap_separable(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():
         before = layer.ranks
         if 0 not in before:  # else it has vanished already
-            _truncate_layer(layer, inner, min_rank, absorb)
+            _truncate_layer(layer, unwrapped, min_rank, absorb)
         changed[name] = (before, layer.ranks)
     if any(before != after for before, after in changed.values()):
         for wrapper in wrappers_of(model):
@@ -83,10 +83,10 @@ def _truncate_layer(
         if right is not None:
             keep[core.dim() - 1] = right
         scale = open_gates[k][right].to(core.dtype) if absorb and right is not None else None
-        carry_(core, keep, scale, optimizer)
+        slice_state_(core, keep, scale, optimizer)
     for gate, value, kept in zip(gates, open_gates, keeps, strict=True):
         inverse = torch.where(value == 0, 1, 1 / value)[kept] if absorb else None
-        carry_(gate, {0: kept}, inverse, optimizer)
+        slice_state_(gate, {0: kept}, inverse, optimizer)
         if absorb:
             gate.fill_(1)
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -20,6 +19,7 @@ from comera.nn.module import check_whole, tensor_trains
 from comera.ops.dispatch import is_free_on_cpu, scaled_products, sizes_are_fixed
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
+from comera.optim.unwrap import AnyOptimizer
 from comera.rank.schedule import TwoStage
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
@@ -85,7 +85,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss_fn: Callable[[nn.Module, Any], Tensor],
-        optimizer: Optimizer | OptimizerInBackward,
+        optimizer: AnyOptimizer,
         ranks: TwoStage | None = None,
         *,
         accumulate: int = 1,
@@ -322,7 +322,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
         )
 
 
-def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Module) -> None:
+def _check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
     """An optimizer built before ``tensorize_`` holds parameters that are no longer in the model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
