@@ -17,8 +17,8 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
     on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
     whose row is what the tensor train has at that place. All other rows stay as they are, bit for
-    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero, and
-    the mean of all rows where :class:`~comera.MuonAdamW` keeps the size of a row's steps.
+    bit, and so does the optimizer's state of the rows that stay hot. Of new ones the state by which
+    steps are divided is the mean of all rows, and the rest is zero.
 
     Args:
         table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.

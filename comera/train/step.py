@@ -46,16 +46,17 @@ class TrainStep:
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
-        autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
-        precision: The same by name, ``"fp32"`` or ``"bf16"``; or ``"fp8"``, in which tensor-train
-            linears multiply in eight bits and all else is as in ``"bf16"``. Where torch or the
-            card cannot, it is ``"bf16"``, and a warning says why.
+        precision: Of the forward pass: ``"fp32"``; ``"bf16"`` for mixed precision, by
+            ``torch.autocast``; or ``"fp8"``, in which tensor-train linears multiply in eight bits
+            and all else is as in ``"bf16"``. Where torch or the card cannot, it is ``"bf16"``, and
+            a warning says why.
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
 
     Attributes:
+        autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
         scaled: Whether tensor-train linears multiply in eight bits.
         merged: The context in which the layers join their cores together; each step enters it.
 
@@ -90,8 +91,7 @@ class TrainStep:
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        precision: Literal["fp32", "bf16", "fp8"] | None = None,
+        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
         scheduler: LRScheduler | None = None,
         compile: bool = False,
         graph: bool | None = None,
@@ -102,15 +102,10 @@ class TrainStep:
             raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
             _check_in_backward(model, clip_norm)
-        if autocast is not None and not isinstance(autocast, torch.dtype):
-            raise TypeError(
-                f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
-            )
         if graph not in (None, True, False):
             raise TypeError(f"graph={graph!r} must be True, False, or None for a graph on a GPU")
-        if precision is not None:
-            _check_precision(precision, autocast)
-            autocast = None if precision == "fp32" else torch.bfloat16
+        if precision not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
@@ -118,9 +113,10 @@ class TrainStep:
             )
         check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
+        self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.autocast = None if precision == "fp32" else torch.bfloat16
         self.scheduler = scheduler
-        self.merged = GroupedMerge(model, autocast)
+        self.merged = GroupedMerge(model, self.autocast)
         self.steps_done = 0
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
@@ -291,13 +287,6 @@ def _check_loss(loss: Tensor) -> None:
             f"loss_fn must return a scalar tensor that depends on the model, got {shown}"
             f"{' without a gradient' if isinstance(loss, Tensor) and not loss.dim() else ''}"
         )
-
-
-def _check_precision(precision: str, autocast: torch.dtype | None) -> None:
-    if precision not in ("fp32", "bf16", "fp8"):
-        raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
-    if autocast is not None:
-        raise ValueError(f"give precision={precision!r} or autocast={autocast}, not both")
 
 
 def _can_scale(device: torch.device) -> bool:
