@@ -376,7 +376,7 @@ def check_whole(model: nn.Module, what: str) -> None:
                     f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
                     "the model whole in DistributedDataParallel: tensor trains are small. Sharded, "
                     "it trains in a loop of your own with torch.optim.AdamW or SGD, without "
-                    "GroupedMerge, TrainStep and TwoStage"
+                    "GroupedMerge, TrainStep and rank learning"
                 )
 
 

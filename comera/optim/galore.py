@@ -37,7 +37,7 @@ from comera.optim.projection import (
     matrix_shape,
     new_bases,
 )
-from comera.optim.state_layout import step_param
+from comera.optim.step_param import step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo

@@ -29,14 +29,14 @@ class SizeOfRanks:
 
     With bonds ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
     ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the
-    number of open gates, those above ``prune_below``, and a layer with an empty bond has size zero. Relaxed,
-    ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
+    number of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
+    Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
 
     Args:
         model: Its tensor-train layers are found once, here. Those with a frozen gate keep their
             ranks and are not counted.
-        min_rank: The relaxed size does not count the gates of a bond that has no more open
-            ones than this: they get no gradient of it.
+        min_rank: Gates of a bond that has no more open ones than this get no gradient of the
+            relaxed size.
 
     Attributes:
         layers: Those that are counted, by name.

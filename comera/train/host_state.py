@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.optim.unwrap import AnyOptimizer, unwrap
-from comera.rank.schedule import TwoStage
+from comera.rank.learning import RankLearning
 from comera.train.data_parallel import DataParallel
 
 
@@ -19,7 +19,7 @@ class Captured(Protocol):
     """What is read of a :class:`~comera.TrainStep`."""
 
     model: nn.Module
-    ranks: TwoStage | None
+    ranks: RankLearning | None
     parallel: DataParallel | None
     accumulate: int
     clip_norm: float | None

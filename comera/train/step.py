@@ -20,7 +20,7 @@ from comera.ops.dispatch import is_free_on_cpu, scaled_products, sizes_are_fixed
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.unwrap import AnyOptimizer
-from comera.rank.schedule import TwoStage
+from comera.rank.learning import RankLearning
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
@@ -42,7 +42,8 @@ class TrainStep:
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
         optimizer: Steps once a call; around it a :class:`~comera.OptimizerInBackward`, it steps
             each parameter in the last backward pass of a call.
-        ranks: The rank objective, if ranks are learned.
+        ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the model, if
+            ranks are learned.
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
@@ -87,7 +88,7 @@ class TrainStep:
         model: nn.Module,
         loss_fn: Callable[[nn.Module, Any], Tensor],
         optimizer: AnyOptimizer,
-        ranks: TwoStage | None = None,
+        ranks: RankLearning | None = None,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -169,7 +170,7 @@ class TrainStep:
         return StepDescription(False, self._why_eager)
 
     def _break_off_(self) -> None:
-        """Leave nothing of a step that raised: no gradients, and nothing that rank learning heard.
+        """Leave nothing of a step that raised: no gradients, nothing that rank learning observed.
 
         Steps that an optimizer has taken stay, those of single parameters in backward too.
         """
@@ -323,9 +324,9 @@ def _check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
         )
 
 
-def _check_learns_ranks(ranks: TwoStage, model: nn.Module) -> None:
+def _check_learns_ranks(ranks: RankLearning, model: nn.Module) -> None:
     there = {id(param) for param in model.parameters()}
     if not any(id(gate) in there for gate in ranks.size.gates):
         raise ValueError(
-            "ranks is a TwoStage of another model: give it the one that this step trains"
+            f"ranks is a {ranks.method} of another model: give it the one that this step trains"
         )
