@@ -96,7 +96,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
+        """Add a group as to any optimizer; ``muon=True`` or the name ``"cores"`` choose Muon."""
         _check(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -119,7 +119,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient.
+        """Take one step of every parameter that has a gradient.
 
         Raises:
             RuntimeError: If a gradient is sparse or complex.
@@ -188,7 +188,7 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a core as a matrix: its wider bond against everything else.
+    """Return the rows and columns of a core as a matrix: its wider bond against everything else.
 
     A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
     """
@@ -198,7 +198,7 @@ def core_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
-    """Nearly the orthogonal factors ``U V^T`` of stacked matrices, ``(b, rows, columns)``.
+    """Find, nearly, the orthogonal factors ``U V^T`` of stacked matrices ``(b, rows, cols)``.
 
     Newton-Schulz iterations on the shorter side; singular values end between 0.7 and 1.2, those
     far below the largest ones lower. A matrix of zeros stays one.

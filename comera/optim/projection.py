@@ -17,13 +17,13 @@ _POWER_ITERATIONS = 1
 
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """As which matrix a tensor of two or more dimensions is taken: its first, and all others."""
+    """Return the shape of a tensor taken as a matrix: its first dimension by all others."""
     rows = tensor.shape[0]
     return rows, tensor.numel() // max(1, rows)
 
 
 def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
-    """Whether a matrix is projected from the left (rows become R) and from the right.
+    """Tell whether a matrix is projected from the left (rows become R) and from the right.
 
     ``std`` projects the shorter side, so that the moments are as small as can be, as does
     ``random``; ``reverse_std`` the longer one. It depends on the shape alone and never changes.
@@ -39,7 +39,7 @@ def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
 
 
 def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
-    """Shape of the projected gradient."""
+    """Return the shape of the projected gradient."""
     left, right = sides(shape, proj_type)
     return rank if left else shape[0], rank if right else shape[1]
 
@@ -47,7 +47,7 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
 def basis_shapes(
     shape: tuple[int, int], rank: int, proj_type: ProjType
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the bases, ``left`` and/or ``right``."""
+    """Return the shapes of the bases, ``left`` and/or ``right``."""
     left, right = sides(shape, proj_type)
     shapes = {"left": (shape[0], rank)} if left else {}
     return shapes | ({"right": (rank, shape[1])} if right else {})
@@ -91,7 +91,7 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
 
 
 def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """The gradient in the subspace, in float32 or wider."""
+    """Project a gradient into the subspace, in float32 or wider."""
     grad_MN = _widened(grad_MN)
     if "left" in bases:
         grad_MN = bases["left"].T @ grad_MN
@@ -101,7 +101,7 @@ def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """A step in the subspace as a step of the whole matrix."""
+    """Take a step in the subspace back to one of the whole matrix."""
     if "left" in bases:
         low = bases["left"] @ low
     if "right" in bases:

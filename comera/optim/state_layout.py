@@ -14,7 +14,7 @@ _OF_A_PLACE = ("step", "zero_grad")
 
 
 def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """All attributes but the hooks: torch's ``__getstate__`` keeps none that a subclass added."""
+    """Return all attributes but the hooks; torch's ``__getstate__`` lacks those of subclasses."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -55,7 +55,7 @@ def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def stored_bytes(value: Any) -> int:
-    """Bytes that a tensor keeps, those inside of a packed one; none for what is no tensor."""
+    """Count the bytes that a tensor keeps, those inside of a packed one; 0 for no tensor."""
     if not isinstance(value, Tensor):
         return 0
     if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -68,7 +68,7 @@ def stored_bytes(value: Any) -> int:
 def loading_exactly(
     optimizer: Optimizer, exact: Callable[[dict[str, Any], Tensor], dict[str, Any]]
 ) -> Iterator[None]:
-    """Around a ``load_state_dict`` of torch's, which casts all state to its parameter's dtype.
+    """Undo, around torch's ``load_state_dict``, that it casts state to its parameter's dtype.
 
     Args:
         optimizer: Whose state is loaded.

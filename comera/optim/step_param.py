@@ -43,7 +43,7 @@ def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without what torch wraps around it: hooks and a profiler's record."""
+    """Return a class's step without what torch wraps around it: hooks and a profiler's record."""
     step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
