@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from comera.optim.groups import galore_param_groups, param_groups
     from comera.optim.in_backward import OptimizerInBackward
     from comera.optim.muon import MuonAdamW
-    from comera.rank.schedule import TwoStage
+    from comera.rank.importance_pruning import ImportancePruning
+    from comera.rank.two_stage import TwoStage
     from comera.report.compression import compression_report
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
@@ -69,7 +70,8 @@ _HOMES = {
     "comera.optim.groups": ("galore_param_groups", "param_groups"),
     "comera.optim.in_backward": ("OptimizerInBackward",),
     "comera.optim.muon": ("MuonAdamW",),
-    "comera.rank.schedule": ("TwoStage",),
+    "comera.rank.importance_pruning": ("ImportancePruning",),
+    "comera.rank.two_stage": ("TwoStage",),
     "comera.report.compression": ("compression_report",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
@@ -89,6 +91,7 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "GroupedMerge",
+    "ImportancePruning",
     "MuonAdamW",
     "OptimizerInBackward",
     "TTConfig",

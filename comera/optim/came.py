@@ -174,7 +174,7 @@ class CAME(Optimizer):
         return [part for params in kinds.values() for part in came_state.parts(params)]
 
     def _update(self, params: list[Tensor], settings: Settings, corrected: bool) -> None:
-        """One step for parameters of equal shape, in the same calls."""
+        """Take one step for parameters of equal shape, in the same calls."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
         shape = (len(params), *(view or (params[0].numel(),)))

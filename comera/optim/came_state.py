@@ -24,7 +24,7 @@ _DEFAULT_STACKED = (1 << 20, 1 << 24)
 
 
 def empty_state(param: Tensor, state_dtype: str | None) -> State:
-    """State before the first step, all zero and without ``step``."""
+    """Return the state before the first step, all zero and without ``step``."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     state = _empty_average(param, state_dtype)
     view = matrix_view(param.shape)
@@ -65,7 +65,7 @@ def write(tensors: list[Tensor], stacked: Tensor) -> None:
 
 
 def read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
-    """The first moments as one tensor of ``shape``, out of eight bits if they are in them."""
+    """Read the first moments as one tensor of ``shape``, out of eight bits if they are in them."""
     if "exp_avg_update_scale" not in states[0]:
         return stack(every(states, "exp_avg_update"), shape)
     codes = stack(every(states, "exp_avg_update"), (len(states), -1))
@@ -85,7 +85,7 @@ def write_average(states: Sequence[State], average: Tensor) -> None:
 
 
 def loaded(state: State, param: Tensor) -> State:
-    """A copy of a saved state on the parameter's device, in the types in which it was saved."""
+    """Copy a saved state on the parameter's device, in the types in which it was saved."""
     full = state.get("exp_avg_update")
     if full is None or full.shape != param.shape:
         found = (

@@ -32,7 +32,7 @@ class Settings:
 
     @property
     def keep(self) -> float | Tensor:
-        """The share of a parameter that weight decay leaves."""
+        """Return the share of a parameter that weight decay leaves."""
         return 1 - self.lr * self.weight_decay if self.weight_decay else 1.0
 
 
@@ -58,7 +58,7 @@ class Corrections:
 
 
 def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and columns of the matrix as which a tensor's second moments are factored.
+    """Return the rows and columns of the matrix as which a tensor's second moments are factored.
 
     The dimensions are split in order where rows + columns is least, so that the factors are small
     for any order of dimensions: ``(30, 8, 1)`` is a ``30 x 8`` matrix, ``(64, 3, 3, 3)`` is
@@ -76,7 +76,7 @@ def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def product(factors_bf: Tensor, rows: int) -> Tensor:
-    """The matrices ``(b, r, c)`` that row and column means stand for: ``row * column / mean``."""
+    """Return the matrices ``(b, r, c)`` of row and column means: ``row * column / mean``."""
     row, column = factors_bf[:, :rows], factors_bf[:, rows:]
     share = row / row.mean(1, keepdim=True)
     return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
@@ -96,7 +96,7 @@ def factored_step_(
     settings: Settings,
     corrections: Corrections | None = None,
 ) -> None:
-    """One step of CAME on matrices, in place.
+    """Take one step of CAME on matrices, in place.
 
     Args:
         param_brc: Of any floating dtype; the change is added in the dtype of the moments and
@@ -166,7 +166,7 @@ def plain_step_(
     settings: Settings,
     corrections: Corrections | None = None,
 ) -> None:
-    """One step of CAME on tensors that are not factored: without the confidence term."""
+    """Take one step of CAME on tensors that are not factored: without the confidence term."""
     beta1, beta2, _ = settings.betas
     grad_bn = grad_bn.to(square_bn.dtype)
     square_bn.lerp_(grad_bn.square() + settings.eps[0], 1 - beta2)
@@ -255,7 +255,7 @@ def pack(values_bn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
-    """The values ``(b, n)`` float32 that codes and scales stand for."""
+    """Return the values ``(b, n)`` float32 that codes and scales stand for."""
     values = _in_blocks(codes_bn) * (scales_bk / 127).unsqueeze(2)
     return values.flatten(1)[:, : codes_bn.shape[1]].contiguous()
 
@@ -271,6 +271,6 @@ def _spans(blocks_bkn: Tensor) -> list[slice]:
 
 
 def _in_blocks(values_bn: Tensor) -> Tensor:
-    """As ``(b, k, 256)``, filled up with zeros."""
+    """Lay out as ``(b, k, 256)``, filled up with zeros."""
     missing = -values_bn.shape[1] % BLOCK
     return (F.pad(values_bn, (0, missing)) if missing else values_bn).unflatten(1, (-1, BLOCK))

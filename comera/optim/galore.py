@@ -26,26 +26,21 @@ from comera.optim.galore_parts import (
     check_projects_alike,
     check_subspaces,
     joined,
-    listed,
     merged,
     parted,
     replaced,
 )
 from comera.optim.projection import (
-    METHODS,
-    Method,
     add_out_of_,
     into,
     low_shape,
     matrix_shape,
     new_bases,
-    rotate,
 )
-from comera.optim.state_layout import step_on
+from comera.optim.step_param import step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
-_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class _Begun(NamedTuple):
@@ -75,11 +70,8 @@ class GaLore(Optimizer):
             A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
             sides are not above the rank is not projected, and neither scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
-        projection: ``"randomized"`` or ``"svd"``, see
-            :func:`~comera.optim.projection.new_bases`.
         stagger: Spread the refreshes of the subspaces over the steps between two of them, so that
             no single step takes long. The first step finds them all.
-        rotate_moments: Carry the first moment over into each new subspace. The paper does not.
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
@@ -107,13 +99,9 @@ class GaLore(Optimizer):
         params: Iterable[Any],
         inner: Callable[..., Optimizer] = torch.optim.AdamW,
         *,
-        projection: Method = "randomized",
         stagger: bool = True,
-        rotate_moments: bool = False,
         **settings: Any,
     ) -> None:
-        if projection not in METHODS:
-            raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
         groups = as_groups(params)
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
@@ -123,7 +111,7 @@ class GaLore(Optimizer):
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
         for group in groups:
             check_group(group, self._inner)
-        self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
+        self.stagger = stagger
         self._built = False
         theirs = self._inner.param_groups
         together = [merged(*pair) for pair in zip(groups, theirs, strict=True)]
@@ -131,7 +119,7 @@ class GaLore(Optimizer):
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; a group with the key ``rank`` is projected."""
+        """Add a group as to any optimizer; one with the key ``rank`` is projected."""
         if self._built:
             param_group = {**param_group, "params": as_list(param_group["params"])}
             check_group(param_group, self._inner)
@@ -147,16 +135,16 @@ class GaLore(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer that trains the stand-ins, and every parameter that is not projected."""
+        """Return the optimizer that trains the stand-ins, and all that is not projected."""
         return self._inner
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
-        """What the inner optimizer trains in the place of a parameter, if it is projected."""
+        """Return what the inner optimizer trains in place of a parameter, if that is projected."""
         return self._stand_ins.get(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient.
+        """Take one step of every parameter that has a gradient.
 
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
@@ -182,8 +170,8 @@ class GaLore(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_on_(self, param: Tensor, position: int) -> None:
-        """One step of one parameter, in group number ``position``, as :meth:`step` would take it.
+    def step_param_(self, param: Tensor, position: int) -> None:
+        """Take one step of one parameter, in group number ``position``, as :meth:`step` would.
 
         Raises:
             RuntimeError: As :meth:`step`.
@@ -191,7 +179,7 @@ class GaLore(Optimizer):
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_on(self._inner, self._stand_ins.get(param, param), position)
+            step_param(self._inner, self._stand_ins.get(param, param), position)
         finally:
             _give_back(begun)
         self._show_state(param)
@@ -210,7 +198,7 @@ class GaLore(Optimizer):
                     self._refresh(param, param.grad.flatten(1), group, self._numbers[param])
 
     def unpack_state_(self, param: Tensor) -> None:
-        """For :func:`~comera.truncate_`, where the inner optimizer's state needs it."""
+        """Unpack the inner optimizer's state for :func:`~comera.truncate_`, where it needs that."""
         state_layout.unpack_state_(self._inner, param)
 
     def pack_state_(self, param: Tensor) -> None:
@@ -218,7 +206,7 @@ class GaLore(Optimizer):
         state_layout.pack_state_(self._inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything, so that a copy's stand-ins are those of its own parameters."""
+        """Return everything, so that a copy's stand-ins are those of its own parameters."""
         return {
             **state_layout.whole(self),
             "_inner": (type(self._inner), state_layout.whole(self._inner)),
@@ -233,7 +221,7 @@ class GaLore(Optimizer):
         super().__setstate__(state)
 
     def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        """What the stand-in's step is multiplied by."""
+        """Return what the stand-in's step is multiplied by."""
         if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
             return group["scale"]
         # Its steps are relative to the size of the parameter, for which it takes eps[1] while the
@@ -244,7 +232,7 @@ class GaLore(Optimizer):
 
     @_eagerly
     def _hand_over(self, position: int) -> dict[str, Any]:
-        """A group, once the inner optimizer has its settings: schedulers and users change ours."""
+        """Return a group once the inner optimizer has its settings: schedulers change ours."""
         mine, theirs = self.param_groups[position], self._inner.param_groups[position]
         for key in self._inner_keys:
             theirs[key] = mine[key]
@@ -308,14 +296,9 @@ class GaLore(Optimizer):
             return
         # Another for each parameter and step; torch's generator on the CPU looks at 32 bits.
         seed = (number * 0x9E3779B1 + steps) % 2**32
-        new = new_bases(grad_MN, group["rank"], group["proj_type"], self.projection, seed)
+        new = new_bases(grad_MN, group["rank"], group["proj_type"], seed)
         if not old:
             count += 1
-        elif self.rotate_moments:
-            moments = self._inner.state[self._stand_ins[param]]
-            for key in _FIRST_MOMENTS:
-                if key in moments:
-                    moments[key] = rotate(moments[key], old, new)
         for side, basis in new.items():
             if side in old:
                 old[side].copy_(basis)  # a captured step looks for it there
@@ -324,7 +307,7 @@ class GaLore(Optimizer):
 
     @_eagerly
     def _show_state(self, param: Tensor) -> None:
-        """What is not projected has the inner optimizer's state, the very same, as its own."""
+        """Give what is not projected the inner optimizer's state, the very same, as its own."""
         if param not in self._stand_ins and param in self._inner.state:
             self.state[param] = self._inner.state[param]
 
@@ -333,7 +316,7 @@ class GaLore(Optimizer):
         return {side: state[OURS + side] for side in ("left", "right") if OURS + side in state}
 
     def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Weight decay of a projected group, as the inner optimizer would: the gradient to use."""
+        """Decay a projected parameter as the inner optimizer would; return the gradient to use."""
         rate = group.get("weight_decay", 0.0)
         if not rate:
             return grad
@@ -349,7 +332,7 @@ class GaLore(Optimizer):
         return not isinstance(self._inner, coupled)
 
     def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The inner optimizer's group: stand-ins for what is projected, no keys of ours."""
+        """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours."""
         own = {key: value for key, value in group.items() if key not in KEYS}
         if "rank" not in group:
             return own
@@ -422,6 +405,6 @@ def _give_back(begun: list[_Begun | None]) -> None:
 
 
 def _release(stand_in: nn.Parameter) -> None:
-    """Nothing is kept between two steps but its shape, and what the optimizer keeps."""
+    """Keep nothing between two steps but its shape, and what the optimizer keeps."""
     stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
     stand_in.grad = None

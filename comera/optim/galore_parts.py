@@ -114,12 +114,12 @@ def check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in quotes, for an error."""
+    """Put names in quotes, for an error."""
     return ", ".join(map(repr, names))
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """As torch has them: parameters without a group are one together."""
+    """Return groups as torch has them: parameters without a group are one together."""
     given = list(params)
     if not any(isinstance(one, dict) for one in given):
         return [{"params": given}]
@@ -128,22 +128,22 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def as_list(params: Any) -> list[Tensor]:
-    """The parameters of one group."""
+    """Return the parameters of one group in a list."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def replaced(params: Iterable[Any], by: Callable[[Tensor], Tensor]) -> list[Any]:
-    """The parameters of one group, each replaced; of ``(name, parameter)`` the name stays."""
+    """Replace each parameter of one group; of ``(name, parameter)`` the name stays."""
     return [(one[0], by(one[1])) if isinstance(one, tuple) else by(one) for one in params]
 
 
 def merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """A group with all settings: the inner optimizer's, ours, and what the user said."""
+    """Return a group with all settings: the inner optimizer's, ours, and what the user said."""
     return {**theirs, **(DEFAULTS if "rank" in mine else {}), **mine}
 
 
 def joined(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Our state dict with the inner optimizer's state beside the subspaces."""
+    """Return our state dict with the inner optimizer's state beside the subspaces."""
     state = {number: dict(entries) for number, entries in theirs["state"].items()}
     for number, entries in mine["state"].items():
         state.setdefault(number, {}).update(entries)
@@ -151,7 +151,7 @@ def joined(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def parted(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """The inner optimizer's state dict, and what is ours by number of the parameter."""
+    """Return the inner optimizer's state dict, and what is ours by number of the parameter."""
     theirs: dict[int, dict[str, Any]] = {}
     ours: dict[int, dict[str, Any]] = {}
     for number, entries in state_dict["state"].items():

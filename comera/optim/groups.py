@@ -80,7 +80,7 @@ def galore_param_groups(
     core_lr: float | None = None,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """As :func:`param_groups`, with the weights of dense layers in a group for GaLore.
+    """Split the parameters as :func:`param_groups`, dense weights in a group for GaLore.
 
     Tensor-train cores, gates, biases, norms and embeddings are never projected, nor is a weight
     that an embedding shares, nor one whose sides are not above the rank.
@@ -94,9 +94,9 @@ def galore_param_groups(
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
         proj_type: See :class:`~comera.GaLore`.
-        gate_lr: See :func:`param_groups`.
-        core_lr: See :func:`param_groups`.
-        weight_decay: See :func:`param_groups`.
+        gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
+        core_lr: Rate of the tensor-train cores; ``lr`` if None.
+        weight_decay: Of dense matrices only, projected or not.
 
     Raises:
         ValueError: If no weight is left to project.
@@ -123,7 +123,7 @@ def galore_param_groups(
 
 
 def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[Tensor]:
-    """Trained weights of linear and convolution layers, each once; none an embedding shares."""
+    """Find the trained weights of linear and convolution layers, but those of embeddings, once."""
     shared = {
         id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
     }

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.state_layout import plain_step, step_on
+from comera.optim.step_param import plain_step, step_param
 
 
 class OptimizerInBackward:
@@ -164,25 +164,25 @@ class OptimizerInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """Return the groups of the optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:
-        """The optimizer's."""
+        """Return the state of the optimizer."""
         return self.optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's; there is nothing else to save."""
+        """Return the optimizer's state; there is nothing else to save."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's, whether it was saved with per-layer updates or without."""
+        """Load the optimizer's state, whether it was saved with per-layer updates or without."""
         self.optimizer.load_state_dict(state_dict)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``GradScaler.step`` asks first."""
+        """Answer what ``GradScaler.step`` asks first."""
         raise RuntimeError(_SCALED)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -192,7 +192,7 @@ class OptimizerInBackward:
         )
 
     def _on_grad(self, param: Tensor) -> None:
-        """What autograd, or ``fully_shard`` after its reduction, calls with a full gradient."""
+        """Take a full gradient from autograd, or from ``fully_shard`` after its reduction."""
         if self._accumulating:
             self._waiting[param] = None
             return
@@ -203,7 +203,7 @@ class OptimizerInBackward:
                 self._average(param)
             self._stepped.add(param)
             self._waiting.pop(param, None)
-            step_on(self.optimizer, param, self._position[param])
+            step_param(self.optimizer, param, self._position[param])
             param.grad = None
 
     def _average(self, param: Tensor) -> None:
@@ -253,7 +253,7 @@ class OptimizerInBackward:
         )
 
     def _name(self, param: Tensor) -> str:
-        """For a message: by name where the groups were made of named parameters."""
+        """Name a parameter in a message: by name where the groups were made of named parameters."""
         number = self._position[param]
         group = self.optimizer.param_groups[number]
         index = next(k for k, p in enumerate(group["params"]) if p is param)
@@ -341,7 +341,7 @@ def _pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def _is(thing: object, name: str) -> bool:
-    """Whether it is of a class of this name, which need not be imported to be asked."""
+    """Tell whether it is of a class of this name, which need not be imported for that."""
     return any(cls.__name__ == name for cls in type(thing).__mro__)
 
 

@@ -11,21 +11,19 @@ from torch import Tensor
 
 ProjType = Literal["std", "reverse_std", "left", "right", "full", "random"]
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full", "random")
-Method = Literal["randomized", "svd"]
-METHODS = ("randomized", "svd")
 
 _OVERSAMPLING = 8
 _POWER_ITERATIONS = 1
 
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """As which matrix a tensor of two or more dimensions is taken: its first, and all others."""
+    """Return the shape of a tensor taken as a matrix: its first dimension by all others."""
     rows = tensor.shape[0]
     return rows, tensor.numel() // max(1, rows)
 
 
 def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
-    """Whether a matrix is projected from the left (rows become R) and from the right.
+    """Tell whether a matrix is projected from the left (rows become R) and from the right.
 
     ``std`` projects the shorter side, so that the moments are as small as can be, as does
     ``random``; ``reverse_std`` the longer one. It depends on the shape alone and never changes.
@@ -41,7 +39,7 @@ def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
 
 
 def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
-    """Shape of the projected gradient."""
+    """Return the shape of the projected gradient."""
     left, right = sides(shape, proj_type)
     return rank if left else shape[0], rank if right else shape[1]
 
@@ -49,23 +47,22 @@ def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[i
 def basis_shapes(
     shape: tuple[int, int], rank: int, proj_type: ProjType
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the bases, ``left`` and/or ``right``."""
+    """Return the shapes of the bases, ``left`` and/or ``right``."""
     left, right = sides(shape, proj_type)
     shapes = {"left": (shape[0], rank)} if left else {}
     return shapes | ({"right": (rank, shape[1])} if right else {})
 
 
-def new_bases(
-    grad_MN: Tensor, rank: int, proj_type: ProjType, method: Method, seed: int
-) -> dict[str, Tensor]:
-    """Orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
+    """Find orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+
+    By a randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
+    0909.4061, algorithm 4.4), many times faster than a singular value decomposition.
 
     Args:
         grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
         rank: Columns of each basis, below the sides it stands for.
         proj_type: See :func:`sides`; ``random`` takes a random subspace, not the leading one.
-        method: ``"svd"``, or ``"randomized"``: a range finder with one power iteration (Halko,
-            Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4), many times faster.
         seed: Of what is random; torch's own random state is left alone.
 
     Returns:
@@ -85,12 +82,6 @@ def new_bases(
                 bases["left"] = _random(grad_MN.shape[0], rank, grad_MN, generator)
             if right:
                 bases["right"] = _random(grad_MN.shape[1], rank, grad_MN, generator).T.contiguous()
-        elif method == "svd":
-            u_MK, _, v_KN = torch.linalg.svd(grad_MN, full_matrices=False)
-            if left:
-                bases["left"] = u_MK[:, :rank].contiguous()
-            if right:
-                bases["right"] = v_KN[:rank].contiguous()
         else:
             if left:
                 bases["left"] = _range(grad_MN, rank, generator)
@@ -100,7 +91,7 @@ def new_bases(
 
 
 def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """The gradient in the subspace, in float32 or wider."""
+    """Project a gradient into the subspace, in float32 or wider."""
     grad_MN = _widened(grad_MN)
     if "left" in bases:
         grad_MN = bases["left"].T @ grad_MN
@@ -110,7 +101,7 @@ def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """A step in the subspace as a step of the whole matrix."""
+    """Take a step in the subspace back to one of the whole matrix."""
     if "left" in bases:
         low = bases["left"] @ low
     if "right" in bases:
@@ -127,11 +118,6 @@ def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
         param.view(left.shape[0], -1).addmm_(left, bases["right"])
     else:
         param.view(-1, low.shape[1]).addmm_(bases["left"], low)
-
-
-def rotate(low: Tensor, old: dict[str, Tensor], new: dict[str, Tensor]) -> Tensor:
-    """A first moment in the old subspace, seen from the new one."""
-    return into(out_of(_widened(low), old), new).to(low.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

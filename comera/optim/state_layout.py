@@ -14,7 +14,7 @@ _OF_A_PLACE = ("step", "zero_grad")
 
 
 def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """All attributes but the hooks: torch's ``__getstate__`` keeps none that a subclass added."""
+    """Return all attributes but the hooks; torch's ``__getstate__`` lacks those of subclasses."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -55,7 +55,7 @@ def pack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
 
 
 def stored_bytes(value: Any) -> int:
-    """Bytes that a tensor keeps, those inside of a packed one; none for what is no tensor."""
+    """Count the bytes that a tensor keeps, those inside of a packed one; 0 for no tensor."""
     if not isinstance(value, Tensor):
         return 0
     if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -68,7 +68,7 @@ def stored_bytes(value: Any) -> int:
 def loading_exactly(
     optimizer: Optimizer, exact: Callable[[dict[str, Any], Tensor], dict[str, Any]]
 ) -> Iterator[None]:
-    """Around a ``load_state_dict`` of torch's, which casts all state to its parameter's dtype.
+    """Undo, around torch's ``load_state_dict``, that it casts state to its parameter's dtype.
 
     Args:
         optimizer: Whose state is loaded.
@@ -96,46 +96,3 @@ def loading_exactly(
     finally:
         before.remove()
         after.remove()
-
-
-def step_on(optimizer: Optimizer, param: Tensor, position: int) -> None:
-    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
-
-    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
-    go through offers ``step_on_(param, position)``.
-
-    Args:
-        optimizer: Steps each parameter by its own gradient and state.
-        param: With its gradient.
-        position: Of its group among the optimizer's.
-
-    Raises:
-        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
-    """
-    own = getattr(optimizer, "step_on_", None)
-    if own is not None:
-        own(param, position)
-        return
-    groups = optimizer.param_groups
-    group = groups[position]
-    alone = {**group, "params": [param]}
-    optimizer.param_groups = [alone]
-    try:
-        plain_step(type(optimizer))(optimizer)
-    finally:
-        optimizer.param_groups = groups
-    written = [k for k, v in alone.items() if k != "params" and v is not group.get(k)]
-    if written:
-        raise TypeError(
-            f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
-            "groups in every step, which is a sum over all parameters and cannot be had from one: "
-            "call its step() after backward"
-        )
-
-
-def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without what torch wraps around it: hooks and a profiler's record."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step

@@ -19,7 +19,7 @@ from comera.optim.galore import GaLore
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Bytes that are kept of every parameter from its first step on.
+    """Count the bytes that are kept of every parameter from its first step on.
 
     Args:
         optimizer: Nothing of it is changed. Where a parameter has state already, that is counted.
@@ -52,7 +52,7 @@ def _bytes(optimizer: Optimizer, param: Tensor) -> int:
 
 
 def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[Tensor]:
-    """What is kept of a parameter."""
+    """Return what is kept of a parameter."""
     yield from _values(optimizer.state.get(param, {}))
     if isinstance(optimizer, GaLore) and (stand_in := optimizer.stand_in(param)) is not None:
         yield from _values(optimizer.inner.state.get(stand_in, {}))
@@ -63,7 +63,7 @@ def _values(state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
-    """What a copy of the optimizer shall have in the place of its parameters and state."""
+    """Return what a copy of the optimizer shall have in the place of its parameters and state."""
     whole = [optimizer, optimizer.inner] if isinstance(optimizer, GaLore) else [optimizer]
     memo: dict[int, Any] = {}
     for part in whole:
@@ -76,7 +76,7 @@ def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy with other parameters and no state, made of all that the optimizer has."""
+    """Copy an optimizer with all it has, but with other parameters and no state."""
     kind = type(optimizer)
     twin = kind.__new__(kind)
     full = (

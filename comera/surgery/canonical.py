@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.optim.inner import AnyOptimizer, inner_optimizer
-from comera.surgery.optimizer_state import forget_
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.surgery.optimizer_state import reset_state_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,19 +56,19 @@ def canonicalize_(
             by ``fully_shard``. Nothing is changed.
     """
     check_whole(model, "canonicalize_")
-    inner = inner_optimizer(optimizer)
+    unwrapped = unwrap_separable(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]
         if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
             continue
         for param in params:
-            forget_(param, inner)
+            reset_state_(param, unwrapped)
             if process_group is not None:
                 dist.broadcast(param.data, group=process_group, group_src=0)
 
 
 def _canonicalize_layer(layer: TensorTrainModule) -> bool:
-    """Whether there was something to do: not for a weight that is zero or not finite."""
+    """Bring one layer into canonical form; False for a weight that is zero or not finite."""
     if 0 in layer.ranks:
         return False
     # On the CPU in float64: it happens once in a run, and not every device has float64.
@@ -77,6 +77,8 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     if found is None:
         return False
     cores, singular_values = found
+    # Bonds may have become narrower than they are stored: what is beyond is zero and closed, so
+    # that parameters keep their shapes until truncate_ cuts them.
     for mine, core in zip(layer.cores, cores, strict=True):
         left, _, right = core.shape
         mine.zero_()
@@ -88,7 +90,7 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
 
 
 def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Cores of the same product in canonical form.
+    """Return cores of the same product in canonical form.
 
     Args:
         cores: ``(left bond, mode, right bond)`` each, at least two.
@@ -102,13 +104,15 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
     """
     left = _orthonormal_to_the_right(cores[:split])
     right = _mirrored(_orthonormal_to_the_right(_mirrored(cores[split:])))
-    # Both now end in a matrix that belongs to the middle bond.
+    # Both now end in a matrix that belongs to the middle bond, and all else is orthonormal towards
+    # it: the singular values of that matrix are those of the whole weight at this bond.
     middle = left.pop().flatten(1) @ right.pop(0).flatten(1)
     if not bool(middle.isfinite().all()) or not bool(middle.any()):
         return None
     u, s, vh = torch.linalg.svd(middle, full_matrices=False)
     left[-1] = left[-1] @ u
     right[0] = (vh @ right[0].flatten(1)).reshape(-1, *right[0].shape[1:])
+    # From the middle outwards, each bond by the singular values of the one before it.
     left, before = _by_singular_vectors(left, s)
     right, behind = _by_singular_vectors(_mirrored(right), s)
     right = _mirrored(right)
@@ -118,7 +122,7 @@ def canonical(cores: Sequence[Tensor], split: int) -> tuple[list[Tensor], list[T
 
 
 def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
-    """The same product: cores orthonormal over all but their right bond, and what is left."""
+    """Return the same product: cores orthonormal over all but their right bond, and the rest."""
     done, rest = [], cores[0].new_ones(1, 1)
     for core in cores:
         core = (rest @ core.flatten(1)).reshape(-1, *core.shape[1:])
@@ -128,7 +132,7 @@ def _orthonormal_to_the_right(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Turn the inner bonds of the left half, whose last bond has the singular values ``s``.
+    """Turn the inner bonds of the left cores, whose last bond has the singular values ``s``.
 
     Returns:
         The cores, and the singular values of the bonds between them from right to left.
@@ -143,7 +147,7 @@ def _by_singular_vectors(cores: Sequence[Tensor], s: Tensor) -> tuple[list[Tenso
 
 
 def _scaled_as(like: Sequence[Tensor], cores: Sequence[Tensor]) -> list[Tensor]:
-    """The same product, the norms of its cores in the proportions of others."""
+    """Return the same product, the norms of its cores in the proportions of others."""
     theirs, mine = ([core.norm().log() for core in train] for train in (like, cores))
     rest = (sum(mine) - sum(theirs)) / len(cores)
     return [core * (a - b + rest).exp() for a, b, core in zip(theirs, mine, cores, strict=True)]

@@ -16,7 +16,10 @@ from tests.states import assert_equal
 
 from .conftest import loss_fn, make_model
 
-FORMS = {"cut": {"early_steps": 8}, "two stages": {"early_steps": 4, "late_steps": 8}}
+FORMS = {
+    "cut": lambda model, **settings: comera.ImportancePruning(model, 0.5, 8, **settings),
+    "two stages": lambda model, **settings: comera.TwoStage(model, 0.5, 4, 8, **settings),
+}
 STEPS, MORE = {"cut": 8, "two stages": 12}, 5
 
 
@@ -54,9 +57,9 @@ def snapshot(model):
 
 
 def own_loops(rank):
-    """Both forms, with either kind of wrapper, and with the wrapper given to ``TwoStage``."""
+    """Both forms, with either kind of wrapper, and with the wrapper given to the method."""
     found = {}
-    for form, stages in FORMS.items():
+    for form, method in FORMS.items():
         for given, settings in (
             ("model", {}),
             ("model", {"find_unused_parameters": True}),
@@ -66,19 +69,18 @@ def own_loops(rank):
         ):
             model = make_model()
             wrapped = nn.parallel.DistributedDataParallel(model, **settings)
-            ranks = comera.TwoStage(wrapped if given == "wrapper" else model, 0.5, **stages)
+            ranks = method(wrapped if given == "wrapper" else model)
             batches = [rows(rank, number) for number in range(STEPS[form] + MORE)]
             found[form, given, *settings] = loop(model, wrapped, ranks, batches)
     return found
 
 
-def trained(rank, **stages):
+def trained(rank, form):
     model = make_model()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    ranks = comera.TwoStage(model, 0.5, **stages)
-    steps = sum(stages.values()) - 1
+    ranks = FORMS[form](model)
     optimizer = optimizer_for(model)
-    loop(model, wrapped, ranks, [rows(rank, k) for k in range(steps)], optimizer)
+    loop(model, wrapped, ranks, [rows(rank, k) for k in range(STEPS[form] - 1)], optimizer)
     return model, wrapped, ranks, optimizer
 
 
@@ -113,9 +115,9 @@ def restore(model, weights):
 def refusals(rank):
     """The second process has changed its copy."""
     found = {}
-    for form, stages in FORMS.items():
+    for form in FORMS:
         for change in (shift, close, other_cores, spoil):
-            model, wrapped, ranks, optimizer = trained(rank, **stages)
+            model, wrapped, ranks, optimizer = trained(rank, form)
             before = snapshot(model)
             if rank == 1:
                 change(model)
@@ -146,7 +148,7 @@ def of_its_own(rank):
         model = make_model()
         with torch.no_grad():
             model[1].gates[0].sub_(0.2 * rank)
-        ranks = comera.TwoStage(model, 0.5, 8, **settings)
+        ranks = comera.ImportancePruning(model, 0.5, 8, **settings)
         try:
             done = loop(model, model, ranks, batches)
             found[name] = done["outcome"], done["shapes"], ranks.steps_done
@@ -237,9 +239,9 @@ def test_copies_with_other_gates_are_not_cut(results, form, change):
     for found in (mine, theirs):
         assert found["said"].startswith("ValueError: processes 0 and 1 do not hold copies of one")
         assert "gates of 1 differ by up to" in found["said"]
-        assert (
-            "where each trains a model of its own, give TwoStage process_group=None"
-            in (found["said"])
+        assert found["said"].endswith(
+            "where each trains a model of its own, give TwoStage or ImportancePruning "
+            "process_group=None"
         )
         assert found["unchanged"]
     assert mine["shapes"] == theirs["shapes"] != shapes(make_model())  # once it was mended
@@ -300,12 +302,12 @@ def test_only_wrappers_of_the_model_that_are_still_there_are_found(results):
 
 def test_a_group_that_is_none_is_named(model):
     with pytest.raises(ValueError, match=r"process_group=.gloo. must be a group of torch\.distr"):
-        comera.TwoStage(model, 0.5, 5, process_group="gloo")
+        comera.TwoStage(model, 0.5, 5, 5, process_group="gloo")
 
 
 @pytest.mark.parametrize(("given", "copied"), [("auto", "auto"), (None, None), (object(), "auto")])
 def test_copies_find_their_own_processes(model, given, copied):
-    ranks = comera.TwoStage(model, 0.5, 5, process_group=given)
+    ranks = comera.ImportancePruning(model, 0.5, 5, process_group=given)
     assert copy.deepcopy(ranks).process_group == copied
     assert pickle.loads(pickle.dumps(ranks)).process_group == copied
 

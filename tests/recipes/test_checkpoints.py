@@ -191,8 +191,9 @@ def test_what_cannot_be_compressed_is_named(tmp_path, capsys):
 def test_training_on_cuts_ranks_where_the_run_did(source, tmp_path, capsys):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
-    words = ["--train.eval_every=4", "--checkpoints.keep_last=null", "--ranks.choose=sensitivity"]
-    words += ["--ranks.early_share=0.5", "--ranks.target=0.1", "--optimizer.lr=2e-2"]
+    words = ["--train.eval_every=4", "--checkpoints.keep_last=null", "--two_stage=null"]
+    words += ["--importance_pruning.share=0.5", "--importance_pruning.target=0.1"]
+    words += ["--optimizer.lr=2e-2"]
     assert main(["train", str(path), *words]) == 0
     capsys.readouterr()
     assert main(["checkpoint", "evaluate", str(out), "--at=4", "--train_on=8"]) == 0

@@ -15,8 +15,9 @@ from comera.checkpoint.chain import CheckpointChain
 from comera.data.text import TextData
 from comera.recipes.cli import main
 from comera.recipes.folder import lock
+from comera.recipes.rank_config import ImportancePruningConfig
 from comera.recipes.run import run
-from comera.recipes.run_config import ModelConfig, RankConfig, RunConfig, TrainConfig
+from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
 from tests.texts import write_functions
 
 
@@ -74,9 +75,9 @@ def test_stages_are_checked_before_a_run_is_deleted(config):
     config.tensorize = comera.TTConfig(rank=4)
     quiet_run(config)
     before = contents(Path(config.out))
-    ranks = RankConfig(target=0.5, early_share=0.1, late_share=0.5, canonical=True)
-    with pytest.raises(ValueError, match=r"early_share=0\.1 of 4 steps is no step"):
-        quiet_run(config, ranks=ranks, overwrite=True)
+    pruning = ImportancePruningConfig(share=0.1)
+    with pytest.raises(ValueError, match=r"importance_pruning\.share=0\.1 of 4 steps is no"):
+        quiet_run(config, importance_pruning=pruning, overwrite=True)
     assert contents(Path(config.out)) == before
 
 

@@ -17,11 +17,11 @@ from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, resolved, twin_of
+from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.run_config import (
     ModelConfig,
     OptimizerConfig,
-    RankConfig,
     RunConfig,
     TrainConfig,
 )
@@ -50,7 +50,7 @@ def config(data, tmp_path) -> RunConfig:
         masked_text=data,
         model=ModelConfig(d_model=32, num_layers=1, num_heads=2, ffn_dim=64),
         tensorize=TTConfig(rank=8, order=2, target_modules=["fc1", "fc2"]),
-        ranks=RankConfig(target=0.6, early_share=0.3, late_share=0.4),
+        two_stage=TwoStageConfig(target=0.6, early_share=0.3, late_share=0.4),
         train=TrainConfig(steps=10, batch_size=4, eval_batches=2, log_every=5, save_every=0),
     )
 
@@ -115,7 +115,7 @@ def test_steps_in_backward_end_at_the_same_model(config, tmp_path):
 
 def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
     config.optimizer = OptimizerConfig(name)
-    config.ranks = None
+    config.two_stage = None
     made, real = [], TrainStep.__init__
 
     def init(self, model, loss_fn, optimizer, *args, **kwargs):
@@ -138,7 +138,7 @@ def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, c
 def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
     assert config.settings()["optimizer"]["name"] == "muon"
     assert config.settings()["optimizer"]["lr"] == 7e-4
-    dense = dataclasses.replace(config, tensorize=None, ranks=None)
+    dense = dataclasses.replace(config, tensorize=None, two_stage=None)
     assert dense.settings()["optimizer"]["name"] == "adamw"
     config.optimizer = OptimizerConfig("came")
     assert config.settings()["optimizer"]["name"] == "came"
@@ -148,7 +148,10 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
     ("steps", "late", "rate"), [(10, 0.4, 1.25 / 4), (5000, 0.4, 2e-3), (10, 0, 2e-3)]
 )
 def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
-    config.ranks = RankConfig(target=0.6, early_share=0.3, late_share=late)
+    if late:
+        config.two_stage = TwoStageConfig(target=0.6, early_share=0.3, late_share=late)
+    else:
+        config.two_stage, config.importance_pruning = None, ImportancePruningConfig(target=0.6)
     task = dataclasses.replace(prepare_task(config, torch.device("cpu")), steps=steps)
     config.train.steps = steps
     model = make_model(config, task, torch.device("cpu"))
@@ -165,7 +168,7 @@ def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
 
 
 def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
-    config.optimizer = OptimizerConfig(row_power=0.25)  # of muon alone
+    config.optimizer = OptimizerConfig(momentum=0.9)  # not of adamw
     compressed, dense = quiet_run(config, twin=True)
     assert compressed.ranks["size"] <= compressed.ranks["target_size"]
     assert 0 < dense.metrics["loss"] < 8
@@ -298,14 +301,14 @@ def test_the_name_alone_in_a_file_or_on_the_command_line(file, capsys):
 def test_training_from_the_command_line(file, caplog):
     caplog.set_level(logging.ERROR)
     path = file("galore_adafactor")
-    assert main(["train", path, "--train.steps=3", "--ranks=null"]) == 0
+    assert main(["train", path, "--train.steps=3", "--two_stage=null"]) == 0
     folder = Path(yaml.safe_load(Path(path).read_text())["out"])
     settings = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]
     assert (settings["name"], settings["rank"], settings["lr"]) == ("galore_adafactor", 8, 1e-2)
 
 
 def test_variants_of_a_sweep_choose(config, tmp_path):
-    base = {**config.settings(), "optimizer": "came", "ranks": None}
+    base = {**config.settings(), "optimizer": "came", "two_stage": None}
     base["train"] |= {"steps": 2}
     content = {
         "out": str(tmp_path / "sweep"),

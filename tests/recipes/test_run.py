@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+import comera
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
@@ -16,11 +18,11 @@ from comera.ops.linear.fp8 import why_not_scaled
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml
+from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import plan, run
 from comera.recipes.run_config import (
     ModelConfig,
     OptimizerConfig,
-    RankConfig,
     RunConfig,
     TrainConfig,
 )
@@ -47,7 +49,7 @@ def config(tmp_path, monkeypatch) -> RunConfig:
         masked_text=TextData(str(text), vocab_size=320, length=24, heldout=0.2),
         model=ModelConfig(d_model=32, num_layers=1, num_heads=2, ffn_dim=64),
         tensorize=TTConfig(rank=8, embedding_rank=8, order=2),
-        ranks=RankConfig(target=0.6),
+        two_stage=TwoStageConfig(target=0.6),
         optimizer=OptimizerConfig(lr=3e-3, gate_lr=0.05),
         train=TrainConfig(steps=50, batch_size=8, eval_batches=4, save_every=20),
         twin=True,
@@ -90,7 +92,7 @@ def test_the_same_command_resumes_or_refuses(config):
 def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config):
     config.twin = False
     with pytest.raises(ValueError, match="target"):
-        quiet_run(dataclasses.replace(config, ranks=RankConfig(target=1e-6)))
+        quiet_run(dataclasses.replace(config, two_stage=TwoStageConfig(target=1e-6)))
     (outcome,) = quiet_run(config)
     moved = Path(config.out).rename(Path(config.out).with_name("elsewhere"))
     (again,) = quiet_run(dataclasses.replace(config, out=str(moved)))
@@ -110,7 +112,7 @@ def test_starting_again_leaves_foreign_files_alone(config):
 
 
 def test_a_dense_run_needs_no_other_section(config):
-    (outcome,) = quiet_run(dataclasses.replace(config, tensorize=None, ranks=None))
+    (outcome,) = quiet_run(dataclasses.replace(config, tensorize=None, two_stage=None))
     assert outcome.name == "dense"
 
 
@@ -121,21 +123,38 @@ def test_a_dense_run_needs_no_other_section(config):
             {"masked_text": None},
             _ONE_SECTION,
         ),
-        ({"tensorize": None}, "ranks needs a section tensorize"),
+        ({"tensorize": None}, "section two_stage needs a section tensorize"),
         ({"train": TrainConfig()}, "exactly one of train.steps and train.epochs"),
         ({"train": TrainConfig(epochs=1)}, "train.epochs needs data with an end"),
-        ({"ranks": RankConfig(early_share=0.8, late_share=0.3)}, "ranks.late_share=0.3"),
-        ({"ranks": RankConfig(target=30)}, "ranks.target=30 must be in"),
-        ({"ranks": RankConfig(target=None)}, "ranks.target=null must be of type float"),
-        ({"ranks": RankConfig(spare=2)}, "ranks.spare=2 must be in"),
-        ({"ranks": RankConfig(target=0.001)}, "ranks.target=0.001 leaves .* the smallest target"),
         (
-            {"ranks": RankConfig(choose="sensitivity", gamma=0.1)},
-            "ranks.gamma=0.1 must be 0 or null: with ranks.choose=sensitivity",
+            {"two_stage": TwoStageConfig(early_share=0.8, late_share=0.3)},
+            "two_stage.late_share=0.3 must be",
+        ),
+        ({"two_stage": TwoStageConfig(late_share=0)}, "two_stage.late_share=0 must be"),
+        (
+            {"two_stage": TwoStageConfig(late_share=0.001)},
+            "two_stage.late_share=0.001 of 50 steps is no step",
+        ),
+        ({"two_stage": TwoStageConfig(target=30)}, "two_stage.target=30 must be in"),
+        ({"two_stage": TwoStageConfig(target=None)}, "two_stage.target=null must be of type float"),
+        ({"two_stage": TwoStageConfig(gamma=-1.0)}, "two_stage.gamma=-1.0 must be a number of at"),
+        (
+            {"two_stage": TwoStageConfig(target=0.001)},
+            "two_stage.target=0.001 leaves .* the smallest target",
         ),
         (
-            {"ranks": RankConfig(choose="sensitivity", early_share=0.001)},
-            "ranks.early_share=0.001 of 50 steps is no step",
+            {"importance_pruning": ImportancePruningConfig()},
+            "give one of the sections two_stage and importance_pruning",
+        ),
+        *(
+            ({"two_stage": None, "importance_pruning": ImportancePruningConfig(**given)}, message)
+            for given, message in (
+                ({"target": 0}, "importance_pruning.target=0 must be in"),
+                ({"target": 0.001}, "importance_pruning.target=0.001 leaves .* smallest target"),
+                ({"min_keep": 2}, "importance_pruning.min_keep=2 must be in"),
+                ({"share": 0}, "importance_pruning.share=0 must be a share"),
+                ({"share": 0.001}, "importance_pruning.share=0.001 of 50 steps is no step"),
+            )
         ),
         ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr=-1.0 must be at least 0"),
         ({"optimizer": OptimizerConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
@@ -153,7 +172,6 @@ def test_a_dense_run_needs_no_other_section(config):
             {"train": TrainConfig(steps=3, batch_size=4, accumulate=5)},
             "train.accumulate=5 splits a batch into more parts than the train.batch_size=4",
         ),
-        ({"ranks": RankConfig(canonical=True, early_share=0)}, "ranks.canonical=true needs"),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],
 )
@@ -171,7 +189,7 @@ def test_every_configuration_can_be_planned(path, capsys):
     assert main(["plan", str(path)]) == 0
     out = capsys.readouterr().out
     assert "whole model" in out
-    assert ("fewer than dense" in out) == ("ranks" in read_yaml(path))
+    assert ("fewer than dense" in out) == ("two_stage" in read_yaml(path))
 
 
 def test_plan_says_what_a_run_will_end_at(config):
@@ -201,7 +219,7 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     assert main(["plan", quickstart, "--model.d_model=64", "--tensorize.rank=8"]) == 0
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["plan", quickstart, "--ranks.targt=0.5"])
+        main(["plan", quickstart, "--two_stage.targt=0.5"])
     assert "targt" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", quickstart, "--train.step=3"])  # no abbreviations
@@ -215,20 +233,22 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "message"),
+    ("section", "words", "message"),
     [
-        ("{}", ["--ranks.late_steps=3"], "ranks.late_steps is not a setting: did you mean late_sh"),
-        ("{}", ["--ranks.choose=Objective"], "ranks.choose='Objective' does not fit: its type is"),
-        ("{late_steps: 3}", [], "ranks.late_steps is not a setting: did you mean late_share?"),
-        ("{choose: Objective}", [], "ranks.choose='Objective' does not fit: its type is"),
+        ("{}", ["--two_stage.late_steps=3"], "late_steps is not a setting: did you mean late_sh"),
+        ("{}", ["--two_stage.min_keep=0.5"], "min_keep is not a setting: did you mean"),
+        ("{}", ["--two_stage.target=half"], "target='half' does not fit: its type is float"),
+        ("{late_steps: 3}", [], "late_steps is not a setting: did you mean late_share?"),
+        ("{target: half}", [], "target='half' does not fit: its type is float"),
     ],
 )
-def test_a_key_of_a_section_is_named_in_one_line(tmp_path, capsys, ranks, words, message):
+def test_a_key_of_a_section_is_named_in_one_line(tmp_path, capsys, section, words, message):
     path = tmp_path / "run.yaml"
-    path.write_text(f"masked_text: {{}}\ntensorize: {{}}\nranks: {ranks}\ntrain: {{steps: 3}}\n")
+    text = "masked_text: {}\ntensorize: {}\ntrain: {steps: 3}\n"
+    path.write_text(f"{text}two_stage: {section}\n")
     with pytest.raises(SystemExit):
         main(["plan", str(path), *words])
-    assert f"error: {message}" in capsys.readouterr().err
+    assert f"error: two_stage.{message}" in capsys.readouterr().err
 
 
 def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
@@ -247,7 +267,7 @@ def test_training_leaves_the_number_of_threads_alone_unless_told(config):
 @pytest.mark.parametrize("tensorize", [None, TTConfig(rank=8, embedding_rank=8, order=2)])
 def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
     """A device that draws for itself would leave the state of these numbers as it was."""
-    config = dataclasses.replace(config, tensorize=tensorize, ranks=None)
+    config = dataclasses.replace(config, tensorize=tensorize, two_stage=None)
     task = prepare_task(config, torch.device("cpu"))
     states = []
     for device in ("cpu", "meta"):
@@ -259,24 +279,37 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
 
 
 @pytest.mark.parametrize(
-    ("given", "choose", "stages"),
-    [
-        ({}, "objective", (4, 4)),
-        ({"late_share": 0.2}, "objective", (4, 2)),
-        ({"late_share": 0.0, "gamma": 0.1}, "objective", (4, 0)),
-        ({"late_share": 0.0}, "sensitivity", (3, 0)),
-        ({"choose": "sensitivity"}, "sensitivity", (3, 0)),
-        ({"choose": "sensitivity", "early_share": 0.5}, "sensitivity", (5, 0)),
-    ],
+    ("method", "section"),
+    [(comera.TwoStage, TwoStageConfig), (comera.ImportancePruning, ImportancePruningConfig)],
 )
-def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(given, choose, stages):
-    ranks = RankConfig(**given)
-    assert (ranks.choose, ranks.stages(10)) == (choose, stages)
+def test_a_section_has_the_settings_and_defaults_of_its_method(method, section):
+    keywords = {
+        name: parameter.default
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "process_group"
+    }
+    settings = {name: value for name, value in vars(section()).items() if name in keywords}
+    assert settings == keywords
+    assert keywords
+    others = vars(section()).keys() - keywords.keys()
+    assert all(name == "target" or "share" in name for name in others)
+
+
+def test_a_section_makes_its_method():
+    layer = comera.TTLinear(16, 16, rank=4)
+    ranks = TwoStageConfig(target=0.7, gamma=0.2, late_share=0.2).make(layer, 10)
+    assert (ranks.early_steps, ranks.late_steps, ranks.settings.gamma) == (4, 2, 0.2)
+    ranks = ImportancePruningConfig(target=0.7, min_keep=0.1, canonical=False).make(layer, 10)
+    assert (ranks.target, ranks.settings.min_keep, ranks.settings.canonical) == (0.7, 0.1, False)
+    for _ in range(3):
+        assert not ranks.due
+        ranks.step(torch.ones(()))
+    assert ranks.due
 
 
 def test_stages_end_with_the_run():
     """Both rounded up they would be longer, and ranks were never cut."""
-    assert RankConfig(early_share=0.5, late_share=0.5).stages(7) == (4, 3)
+    assert TwoStageConfig(early_share=0.5, late_share=0.5).stages(7) == (4, 3)
 
 
 def test_epochs_of_no_step_are_refused():
@@ -286,11 +319,11 @@ def test_epochs_of_no_step_are_refused():
 
 
 def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
-    """To float32 noise, by the same settings and seed. The late stage is left out: it asks at every
-    step which of two numbers is larger, and noise may answer."""
+    """To float32 noise, by the same settings and seed. The late stage is the last step alone: it
+    asks which of two numbers is larger, and noise may answer."""
     model = dataclasses.replace(config.model, dropout=0.0)  # each device draws its own
-    ranks = RankConfig(target=0.6, choose="objective", early_share=1.0, late_share=0.0)
-    config = dataclasses.replace(config, model=model, ranks=ranks, twin=False)
+    ranks = TwoStageConfig(target=0.6, early_share=0.98, late_share=0.02)
+    config = dataclasses.replace(config, model=model, two_stage=ranks, twin=False)
     config.train.log_every = 1
     curves = []
     for where, place in (("cpu", "reference"), (device, "own")):

@@ -74,7 +74,7 @@ def write_run(folder: Path, ranks: bool = True, finished: bool = True) -> Path:
     lines.insert(2, {"step": 10, "eval/loss": 8.5, "eval/accuracy": 0.4})
     write_lines(folder, lines)
     config = f'out: {folder.name}\ntensorize:\n  rank: 8\nnote: "{EVIL}"\n'
-    config += "ranks:\n  target: 0.6\n" if ranks else "ranks: null\n"
+    config += "two_stage:\n  target: 0.6\n" if ranks else "two_stage: null\n"
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     if finished:
         (folder / "result.json").write_text(json.dumps(result("compressed")), encoding="utf-8")
@@ -194,7 +194,7 @@ def test_run_without_ranks(tmp_path):
 
 def test_dense_run(tmp_path):
     write_lines(tmp_path, [logged(5, ranks=False)])
-    (tmp_path / "config.yaml").write_text("tensorize: null\nranks: null\n")
+    (tmp_path / "config.yaml").write_text("tensorize: null\ntwo_stage: null\n")
     facts = result("dense", layers=False)
     (tmp_path / "result.json").write_text(json.dumps(facts), encoding="utf-8")
     _, page = report(tmp_path)

@@ -47,7 +47,7 @@ def _own_loop(rank):
     model = comera.TTLinear(16, 16, rank=8)
     parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    ranks = comera.TwoStage(model, 0.5, 3)
+    ranks = comera.ImportancePruning(model, 0.5, 3)
     for number in range(6):
         optimizer.zero_grad()
         loss = parallel(torch.randn(9, 16).roll(rank, 1) * (1 + rank + number)).square().mean()

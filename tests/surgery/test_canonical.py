@@ -153,7 +153,7 @@ def test_a_frozen_layer_stays(model):
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "muon": lambda p: comera.MuonAdamW(p, lr=1e-2, row_power=0.25),
+    "muon": lambda p: comera.MuonAdamW(p, lr=1e-2),
     "came": lambda p: comera.CAME(p, lr=1e-2, bias_correction=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
@@ -201,7 +201,7 @@ def test_ranks_that_are_mixed_can_still_be_told_apart():
     for form in (True, False):
         torch.manual_seed(1)
         layer = comera.TTLinear(48, 48, rank=16, order=1, bias=False)
-        ranks = comera.TwoStage(layer, 0.25, 300, choose="sensitivity", canonical=form)
+        ranks = comera.ImportancePruning(layer, 0.25, 300, canonical=form)
         optimizer = torch.optim.AdamW(comera.param_groups(layer, 1e-2, gate_lr=0.0))
 
         def loss_of(model, x):
@@ -219,12 +219,10 @@ def test_ranks_that_are_mixed_can_still_be_told_apart():
 @pytest.mark.parametrize(
     ("settings", "after"),
     [
-        ({"early_steps": 6, "choose": "sensitivity"}, 3),
-        ({"early_steps": 400, "choose": "sensitivity"}, 300),
-        ({"early_steps": 1, "choose": "sensitivity"}, None),
-        ({"early_steps": 6, "choose": "sensitivity", "canonical": False}, None),
-        ({"early_steps": 4, "late_steps": 4}, None),
-        ({"early_steps": 4, "late_steps": 4, "canonical": True}, 4),
+        ({"steps": 6}, 3),
+        ({"steps": 400}, 300),
+        ({"steps": 1}, None),
+        ({"steps": 6, "canonical": False}, None),
     ],
     ids=str,
 )
@@ -232,11 +230,11 @@ def test_when_ranks_are_turned(model, monkeypatch, settings, after):
     """Once, between two steps; and by loops of one's own as by ``TrainStep``."""
     turned = []
     monkeypatch.setattr(
-        "comera.rank.schedule.canonicalize_",
+        "comera.rank.importance_pruning.canonicalize_",
         lambda model, optimizer, process_group: turned.append((ranks.steps_done, optimizer)),
     )
-    ranks = comera.TwoStage(model, 0.5, **settings)
-    for _ in range(settings["early_steps"] + settings.get("late_steps", 0)):
+    ranks = comera.ImportancePruning(model, 0.5, **settings)
+    for _ in range(settings["steps"]):
         ranks.step(torch.tensor(1.0), "the optimizer")
     assert turned == ([] if after is None else [(after, "the optimizer")])
 
@@ -244,7 +242,7 @@ def test_when_ranks_are_turned(model, monkeypatch, settings, after):
 def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
     model = make_model()
     optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2, gate_lr=0.1))
-    ranks = comera.TwoStage(model, 0.5, 3, 6, canonical=True)
+    ranks = comera.ImportancePruning(model, 0.5, 6)
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
     for _ in range(3):
         step(batch)
@@ -256,10 +254,10 @@ def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
     twin = copy.deepcopy(model)
     other = torch.optim.AdamW(comera.param_groups(twin, 1e-2, gate_lr=0.1))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    others = comera.TwoStage(twin, 0.5, 3, 6, canonical=True)
+    others = comera.ImportancePruning(twin, 0.5, 6)
     others.load_state_dict(copy.deepcopy(ranks.state_dict()))
     again = comera.TrainStep(twin, loss_fn, other, others)
-    for _ in range(6):
+    for _ in range(3):
         assert torch.equal(step(batch), again(batch))
     assert ranks.finish_(optimizer) == others.finish_(other)
 

@@ -157,40 +157,38 @@ def test_small_ranks_that_fit_again_beside_a_large_one_stay():
     assert (small.gates[0][4:] == 0).sum() == 3
 
 
-def test_what_is_spared_of_every_layer():
-    """Though none of its ranks is worth anything."""
+def test_what_every_layer_keeps():
+    """Though none of its ranks is of any importance."""
     torch.manual_seed(0)
     layers = [comera.TTLinear(32, 32, rank=16, order=1) for _ in range(3)]
     model = torch.nn.Sequential(*layers)
-    worth = {id(m.gates[0]): torch.full((16,), float(k)) for k, m in enumerate(layers)}
+    importance = {id(m.gates[0]): torch.full((16,), float(k)) for k, m in enumerate(layers)}
     budget = 24 * 64  # half of what there is
 
     def left(**settings):
         cut = copy.deepcopy(model)
         trains = tensor_trains(cut).values()
         of_cut = {
-            id(a.gates[0]): worth[id(b.gates[0])] for a, b in zip(trains, layers, strict=True)
+            id(a.gates[0]): importance[id(b.gates[0])] for a, b in zip(trains, layers, strict=True)
         }
-        prune_to_(tensor_trains(cut), budget, worth=of_cut, **settings)
+        prune_to_(tensor_trains(cut), budget, importance=of_cut, **settings)
         return [layer.live_ranks[0] for layer in trains]
 
-    assert left() == left(spare=0.0) == [1, 7, 16]
-    assert left(spare=0.5) == [4, 4, 16]
-    assert left(spare=1.0) == [8, 8, 8]
+    assert left() == left(min_keep=0.0) == [1, 7, 16]
+    assert left(min_keep=0.5) == [4, 4, 16]
+    assert left(min_keep=1.0) == [8, 8, 8]
 
 
-def test_what_cannot_be_spared_is_not():
+def test_what_cannot_be_kept_is_not():
     """Five ranks are not the same for three layers: one goes below its share."""
     model = torch.nn.Sequential(*(comera.TTLinear(32, 32, rank=4, order=1) for _ in range(3)))
-    prune_to_(tensor_trains(model), 5 * 64, spare=1.0)
+    prune_to_(tensor_trains(model), 5 * 64, min_keep=1.0)
     assert sorted(layer.live_ranks[0] for layer in tensor_trains(model).values()) == [1, 2, 2]
 
 
-def test_a_wrong_share_to_spare_is_named(model):
-    with pytest.raises(ValueError, match=r"spare=1\.5 must be in \[0, 1\]"):
-        prune_to_(tensor_trains(model), 10**6, spare=1.5)
-    with pytest.raises(ValueError, match=r"spare=-1 must be in \[0, 1\]"):
-        comera.TwoStage(model, 0.5, 5, 5, spare=-1)
+def test_a_wrong_share_to_keep_is_named(model):
+    with pytest.raises(ValueError, match=r"min_keep=1\.5 must be in \[0, 1\]"):
+        prune_to_(tensor_trains(model), 10**6, min_keep=1.5)
 
 
 def test_a_layer_that_has_vanished_stays_so(model, batch):
@@ -200,7 +198,7 @@ def test_a_layer_that_has_vanished_stays_so(model, batch):
     assert 0 in model[1].ranks
     before = loss_fn(model, batch)
     assert comera.truncate_(model)["1"] == (model[1].ranks, model[1].ranks)
-    ranks = comera.TwoStage(model, 0.7, 2)
+    ranks = comera.ImportancePruning(model, 0.7, 2)
     groups = comera.param_groups(model, 0.0, gate_lr=0.0)
     step = comera.TrainStep(model, loss_fn, torch.optim.AdamW(groups), ranks)
     for _ in range(2):

@@ -10,10 +10,13 @@ def adamw(groups):
 
 
 def make_step(
-    early=6, late=10, choose="objective", gate_lr=0.2, dropout=0.1, make_optimizer=adamw,
+    early=6, late=10, gate_lr=0.2, dropout=0.1, make_optimizer=adamw,
     device="cpu", **settings,
 ) -> comera.TrainStep:  # fmt: skip
-    """A small model with dropout, its optimizer, rank schedule and learning-rate schedule."""
+    """A small model with dropout, its optimizer, rank learning and learning-rate schedule.
+
+    Without a late stage ranks are pruned by importance after ``early`` steps.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(100, 24), nn.Linear(24, 36), nn.GELU(), nn.Dropout(dropout), nn.Linear(36, 5)
@@ -22,7 +25,10 @@ def make_step(
     model.to(device)
     optimizer = make_optimizer(comera.param_groups(model, 1e-2, gate_lr=gate_lr))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + 0.1 * k))
-    ranks = comera.TwoStage(model, 0.5, early, late, choose=choose, rho_loss=0.5)
+    if late:
+        ranks = comera.TwoStage(model, 0.5, early, late, rho_loss=0.5)
+    else:
+        ranks = comera.ImportancePruning(model, 0.5, early)
     settings = {"scheduler": scheduler, "clip_norm": 1.0, **settings}
     return comera.TrainStep(model, loss_fn, optimizer, ranks, **settings)
 

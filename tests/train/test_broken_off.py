@@ -77,7 +77,7 @@ STAGES = {
     "early": {},
     "first late step": {"early": 2, "late": 20},
     "late from the start": {"early": 0, "late": 20, "steps": 0},
-    "sensitivity": {"early": 20, "late": 0, "choose": "sensitivity"},
+    "importance": {"early": 20, "late": 0},
 }
 
 

@@ -109,10 +109,10 @@ def stages(rank):
 
 def chosen(rank):
     """Ranks chosen by gradients, which each process has of its own rows."""
-    step = make_parallel_step(early=6, late=0, choose="sensitivity")
+    step = make_parallel_step(early=6, late=0)
     for number in range(6):
         step(rows_of(rank, number))
-    before = step.ranks._sensitivities.mean.clone()
+    before = step.ranks._scores.mean.clone()
     outcome = step.ranks.finish_(step.optimizer)
     layers = comera.compression_report(step.model).to_pandas()
     return before, outcome, layers["ranks"].tolist(), float(step(rows_of(rank, 7)))

@@ -99,7 +99,8 @@ def refusals(rank):
     groups = comera.param_groups(sharded, 1e-2)
     return {
         "TrainStep": said(lambda: comera.TrainStep(sharded, loss_fn, adamw(sharded))),
-        "TwoStage": said(lambda: comera.TwoStage(sharded, 0.5, 2)),
+        "TwoStage": said(lambda: comera.TwoStage(sharded, 0.5, 2, 2)),
+        "ImportancePruning": said(lambda: comera.ImportancePruning(sharded, 0.5, 2)),
         "GroupedMerge": said(lambda: comera.GroupedMerge(sharded)),
         "truncate_": said(lambda: comera.truncate_(sharded)),
         "canonicalize_": said(lambda: comera.canonicalize_(sharded)),
@@ -135,7 +136,8 @@ def test_a_loop_of_ones_own_and_its_checkpoints_go_on(results):
 
 
 @pytest.mark.parametrize(
-    "what", ["TrainStep", "TwoStage", "GroupedMerge", "truncate_", "canonicalize_"]
+    "what",
+    ["TrainStep", "TwoStage", "ImportancePruning", "GroupedMerge", "truncate_", "canonicalize_"],
 )
 def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
     for found in (result["refusals"] for result in results):

@@ -128,7 +128,7 @@ def _ranks(model: History) -> list[str]:
             "Entries in the cores of all tensor-train layers. The exact size counts the ranks "
             "whose gate is above its threshold; the relaxed size adds up the gates themselves, "
             "which training can lower smoothly. In the late stage, shaded yellow, the size is "
-            "pressed towards the target; then, shaded grey, the closed ranks are cut away and "
+            "regularised towards the target; then, shaded grey, the closed ranks are cut away and "
             f"the rest goes on training. {_how_small(model)}"
         )
         out.append(figure(svg, "Size of the cores over the optimizer steps", caption))

@@ -1,4 +1,4 @@
-"""Ranks chosen by what their gates' gradients say."""
+"""Ranks chosen by the importance that their gates' gradients tell."""
 
 import copy
 import pickle
@@ -9,8 +9,8 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
+from comera.rank.importance import ImportanceScores
 from comera.rank.prune import prune_to_
-from comera.rank.sensitivity import Sensitivities
 from comera.train.step import NonFiniteLossError
 
 from .conftest import loss_fn, make_model
@@ -48,7 +48,7 @@ def assert_equal(got, want):
 )
 def test_the_mean_square_of_gate_times_gradient(model, settings):
     """Of the whole batch, the gate as it was when the gradient was taken."""
-    ranks = comera.TwoStage(model, 0.5, early_steps=10, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 10)
     optimizer, twin = optimizer_for(model), copy.deepcopy(model)
     if settings.pop("in_backward", False):
         optimizer = comera.OptimizerInBackward(optimizer)
@@ -62,17 +62,17 @@ def test_the_mean_square_of_gate_times_gradient(model, settings):
         other.step()
         other.zero_grad()
     assert gates_of(model)[0].std() > 0.05  # which is not one everywhere
-    torch.testing.assert_close(ranks._sensitivities.mean, want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(ranks._scores.mean, want, rtol=1e-4, atol=0)
 
 
 def test_to_first_order_it_is_what_the_loss_would_lose(model, batch):
     gates = gates_of(model)
-    seen = Sensitivities(tensor_trains(model))
-    seen.watch_()
+    seen = ImportanceScores(tensor_trains(model))
+    seen.observe_()
     loss = loss_fn(model, batch)
     loss.backward()
     seen.follow_()
-    told = (seen.mean / 0.02).sqrt()
+    found = (seen.mean / 0.02).sqrt()
     actual = []
     with torch.no_grad():
         for gate in gates:
@@ -80,13 +80,13 @@ def test_to_first_order_it_is_what_the_loss_would_lose(model, batch):
                 gate[k] -= 1e-4
                 actual.append(abs(float(loss_fn(model, batch) - loss)) / 1e-4)
                 gate[k] += 1e-4
-    torch.testing.assert_close(told, torch.tensor(actual, dtype=told.dtype), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(found, torch.tensor(actual, dtype=found.dtype), rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_early_steps_train_the_loss_alone_and_the_cut_comes_at_once(compile):
+def test_steps_train_the_loss_alone_and_the_cut_comes_at_once(compile):
     model, twin = make_model(), make_model()
-    ranks = comera.TwoStage(model, 0.4, early_steps=8, choose="sensitivity", canonical=False)
+    ranks = comera.ImportancePruning(model, 0.4, 8, canonical=False)
     optimizer = learn(model, ranks, 8, compile=compile)
     learn(twin, None, 8)
     torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()))
@@ -99,27 +99,27 @@ def test_early_steps_train_the_loss_alone_and_the_cut_comes_at_once(compile):
     learn(model, ranks, 3, optimizer)
 
 
-def test_what_is_worth_least_goes_first(model):
-    worth = {id(gate): torch.ones(len(gate)) for gate in gates_of(model)}
+def test_what_is_least_important_goes_first(model):
+    importance = {id(gate): torch.ones(len(gate)) for gate in gates_of(model)}
     layer = model[1]
-    worth[id(layer.gates[0])][2] = 1e-6
+    importance[id(layer.gates[0])][2] = 1e-6
     size = sum(m.shape.num_params for m in tensor_trains(model).values())
-    prune_to_(tensor_trains(model), size - 1, worth=worth)
+    prune_to_(tensor_trains(model), size - 1, importance=importance)
     assert layer.gates[0][2] == 0
     assert sum(int((gate == 0).sum()) for gate in gates_of(model)) == 1
 
 
-def test_dear_ranks_go_before_cheap_ones_of_equal_worth():
-    cheap, dear = comera.TTLinear(16, 16, rank=8, order=1), comera.TTLinear(64, 64, rank=8, order=1)
-    model = torch.nn.Sequential(cheap, dear)
-    worth = {id(gate): torch.ones(8) for gate in gates_of(model)}
-    prune_to_(tensor_trains(model), 8 * 32 + 5 * 128, worth=worth)
-    assert (cheap.live_ranks, dear.live_ranks) == ((8,), (5,))
+def test_of_equal_importance_ranks_that_cost_more_go_first():
+    cheap, costly = (comera.TTLinear(width, width, rank=8, order=1) for width in (16, 64))
+    model = torch.nn.Sequential(cheap, costly)
+    importance = {id(gate): torch.ones(8) for gate in gates_of(model)}
+    prune_to_(tensor_trains(model), 8 * 32 + 5 * 128, importance=importance)
+    assert (cheap.live_ranks, costly.live_ranks) == ((8,), (5,))
 
 
 def test_a_run_goes_on_from_its_state():
     whole, part = make_model(), make_model()
-    ranks = comera.TwoStage(whole, 0.5, 6, choose="sensitivity")
+    ranks = comera.ImportancePruning(whole, 0.5, 6)
     optimizer = optimizer_for(whole)
     step = comera.TrainStep(whole, loss_fn, optimizer, ranks)
     for number, batch in enumerate(batches(6)):
@@ -128,14 +128,14 @@ def test_a_run_goes_on_from_its_state():
             moments = copy.deepcopy(optimizer.state_dict())
         step(batch)
     part.load_state_dict(weights)
-    others = comera.TwoStage(part, 0.5, 6, choose="sensitivity")
+    others = comera.ImportancePruning(part, 0.5, 6)
     others.load_state_dict(state)
     other = optimizer_for(part)
     other.load_state_dict(moments)
     again = comera.TrainStep(part, loss_fn, other, others)
     for batch in batches(6)[3:]:
         again(batch)
-    assert torch.equal(ranks._sensitivities.mean, others._sensitivities.mean)
+    assert torch.equal(ranks._scores.mean, others._scores.mean)
     assert ranks.finish_(optimizer) == others.finish_(other)
     assert [m.ranks for m in tensor_trains(whole).values()] == [
         m.ranks for m in tensor_trains(part).values()
@@ -144,7 +144,7 @@ def test_a_run_goes_on_from_its_state():
 
 def test_a_run_goes_back_to_before_its_cut():
     model, twin = make_model(), make_model()
-    ranks = comera.TwoStage(model, 0.5, 6, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 6)
     optimizer = learn(model, ranks, 4)
     state, weights = copy.deepcopy(ranks.state_dict()), copy.deepcopy(model.state_dict())
     learn(model, ranks, 2, optimizer)
@@ -152,8 +152,8 @@ def test_a_run_goes_back_to_before_its_cut():
     model.load_state_dict(weights)
     ranks.load_state_dict(state)
     assert ranks.stage == "early"
-    torch.testing.assert_close(ranks._sensitivities.mean, state["sensitivities"])
-    others = comera.TwoStage(twin, 0.5, 6, choose="sensitivity")
+    torch.testing.assert_close(ranks._scores.mean, state["importance"])
+    others = comera.ImportancePruning(twin, 0.5, 6)
     twin.load_state_dict(weights)
     others.load_state_dict(state)
     outcomes = [r.finish_(learn(m, r, 2)) for m, r in ((model, ranks), (twin, others))]
@@ -181,7 +181,7 @@ def test_a_step_that_is_refused_leaves_nothing_behind(settings):
             m[4].bias.zero_()  # where the root has no gradient
     seen = []
     for m, given in ((model, [first, spoil, last]), (twin, [first, last])):
-        ranks = comera.TwoStage(m, 0.5, 50, choose="sensitivity")
+        ranks = comera.ImportancePruning(m, 0.5, 50)
         optimizer = torch.optim.SGD(comera.param_groups(m, 0.0, gate_lr=0.0))
         step = comera.TrainStep(m, spoilt, optimizer, ranks, **settings)
         for batch in given:
@@ -190,53 +190,53 @@ def test_a_step_that_is_refused_leaves_nothing_behind(settings):
                     step(batch)
             else:
                 step(batch)
-        seen.append(ranks._sensitivities.mean)
+        seen.append(ranks._scores.mean)
     assert seen[0].any()
     torch.testing.assert_close(*seen)
 
 
 def test_a_layer_that_is_frozen_meanwhile_is_named(model, batch):
-    ranks = comera.TwoStage(model, 0.5, 5, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 5)
     ranks.objective(loss_fn(model, batch))
     model[3].requires_grad_(False)
     with pytest.raises(ValueError, match="rank gates of 3 have been frozen"):
         ranks.objective(loss_fn(model, batch))
 
 
-def test_after_the_state_of_a_finished_run_no_gate_is_watched():
+def test_after_the_state_of_a_finished_run_no_gate_is_observed():
     model, twin = make_model(), make_model()
-    ranks = comera.TwoStage(model, 0.5, 2, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 2)
     ranks.finish_(learn(model, ranks, 2))
     twin.load_state_dict(model.state_dict())
-    others = comera.TwoStage(twin, 1.0, 2, choose="sensitivity")
+    others = comera.ImportancePruning(twin, 1.0, 2)
     others.load_state_dict(ranks.state_dict())
     assert not any(gate._backward_hooks for gate in gates_of(twin))
     learn(twin, others, 1)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_watch_their_own_gates(copied):
+def test_copies_observe_their_own_gates(copied):
     model = make_model()
-    ranks = comera.TwoStage(model, 0.5, 9, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 9)
     learn(model, ranks, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twin, others = copied((model, ranks))
-    assert torch.equal(others._sensitivities.mean, ranks._sensitivities.mean)
+    assert torch.equal(others._scores.mean, ranks._scores.mean)
     learn(model, ranks, 2)
     learn(twin, others, 2)
-    assert torch.equal(others._sensitivities.mean, ranks._sensitivities.mean)
+    assert torch.equal(others._scores.mean, ranks._scores.mean)
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(model, batch):
-    seen = Sensitivities(tensor_trains(model))
+    seen = ImportanceScores(tensor_trains(model))
     for scale in (1.0, float("inf"), 1.0):
-        seen.watch_()
+        seen.observe_()
         (loss_fn(model, batch) * scale).backward()
         seen.follow_()
-    twin = Sensitivities(tensor_trains(model))
+    twin = ImportanceScores(tensor_trains(model))
     for _ in range(2):
-        twin.watch_()
+        twin.observe_()
         loss_fn(model, batch).backward()
         twin.follow_()
     assert_equal(seen.mean, twin.mean)
@@ -253,13 +253,13 @@ def load_anew(model):
 
 
 @pytest.mark.parametrize("change", [close_one, load_anew])
-def test_a_model_that_changes_meanwhile_is_still_heard(change):
+def test_a_model_that_changes_meanwhile_is_still_observed(change):
     model = make_model()
-    ranks = comera.TwoStage(model, 0.5, 20, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 20)
     learn(model, ranks, 2)
     change(model)
     learn(model, ranks, 2)
-    mean = ranks._sensitivities.mean
+    mean = ranks._scores.mean
     assert mean.numel() == sum(gate.numel() for gate in gates_of(model))
     assert mean.dtype == gates_of(model)[0].dtype
     assert (mean > 0).any()
@@ -270,9 +270,9 @@ def test_a_model_that_changes_meanwhile_is_still_heard(change):
 
 def test_without_a_step_it_says_what_it_does_instead(model, caplog):
     twin = copy.deepcopy(model)
-    ranks = comera.TwoStage(model, 0.5, 9, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 9)
     outcome = ranks.finish_()
-    assert "no step has told what a rank is worth" in caplog.text
+    assert "no step has told the importance of ranks" in caplog.text
     prune_to_(tensor_trains(twin), outcome["target_size"])
     comera.truncate_(twin)
     assert [m.ranks for m in tensor_trains(model).values()] == [
@@ -281,7 +281,7 @@ def test_without_a_step_it_says_what_it_does_instead(model, caplog):
 
 
 def test_a_layer_made_afterwards_is_left_as_it_is(model):
-    ranks = comera.TwoStage(model, 0.5, 9, choose="sensitivity")
+    ranks = comera.ImportancePruning(model, 0.5, 9)
     learn(model, ranks, 2)
     model[4] = comera.TTLinear(24, 5, rank=3, dtype=torch.float64)
     before = model[4].ranks
@@ -289,17 +289,8 @@ def test_a_layer_made_afterwards_is_left_as_it_is(model):
     assert model[4].ranks == before
 
 
-@pytest.mark.parametrize(
-    ("given", "spare"),
-    [({}, 0.5), ({"late_steps": 3}, 0.0), ({"gamma": 0.1}, 0.0), ({"gamma": 0.0}, 0.5)],
-)
-def test_ranks_are_chosen_by_the_objective_where_it_presses_on_them(model, given, spare):
-    ranks = comera.TwoStage(model, 0.5, 5, **given)
-    assert (ranks.spare, ranks.canonical) == (spare, spare > 0)
-
-
 def test_it_is_due_once(model):
-    ranks = comera.TwoStage(model, 0.5, 4)
+    ranks = comera.ImportancePruning(model, 0.5, 4)
     assert not ranks.due
     optimizer = learn(model, ranks, 4)
     assert (ranks.due, ranks.stage) == (True, "done")
@@ -308,12 +299,17 @@ def test_it_is_due_once(model):
     learn(model, ranks, 1, optimizer)
 
 
-def test_wrong_settings_are_named(model):
-    with pytest.raises(ValueError, match="choose='best' must be one of"):
-        comera.TwoStage(model, 0.5, 5, choose="best")
-    with pytest.raises(ValueError, match=r"late_steps=3 and gamma=0\.0 must be 0"):
-        comera.TwoStage(model, 0.5, 5, 3, choose="sensitivity")
-    with pytest.raises(ValueError, match=r"late_steps=0 and gamma=0\.1 must be 0"):
-        comera.TwoStage(model, 0.5, 5, choose="sensitivity", gamma=0.1)
-    with pytest.raises(ValueError, match="early_steps=0 must be at least 1"):
-        comera.TwoStage(model, 0.5, 0, choose="sensitivity")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be a whole number of steps, from 1: they tell the importance"),
+        ({"steps": None}, "steps=None must be a whole number"),
+        ({"target": 2}, "target=2 must be in"),
+        ({"min_keep": -1}, r"min_keep=-1 must be in \[0, 1\]"),
+        ({"canonical": "false"}, "canonical='false' must be True or False"),
+        ({"min_rank": 2}, "min_rank=2 must be 0"),
+    ],
+)
+def test_wrong_settings_are_named(model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        comera.ImportancePruning(model, **{"target": 0.5, "steps": 5, **settings})

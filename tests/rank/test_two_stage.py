@@ -10,6 +10,12 @@ from tests.states import assert_equal
 
 from .conftest import loss_fn, make_model
 
+BOTH = pytest.mark.parametrize(
+    "method",
+    [lambda m: comera.ImportancePruning(m, 0.5, 8), lambda m: comera.TwoStage(m, 0.5, 4, 30)],
+    ids=["importance", "two stages"],
+)
+
 
 def learn(model, batch, ranks, optimizer, steps):
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
@@ -37,11 +43,19 @@ def test_early_objective_is_loss_plus_weighted_size_and_norm(model, batch):
     torch.testing.assert_close(ranks.objective(loss), want)
 
 
+def in_late_stage(model, target, goal, **settings):
+    """After an early stage of one step, whose loss is the goal from then on."""
+    ranks = comera.TwoStage(model, target, 1, 9, **settings)
+    ranks.step(torch.tensor(goal, dtype=torch.float64))
+    assert ranks.stage == "late"
+    return ranks
+
+
 @pytest.mark.parametrize(
-    ("goal", "loss_weight", "size_weight"), [(1e-6, 1.2, 0.1), (1e6, 0.2, 1.1)]
+    ("goal", "loss_weight", "size_weight"), [(1e-6, 1.2, 0.0), (10.0, 0.2, 1.0)]
 )
 def test_late_stage_serves_what_is_further_from_its_goal(model, goal, loss_weight, size_weight):
-    ranks = comera.TwoStage(model, 0.5, 0, 5, rho_loss=0.2, rho_size=0.1, loss_goal=goal)
+    ranks = in_late_stage(model, 0.5, goal, rho_loss=0.2)
     loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     gate = next(iter(tensor_trains(model).values())).gates[0]
     got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
@@ -57,9 +71,9 @@ def gradients(ranks, model, value=2.0):
     return torch.autograd.grad(ranks.objective(loss), [loss, gate])
 
 
-def test_late_pressure_is_measured_against_the_present_size(model):
-    """Not that at the start: a smaller model is pressed as hard, in proportion."""
-    ranks = comera.TwoStage(model, 0.2, 0, 5, loss_goal=1e6)
+def test_the_late_stage_measures_a_size_against_the_present_size(model):
+    """Not that at the start: a smaller model is regularised as much, in proportion."""
+    ranks = in_late_stage(model, 0.2, 10.0)
     with torch.no_grad():
         for layer in tensor_trains(model).values():
             for gate in layer.gates[1:]:
@@ -81,9 +95,9 @@ def reach_target(ranks, model):
     ranks.step(torch.ones((), dtype=torch.float64))
 
 
-def test_a_size_that_has_reached_its_target_is_pressed_no_further(model):
+def test_a_size_that_has_reached_its_target_is_regularised_no_further(model):
     """What fell below was taken back, so that it is above again; ranks are chosen at the end."""
-    ranks = comera.TwoStage(model, 0.5, 0, 9, loss_goal=1e6)
+    ranks = in_late_stage(model, 0.5, 10.0)
     assert gradients(ranks, model)[1].any()
     reach_target(ranks, model)
     assert ranks.size.exact() > ranks.target_size
@@ -93,11 +107,11 @@ def test_a_size_that_has_reached_its_target_is_pressed_no_further(model):
 
 
 def test_a_resumed_run_knows_that_the_target_was_reached(model):
-    ranks = comera.TwoStage(model, 0.5, 0, 9, loss_goal=1e6)
+    ranks = in_late_stage(model, 0.5, 10.0)
     reach_target(ranks, model)
     twin = make_model()
     twin.load_state_dict(model.state_dict())
-    others = comera.TwoStage(twin, 0.5, 0, 9, loss_goal=1e6)
+    others = comera.TwoStage(twin, 0.5, 1, 9)
     others.load_state_dict(copy.deepcopy(ranks.state_dict()))
     want, got = gradients(ranks, model), gradients(others, twin)
     assert torch.equal(want[0], got[0])
@@ -106,9 +120,9 @@ def test_a_resumed_run_knows_that_the_target_was_reached(model):
 
 
 @pytest.mark.parametrize(
-    ("second", "pressed"), [(3.0, False), (0.5, True)], ids=["worse", "better"]
+    ("second", "regularised"), [(3.0, False), (0.5, True)], ids=["worse", "better"]
 )
-def test_a_run_resumed_in_the_late_stage_keeps_its_goal(second, pressed):
+def test_a_run_resumed_in_the_late_stage_keeps_its_goal(second, regularised):
     """That is the loss when the early stage ended, whatever it has become since."""
     model, twin = make_model(), make_model()
     ranks, others = (comera.TwoStage(m, 0.9, 1, 60) for m in (model, twin))
@@ -119,21 +133,21 @@ def test_a_run_resumed_in_the_late_stage_keeps_its_goal(second, pressed):
     others.load_state_dict(copy.deepcopy(ranks.state_dict()))
     want, got = gradients(ranks, model, second), gradients(others, twin, second)
     assert all(map(torch.equal, want, got))
-    assert got[1].any() == pressed
+    assert got[1].any() == regularised
 
 
 @pytest.mark.parametrize(
-    ("value", "goal", "pressed"), [(-2.0, -1.0, True), (-2.0, -2.5, True), (-2.0, -9.0, False)]
+    ("value", "goal", "regularised"), [(-2.0, -1.0, True), (-2.0, -2.5, True), (-2.0, -9.0, False)]
 )
-def test_a_loss_may_be_negative(model, value, goal, pressed):
-    """As the logarithm of a density is: the size is pressed down in any case, and never up."""
-    ranks = comera.TwoStage(model, 0.5, 0, 5, rho_size=0.1, loss_goal=goal)
+def test_a_loss_may_be_negative(model, value, goal, regularised):
+    """As the logarithm of a density is: the size is regularised in any case, and never up."""
+    ranks = in_late_stage(model, 0.5, goal)
     loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     gate = next(iter(tensor_trains(model).values())).gates[0]
     got = torch.autograd.grad(ranks.objective(loss), [loss, gate])
     size = torch.autograd.grad(ranks.size.relaxed(), gate)[0]
-    torch.testing.assert_close(got[0], torch.tensor(2.0 - pressed, dtype=torch.float64))
-    torch.testing.assert_close(got[1], (0.1 + pressed) * 2.0 * size / ranks.start_size)
+    torch.testing.assert_close(got[0], torch.tensor(2.0 - regularised, dtype=torch.float64))
+    torch.testing.assert_close(got[1], regularised * 2.0 * size / ranks.start_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -149,7 +163,7 @@ def test_a_loss_of_few_bits_is_enough(dtype):
     assert want[0].any()
 
 
-def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
+def test_the_late_stage_prunes_and_the_target_is_guaranteed(model, batch):
     optimizer = optimizer_for(model)
     ranks = comera.TwoStage(model, 0.4, 10, 60)
     step = comera.TrainStep(model, loss_fn, optimizer, ranks)
@@ -165,7 +179,7 @@ def test_pressure_prunes_and_the_target_is_guaranteed(model, batch):
     learn(model, batch, ranks, optimizer, 2)
 
 
-def test_a_memorising_model_is_still_pressed(model, batch):
+def test_a_memorising_model_is_still_regularised(model, batch):
     """Its loss falls to nothing, its optimizer remembers larger gradients."""
     optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2, gate_lr=0.02))
     ranks = comera.TwoStage(model, 0.4, 10, 150)
@@ -231,17 +245,30 @@ def test_state_goes_on_where_it_was(batch, steps):
         ({"early_steps": -1}, "early_steps=-1"),
         ({"early_steps": 0.4}, "early_steps=0.4 must be a whole number of steps"),
         ({"late_steps": None}, "late_steps=None must be a whole number"),
+        ({"late_steps": 0}, "late_steps=0 must be .* from 1; comera.ImportancePruning cuts ranks"),
         ({"min_rank": 3}, "min_rank=3"),
         ({"gamma": -1.0}, "gamma=-1.0 must be a number of at least 0"),
         ({"beta": None}, "beta=None must be a number"),
-        ({"canonical": "false"}, "canonical='false' must be True, False or None"),
-        ({"canonical": True, "early_steps": 0}, "canonical=True needs early_steps"),
+        ({"rho_loss": "1"}, "rho_loss='1' must be a number"),
     ],
 )
 def test_wrong_settings_are_named(model, settings, message):
     given = {"target": 0.5, "early_steps": 1, "late_steps": 1} | settings
     with pytest.raises(ValueError, match=message):
         comera.TwoStage(model, **given)
+
+
+@BOTH
+def test_a_state_that_is_not_of_the_method_is_refused(model, method):
+    ranks = method(model)
+    before = ranks.state_dict()
+    other = {**before, "method": "Annealing", "steps_done": 3}
+    with pytest.raises(ValueError, match=f"is a state of Annealing, not of {ranks.method}"):
+        ranks.load_state_dict(other)
+    del other["method"]
+    with pytest.raises(ValueError, match="written by an earlier version of comera"):
+        ranks.load_state_dict(other)
+    assert ranks.state_dict() == before
 
 
 def test_ranks_of_another_model_are_refused(model):
@@ -280,7 +307,7 @@ def test_dense_layers_can_be_stepped_by_muon(model):
 
 
 def test_a_size_that_met_its_target_is_left_alone(model):
-    ranks = comera.TwoStage(model, 1.0, 0, 5, loss_goal=1e6, rho_loss=0.5)
+    ranks = in_late_stage(model, 1.0, 10.0, rho_loss=0.5)
     loss = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     gate = next(iter(tensor_trains(model).values())).gates[0]
     for_loss, for_gate = torch.autograd.grad(ranks.objective(loss), [loss, gate])
@@ -298,41 +325,41 @@ def test_a_target_below_the_smallest_model_is_refused_at_once(model):
     comera.TwoStage(make_model(), 0.001, 1, 1, min_rank=0)
 
 
-@pytest.mark.parametrize("stages", [(8, 0), (4, 30)], ids=["sensitivity", "objective"])
-def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, stages, caplog):
+@BOTH
+def test_what_is_frozen_keeps_its_ranks_and_is_not_counted(model, batch, method, caplog):
     model[1].requires_grad_(False)
     before = copy.deepcopy(model[1].state_dict())
-    ranks = comera.TwoStage(model, 0.5, *stages)
+    ranks = method(model)
     assert "leaves the ranks of 1 as they are: their gates are frozen" in caplog.text
     others = [layer for name, layer in tensor_trains(model).items() if name != "1"]
     assert ranks.start_size == sum(core.numel() for layer in others for core in layer.cores)
     optimizer = optimizer_for(model)
-    learn(model, batch, ranks, optimizer, sum(stages))
+    learn(model, batch, ranks, optimizer, ranks._steps)
     assert ranks.finish_()["size"] == sum(c.numel() for layer in others for c in layer.cores)
     assert sum(c.numel() for layer in others for c in layer.cores) <= 0.5 * ranks.start_size
     torch.testing.assert_close(model[1].state_dict(), before, rtol=0, atol=0)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"rank gates of 0, 0\.hot, 1, 3 are frozen.*no others"):
-        comera.TwoStage(model, 0.5, *stages)
+        method(model)
 
 
 def test_gates_of_frozen_cores_are_learned(model, batch):
     """To choose among the ranks of a model that is trained already."""
     for layer in tensor_trains(model).values():
         layer.cores.requires_grad_(False)
-    ranks = comera.TwoStage(model, 0.5, 5)
+    ranks = comera.ImportancePruning(model, 0.5, 5)
     learn(model, batch, ranks, optimizer_for(model), 5)
     assert ranks.finish_()["size"] <= 0.5 * ranks.start_size
 
 
-@pytest.mark.parametrize("stages", [(3, 0), (2, 3)], ids=["sensitivity", "objective"])
-def test_a_schedule_that_is_over_is_not_warned_about(model, batch, stages, caplog):
-    ranks = comera.TwoStage(model, 0.5, *stages)
+@BOTH
+def test_a_schedule_that_is_over_is_not_warned_about(model, batch, method, caplog):
+    ranks = method(model)
     optimizer = optimizer_for(model)
-    learn(model, batch, ranks, optimizer, sum(stages))
+    learn(model, batch, ranks, optimizer, ranks._steps)
     ranks.finish_()
     caplog.clear()
-    again = comera.TwoStage(model, 0.5, *stages)
+    again = method(model)
     again.load_state_dict(ranks.state_dict())
     comera.TrainStep(model, loss_fn, optimizer_for(model, gate_lr=1e-3), again)
     assert not caplog.text
