@@ -29,7 +29,8 @@ from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.muon import MuonAdamW
-from comera.rank.schedule import TwoStage
+from comera.rank.importance_pruning import ImportancePruning
+from comera.rank.two_stage import TwoStage
 from comera.report.compression import compression_report
 from comera.report.memory_use import memory_report
 from comera.report.model_plan import plan
@@ -49,6 +50,7 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "GroupedMerge",
+    "ImportancePruning",
     "MuonAdamW",
     "OptimizerInBackward",
     "TTConfig",

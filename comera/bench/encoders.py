@@ -13,7 +13,7 @@ from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
 from comera.nn.table import TTTable
 from comera.optim.groups import param_groups
-from comera.rank.schedule import TwoStage
+from comera.rank.two_stage import TwoStage
 from comera.train.step import TrainStep
 
 LEARNING_RATE = 1e-4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comera.nn.dense_weight import read_only
 from comera.nn.init import Init, init_
-from comera.ops.cores import rank_gate
+from comera.ops.cores import is_open, rank_gate
 from comera.params import is_sharded, set_data_
 from comera.shapes import TTMShape, TTShape, is_number
 
@@ -146,7 +146,7 @@ class TensorTrainModule(nn.Module):
     @property
     def live_ranks(self) -> tuple[int, ...]:
         """The inner bonds without their pruned ranks; all zeros when the weight has vanished."""
-        live = tuple(int((gate > self.prune_below).sum()) for gate in self.gates)
+        live = tuple(int(is_open(gate, self.prune_below).sum()) for gate in self.gates)
         return (0,) * len(live) if 0 in live else live
 
     @property
@@ -376,7 +376,7 @@ def check_whole(model: nn.Module, what: str) -> None:
                     f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
                     "the model whole in DistributedDataParallel: tensor trains are small. Sharded, "
                     "it trains in a loop of your own with torch.optim.AdamW or SGD, without "
-                    "GroupedMerge, TrainStep and TwoStage"
+                    "GroupedMerge, TrainStep and rank learning"
                 )
 
 

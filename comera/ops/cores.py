@@ -82,7 +82,7 @@ def stack_gates(
     bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
     flat = gates[0] if len(gates) == 1 else torch.cat(list(gates))
     opened = open_gate(flat, threshold).reshape(num_chains, sum(bonds))
-    return list(opened.split(bonds, 1)), flat > threshold
+    return list(opened.split(bonds, 1)), is_open(flat, threshold)
 
 
 def unstack_gates(
@@ -166,8 +166,23 @@ def _from_left(cores: Sequence[Tensor]) -> bool:
     return cores[0].shape[1] <= cores[-1].shape[3]
 
 
+def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
+    """Tell which ranks of a gate are not pruned: those above the threshold; no NaN is.
+
+    The one place that says so; ``kernels/merge.cu`` repeats it for the card.
+
+    Args:
+        gate_R: ``(R,)``.
+        threshold: One for all, or ``(R,)``.
+
+    Returns:
+        Booleans ``(R,)``.
+    """
+    return gate_R > threshold
+
+
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
-    """The gate where it lets its rank through, zero where the rank is pruned; NaN stays."""
+    """Return the gate where :func:`is_open`, and zero where not; NaN stays, to be seen."""
     return F.threshold(gate_R, threshold, 0.0)
 
 
@@ -205,7 +220,7 @@ def rank_gate_grads(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a gated core with respect to the core and to the gate."""
     per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
-    grad_gate_R = torch.where(gate_R > threshold, per_rank_R, 0)
+    grad_gate_R = torch.where(is_open(gate_R, threshold), per_rank_R, 0)
     return rank_gate_reference(grad, gate_R, threshold), grad_gate_R
 
 

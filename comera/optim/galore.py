@@ -26,26 +26,21 @@ from comera.optim.galore_parts import (
     check_projects_alike,
     check_subspaces,
     joined,
-    listed,
     merged,
     parted,
     replaced,
 )
 from comera.optim.projection import (
-    METHODS,
-    Method,
     add_out_of_,
     into,
     low_shape,
     matrix_shape,
     new_bases,
-    rotate,
 )
-from comera.optim.state_layout import step_on
+from comera.optim.step_param import step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
-_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class _Begun(NamedTuple):
@@ -75,11 +70,8 @@ class GaLore(Optimizer):
             A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
             sides are not above the rank is not projected, and neither scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
-        projection: ``"randomized"`` or ``"svd"``, see
-            :func:`~comera.optim.projection.new_bases`.
         stagger: Spread the refreshes of the subspaces over the steps between two of them, so that
             no single step takes long. The first step finds them all.
-        rotate_moments: Carry the first moment over into each new subspace. The paper does not.
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
@@ -107,13 +99,9 @@ class GaLore(Optimizer):
         params: Iterable[Any],
         inner: Callable[..., Optimizer] = torch.optim.AdamW,
         *,
-        projection: Method = "randomized",
         stagger: bool = True,
-        rotate_moments: bool = False,
         **settings: Any,
     ) -> None:
-        if projection not in METHODS:
-            raise ValueError(f"projection={projection!r} must be one of {listed(METHODS)}")
         groups = as_groups(params)
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
@@ -123,7 +111,7 @@ class GaLore(Optimizer):
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
         for group in groups:
             check_group(group, self._inner)
-        self.projection, self.stagger, self.rotate_moments = projection, stagger, rotate_moments
+        self.stagger = stagger
         self._built = False
         theirs = self._inner.param_groups
         together = [merged(*pair) for pair in zip(groups, theirs, strict=True)]
@@ -182,7 +170,7 @@ class GaLore(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_on_(self, param: Tensor, position: int) -> None:
+    def step_param_(self, param: Tensor, position: int) -> None:
         """One step of one parameter, in group number ``position``, as :meth:`step` would take it.
 
         Raises:
@@ -191,7 +179,7 @@ class GaLore(Optimizer):
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []
         try:
-            step_on(self._inner, self._stand_ins.get(param, param), position)
+            step_param(self._inner, self._stand_ins.get(param, param), position)
         finally:
             _give_back(begun)
         self._show_state(param)
@@ -308,14 +296,9 @@ class GaLore(Optimizer):
             return
         # Another for each parameter and step; torch's generator on the CPU looks at 32 bits.
         seed = (number * 0x9E3779B1 + steps) % 2**32
-        new = new_bases(grad_MN, group["rank"], group["proj_type"], self.projection, seed)
+        new = new_bases(grad_MN, group["rank"], group["proj_type"], seed)
         if not old:
             count += 1
-        elif self.rotate_moments:
-            moments = self._inner.state[self._stand_ins[param]]
-            for key in _FIRST_MOMENTS:
-                if key in moments:
-                    moments[key] = rotate(moments[key], old, new)
         for side, basis in new.items():
             if side in old:
                 old[side].copy_(basis)  # a captured step looks for it there

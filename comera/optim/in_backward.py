@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.state_layout import plain_step, step_on
+from comera.optim.step_param import plain_step, step_param
 
 
 class OptimizerInBackward:
@@ -203,7 +203,7 @@ class OptimizerInBackward:
                 self._average(param)
             self._stepped.add(param)
             self._waiting.pop(param, None)
-            step_on(self.optimizer, param, self._position[param])
+            step_param(self.optimizer, param, self._position[param])
             param.grad = None
 
     def _average(self, param: Tensor) -> None:

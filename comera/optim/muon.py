@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.dispatch import without_autocast
-from comera.optim.state_layout import loading_exactly, plain_step
+from comera.optim.step_param import plain_step
 from comera.params import is_sharded
 
 log = logging.getLogger("comera")
@@ -31,11 +31,6 @@ Adam's steps have about 0.2 (Liu et al., arXiv 2502.16982, section 2.2); cores d
 times that (``docs/experiments.md``).
 """
 
-_NEW_SHARE = 0.01
-"""Of the present step in the average by which ``row_power`` measures a row."""
-
-_TINY = 1e-30
-
 
 class MuonAdamW(torch.optim.AdamW):
     """Muon on the cores of tensor trains, AdamW on everything else.
@@ -46,18 +41,12 @@ class MuonAdamW(torch.optim.AdamW):
         lr: Of AdamW, and of Muon where a group says nothing else.
         momentum: Decay rate of Muon's average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations, which find the orthogonal matrix.
-        row_power: Rows of a matrix, along its longer side, whose steps are small take larger ones
-            and others smaller ones: each is divided by this power of the root mean square of its
-            steps so far, and all are scaled to keep their norm. In ``[0, 1]``; 0 leaves steps
-            alone, 1 is NorMuon (Li et al., arXiv 2510.05491, algorithm 1). Rows of a table that
-            are rarely read learn faster by it (``docs/experiments.md``).
         **settings: Of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``, ``fused``,
             ... Weight decay is decoupled for both.
 
     Note:
-        State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype,
-        ``step``, float32 ``()``, and with ``row_power`` ``row_mean_square``, float32 or wider, of
-        size one in the dimensions of the shorter side.
+        State of a parameter that Muon steps: ``momentum_buffer``, in its shape and dtype, and
+        ``step``, float32 ``()``.
         Steps are three times those of :class:`torch.optim.Muon` with
         ``adjust_lr_fn="match_rms_adamw"``, so that AdamW's learning rate serves both, and do not
         depend on the scale of the gradient. Cores of equal shape are stepped in the
@@ -77,10 +66,9 @@ class MuonAdamW(torch.optim.AdamW):
         *,
         momentum: float = 0.95,
         ns_steps: int = 5,
-        row_power: float = 0.0,
         **settings: Any,
     ) -> None:
-        own = {"momentum": momentum, "ns_steps": ns_steps, "row_power": row_power}
+        own = {"momentum": momentum, "ns_steps": ns_steps}
         _check(own)
         params = list(params)
         super().__init__(params, lr, **settings)
@@ -97,11 +85,6 @@ class MuonAdamW(torch.optim.AdamW):
         # A GradScaler must not count on AdamW's fused step to divide by its scale.
         self._step_supports_amp_scaling = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("row_power", 0.0)  # written before there was one
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, bit for bit.
@@ -110,8 +93,7 @@ class MuonAdamW(torch.optim.AdamW):
             ValueError: If it is the state of another optimizer; nothing is changed.
         """
         _check_state(state_dict)
-        with loading_exactly(self, _wide_state):
-            super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's; ``muon=True`` or the name ``"cores"`` choose Muon."""
@@ -180,40 +162,18 @@ class MuonAdamW(torch.optim.AdamW):
             rows, cols = core_matrix(shape)
             steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), group["ns_steps"])
             steps = steps.reshape(-1, *shape)
-            if group["row_power"]:
-                steps = self._even_rows(steps, params, group["row_power"])
             steps *= group["lr"] * _STEP_SIZE * math.sqrt(max(rows, cols))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(steps if group["maximize"] else -steps))
 
-    def _even_rows(self, steps: Tensor, params: list[Tensor], power: float) -> Tensor:
-        """Steps of equal shape, stacked, whose rows differ less in size, at the same norms."""
-        wide = steps.to(torch.promote_types(steps.dtype, torch.float32))
-        across = tuple(1 + dim for dim in _shorter_side(params[0].shape))
-        present = wide.square().mean(across, keepdim=True).unbind(0)
-        averages = []
-        for param, mean_square in zip(params, present, strict=True):
-            state = self.state[param]
-            average = state.get("row_mean_square")
-            if average is None or average.shape != mean_square.shape:  # truncation turned the core
-                state["row_mean_square"] = torch.zeros_like(mean_square)
-            averages.append(state["row_mean_square"].lerp_(mean_square, _NEW_SHARE))
-        even = wide * torch.stack(averages).clamp(min=_TINY).pow(-power / 2)
-        whole = tuple(range(1, steps.dim()))
-        before, after = (x.square().sum(whole, keepdim=True).sqrt() for x in (wide, even))
-        return (even * (before / after.clamp(min=_TINY))).to(steps.dtype)
-
 
 def _check(settings: dict[str, Any]) -> None:
     momentum, ns_steps = settings.get("momentum", 0.0), settings.get("ns_steps", 1)
-    row_power = settings.get("row_power", 0.0)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum} must be in [0, 1)")
     if ns_steps < 1:
         raise ValueError(f"ns_steps={ns_steps} must be at least 1")
-    if not 0 <= row_power <= 1:
-        raise ValueError(f"row_power={row_power} must be in [0, 1]")
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
@@ -227,32 +187,14 @@ def _check_state(state_dict: dict[str, Any]) -> None:
             )
 
 
-def _wide_state(given: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state that is wider than its parameter may be."""
-    wide = {key: value for key, value in given.items() if key == "row_mean_square"}
-    return {key: value.to(param.device, copy=True) for key, value in wide.items()}
-
-
 def core_matrix(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of a core as a matrix: its wider bond against everything else.
 
     A matrix, or a tensor with no bond wider than one, is ``(first, all others)``.
     """
-    rows, cols = (math.prod(shape[dim] for dim in side) for side in _sides(shape))
-    return rows, cols
-
-
-def _sides(shape: torch.Size) -> tuple[range, range]:
-    """Dimensions of a core that are the rows of its matrix, and those that are the columns."""
     left_is_wider = shape[0] > shape[-1]
     split = 1 if len(shape) == 2 or left_is_wider else len(shape) - 1
-    return range(split), range(split, len(shape))
-
-
-def _shorter_side(shape: torch.Size) -> range:
-    """Dimensions that are the shorter side of a core's matrix."""
-    rows, cols = core_matrix(shape)
-    return _sides(shape)[rows >= cols]
+    return math.prod(shape[:split]), math.prod(shape[split:])
 
 
 def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 ProjType = Literal["std", "reverse_std", "left", "right", "full", "random"]
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full", "random")
-Method = Literal["randomized", "svd"]
-METHODS = ("randomized", "svd")
 
 _OVERSAMPLING = 8
 _POWER_ITERATIONS = 1
@@ -55,17 +53,16 @@ def basis_shapes(
     return shapes | ({"right": (rank, shape[1])} if right else {})
 
 
-def new_bases(
-    grad_MN: Tensor, rank: int, proj_type: ProjType, method: Method, seed: int
-) -> dict[str, Tensor]:
-    """Orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
+    """Find orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+
+    By a randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
+    0909.4061, algorithm 4.4), many times faster than a singular value decomposition.
 
     Args:
         grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
         rank: Columns of each basis, below the sides it stands for.
         proj_type: See :func:`sides`; ``random`` takes a random subspace, not the leading one.
-        method: ``"svd"``, or ``"randomized"``: a range finder with one power iteration (Halko,
-            Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4), many times faster.
         seed: Of what is random; torch's own random state is left alone.
 
     Returns:
@@ -85,12 +82,6 @@ def new_bases(
                 bases["left"] = _random(grad_MN.shape[0], rank, grad_MN, generator)
             if right:
                 bases["right"] = _random(grad_MN.shape[1], rank, grad_MN, generator).T.contiguous()
-        elif method == "svd":
-            u_MK, _, v_KN = torch.linalg.svd(grad_MN, full_matrices=False)
-            if left:
-                bases["left"] = u_MK[:, :rank].contiguous()
-            if right:
-                bases["right"] = v_KN[:rank].contiguous()
         else:
             if left:
                 bases["left"] = _range(grad_MN, rank, generator)
@@ -127,11 +118,6 @@ def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
         param.view(left.shape[0], -1).addmm_(left, bases["right"])
     else:
         param.view(-1, low.shape[1]).addmm_(bases["left"], low)
-
-
-def rotate(low: Tensor, old: dict[str, Tensor], new: dict[str, Tensor]) -> Tensor:
-    """A first moment in the old subspace, seen from the new one."""
-    return into(out_of(_widened(low), old), new).to(low.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ the usual threshold."""
 _WAY_OUT = (
     "Nothing has been changed. Processes that train one model start with equal weights and average "
     "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
-    "TwoStage process_group=None"
+    "TwoStage or ImportancePruning process_group=None"
 )
 
 
@@ -56,7 +56,7 @@ def check_alike(
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
     thresholds = {name: layer.prune_below for name, layer in layers.items()}
     known = {**settings, "prune_below": thresholds}
-    (first, mine), *others = _told(group, (known, gates)).items()
+    (first, mine), *others = _gathered(group, (known, gates)).items()
     for process, theirs in others:
         what = _difference(mine, theirs)
         if what is not None:
@@ -84,38 +84,38 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
     except Exception as error:
         problem = error
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told = _told(group, (mine, text))
+    gathered = _gathered(group, (mine, text))
     if problem is not None:
         raise problem
-    for process, (_, text) in told.items():
+    for process, (_, text) in gathered.items():
         if text is not None:
             raise RuntimeError(
                 f"process {process} cannot cut its ranks, so that no other does: {text}"
             )
-    (first, _), *others = told.items()
+    (first, _), *others = gathered.items()
     for process, (theirs, _) in others:
-        if theirs != told[first][0]:
+        if theirs != gathered[first][0]:
             raise ValueError(
                 f"processes {first} and {process} would cut other ranks: their gates are the "
                 f"same, but their cores are not. {_WAY_OUT}"
             )
 
 
-def _told(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
-    """What every process of a group says, by its number."""
+def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
+    """Gather what every process of a group says, by its number."""
     if group is None:
         return {0: mine}
     ranks = dist.get_process_group_ranks(group)
-    told: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(told, mine, group=group)
-    return dict(zip(ranks, told, strict=True))
+    found: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(found, mine, group=group)
+    return dict(zip(ranks, found, strict=True))
 
 
 _Copy = tuple[dict[str, object], dict[str, list[Tensor]]]
 
 
 def _difference(one: _Copy, other: _Copy) -> str | None:
-    """In what two processes differ, in words; None if they do not."""
+    """Say in what two processes differ, in words; None if they do not."""
     (settings, gates), (other_settings, other_gates) = one, other
     for name, value in settings.items():
         if value != other_settings[name]:

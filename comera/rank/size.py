@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from comera.names import listed
 from comera.nn.grouped import gates_together
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.ops.cores import is_open
 
 
 class Gates(NamedTuple):
-    """All gates of a model in one vector, which are above their threshold, how many a bond has."""
+    """All gates of a model in one vector, which of them are open, how many a bond has."""
 
     values: Tensor
     live: Tensor
@@ -28,13 +29,14 @@ class SizeOfRanks:
 
     With bonds ``d_k`` and ``n_k`` entries per pair of ranks, the size of a layer is
     ``sum_k n_k d_{k-1} d_k`` (CoMERA, arXiv 2405.14377, equation 5). Exactly, ``d_k`` is the
-    number of gates above the threshold, and a layer with an empty bond has size zero. Relaxed,
-    ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
+    number of open gates, those above ``prune_below``, and a layer with an empty bond has size zero.
+    Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
 
     Args:
         model: Its tensor-train layers are found once, here. Those with a frozen gate keep their
             ranks and are not counted.
-        min_rank: The relaxed size does not press on a bond that has no more live gates than this.
+        min_rank: Gates of a bond that has no more open ones than this get no gradient of the
+            relaxed size.
 
     Attributes:
         layers: Those that are counted, by name.
@@ -67,20 +69,20 @@ class SizeOfRanks:
 
     @property
     def gates(self) -> list[Tensor]:
-        """Layer by layer, as they are now: loading a state may put others in their place."""
+        """Return all gates, layer by layer; loading a state may put others in their place."""
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
     def read(self) -> Gates:
-        """The gates as they are now."""
+        """Read all gates as they are now."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
             self._index(widths, values.device, values.dtype)
-        live = values.detach() > self._threshold
+        live = is_open(values.detach(), self._prune_below)
         return Gates(values, live, self._sum_by_bond(live.double()))
 
     def relaxed(self, gates: Gates | None = None) -> Tensor:
-        """The differentiable size, a scalar in entries; of the gates as they are now if None."""
+        """Return the differentiable size, a scalar in entries; of the gates as they are if None."""
         values, live, counts = gates or self.read()
         bonds = self._sum_by_bond(values * live)
         bonds = torch.where(counts > self.min_rank, bonds, bonds.detach())
@@ -89,14 +91,14 @@ class SizeOfRanks:
 
     @torch.no_grad()
     def exact(self, gates: Gates | None = None) -> Tensor:
-        """The size after pruning, a float64 scalar on the device; no gradient."""
+        """Return the size after pruning, a float64 scalar on the device; no gradient."""
         return self._size_at((gates or self.read()).counts)
 
     @torch.no_grad()
     def hold_(self, before: Tensor, floor: float) -> Tensor:
         """Take back gates that closed too many at once: a closed gate does not open by itself.
 
-        A gate that has just closed is lifted to half above its threshold where its bond would
+        A gate that has just closed is lifted to half above ``prune_below`` where its bond would
         else have none, or where the whole would fall below ``floor``. At such a value it adds
         next to nothing, and which of them goes first can be chosen later.
 
@@ -122,22 +124,26 @@ class SizeOfRanks:
         return reached
 
     def _size_at(self, counts: Tensor) -> Tensor:
+        """Return the size where bonds have so many ranks; a layer with an empty one has none."""
         before, after = self._ends_of_cores(counts)
         least = self._most.scatter_reduce(0, self._layer_of_bond, counts, "amin")
         whole = least[self._layer_of_core] > 0
         return torch.dot(before * after * whole, self._slices[counts.dtype])
 
     def _sum_by_bond(self, values: Tensor) -> Tensor:
-        """Slot 0 is the outer bond of every layer, which is one and has no gate."""
+        """Add up, for each bond, one number per gate.
+
+        Slot 0 is the outer bond of every layer, which is one and has no gate.
+        """
         return self._outer[values.dtype].index_add(0, self._bond_of_gate, values)
 
     def _ends_of_cores(self, bonds: Tensor) -> tuple[Tensor, Tensor]:
-        """The bonds before and after each core."""
+        """Return the bonds before each core, and those after it."""
         # Unlike that of indexing by brackets, its gradient needs no sorting.
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Which bond each gate belongs to, and which two bonds each core lies between."""
+        """Note which bond each gate belongs to, and which two bonds each core lies between."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []
@@ -165,7 +171,7 @@ class SizeOfRanks:
         self._layer_of_bond = on_device(layer_of_bond)
         self._slices = {kind: on_device(slices, kind) for kind in (dtype, torch.double)}
         self._outer = {kind: on_device([1] + [0] * bond, kind) for kind in (dtype, torch.double)}
-        self._threshold = on_device(thresholds, dtype)
-        self._lifted_to = 1.5 * self._threshold
+        self._prune_below = on_device(thresholds, dtype)
+        self._lifted_to = 1.5 * self._prune_below
         self._lowest = self._outer[dtype].new_full((bond + 1,), -torch.inf)
         self._most = self._outer[torch.double].new_full((bond + 1,), torch.inf)

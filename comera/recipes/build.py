@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
-from comera.rank.schedule import TwoStage
 from comera.recipes.optimizers import make_optimizer
 from comera.recipes.run_config import OptimizerConfig, RunConfig
 from comera.recipes.tasks import Task
@@ -69,26 +68,11 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         optimizer,
         [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
-    ranks = None
-    if config.ranks is not None:
-        ranks = TwoStage(
-            model,
-            config.ranks.target,
-            *config.ranks.stages(task.steps),
-            choose=config.ranks.choose,
-            gamma=config.ranks.gamma,
-            beta=config.ranks.beta,
-            rho_loss=config.ranks.rho_loss,
-            rho_size=config.ranks.rho_size,
-            min_rank=config.ranks.min_rank,
-            canonical=config.ranks.canonical,
-            spare=config.ranks.spare,
-        )
     return TrainStep(
         model,
         task.loss_fn,
         OptimizerInBackward(optimizer) if settings.in_backward else optimizer,
-        ranks,
+        None if config.ranks is None else config.ranks.make(model, task.steps),
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.train.precision,

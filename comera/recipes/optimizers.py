@@ -45,8 +45,6 @@ class OptimizerConfig:
         clip_threshold: Largest root mean square of an update, for came and adafactor.
         beta2_decay: For adafactor: the power of the step by which its moments slow down.
         momentum: For sgd and muon.
-        row_power: For muon: how much larger the steps of rows become whose steps are small, see
-            ``comera.MuonAdamW``.
         rank: Of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about what
             its authors take.
         update_proj_gap: Steps between two subspaces, for galore.
@@ -72,7 +70,6 @@ class OptimizerConfig:
     clip_threshold: float | None = None
     beta2_decay: float | None = None
     momentum: float | None = None
-    row_power: float | None = None
     rank: int | None = None
     update_proj_gap: int | None = None
     scale: float | None = None
@@ -135,7 +132,7 @@ _CHOICES = {
     "adamw": _Choice(_fused_adamw, _ADAM),
     "muon": _Choice(
         _muon,
-        {**_ADAM, "lr": 7e-4, "momentum": 0.95, "row_power": 0.0, "target_modules": None},
+        {**_ADAM, "lr": 7e-4, "momentum": 0.95, "target_modules": None},
     ),
     "adamw8bit": _Choice(_adamw8bit, _ADAM),
     "adafactor": _Choice(_adafactor, _ADAFACTOR),
@@ -237,7 +234,7 @@ def twin_of(settings: OptimizerConfig) -> OptimizerConfig:
     """The optimizer of the dense twin: that of its run if it was named, else adamw."""
     twin = dataclasses.replace(settings, lr=settings.dense_lr or settings.lr)
     if settings.name is None:
-        twin = dataclasses.replace(twin, momentum=None, row_power=None, target_modules=None)
+        twin = dataclasses.replace(twin, momentum=None, target_modules=None)
     return twin
 
 

@@ -23,7 +23,8 @@ from comera.recipes.build import build_step, find_device, make_model, without_re
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import check_data, check_folder, claim, held, is_finished
 from comera.recipes.optimizers import make_optimizer, twin_of
-from comera.recipes.run_config import RankConfig, RunConfig
+from comera.recipes.rank_config import RankConfig
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
@@ -190,22 +191,22 @@ def planned_memory(config: RunConfig) -> list[MemoryReport]:
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
         if settings.ranks is not None:
-            _check_target(model, settings.ranks)
+            _check_target(model, settings.ranks, settings.rank_section)
         chosen = settings.optimizer_for(settings.train.steps)
         optimizer = make_optimizer(model, chosen, settings.width)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 
 
-def _check_target(model: nn.Module, ranks: RankConfig) -> None:
+def _check_target(model: nn.Module, ranks: RankConfig, section: str) -> None:
     layers = tensor_trains(model).values()
     if not layers:
-        raise ValueError("the section ranks needs tensor trains, but tensorize made none")
+        raise ValueError(f"the section {section} needs tensor trains, but tensorize made none")
     start_size = sum(layer.shape.size_at(layer.ranks) for layer in layers)
     try:
         target_entries(layers, ranks.target, start_size, ranks.min_rank)
     except ValueError as problem:
-        raise ValueError(f"ranks.{problem}") from None
+        raise ValueError(f"{section}.{problem}") from None
 
 
 def planned_model(config: RunConfig) -> nn.Module:
@@ -246,7 +247,9 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
         optimizer = twin_of(config.optimizer)
-        twin = dataclasses.replace(config, tensorize=None, ranks=None, optimizer=optimizer)
+        twin = dataclasses.replace(
+            config, tensorize=None, two_stage=None, importance_pruning=None, optimizer=optimizer
+        )
         jobs.append(("dense", twin))
     return jobs
 

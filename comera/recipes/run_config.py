@@ -13,9 +13,14 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
-from comera.rank.settings import DEFAULTS, Choice, check_settings, settled_choice
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, settled
 from comera.recipes.parse import check_nulls
+from comera.recipes.rank_config import (
+    RANK_SECTIONS,
+    ImportancePruningConfig,
+    RankConfig,
+    TwoStageConfig,
+)
 
 
 @dataclass
@@ -56,107 +61,6 @@ class DlrmConfig:
     bottom: list[int] = field(default_factory=lambda: [512, 256])
     top: list[int] = field(default_factory=lambda: [512, 256])
     table_sizes: dict[str, int] | None = None
-
-
-@dataclass
-class RankConfig:
-    """Rank learning, see ``comera.TwoStage``.
-
-    Args:
-        target: Size of the cores at the end, as a share of their size at the start.
-        choose: ``objective``; or ``sensitivity``, the default where ``late_share`` is 0 and no
-            ``gamma`` is given: no late stage, ranks go when the early one ends.
-        early_share: Share of all steps before the late stage begins, 0.4; with ``choose:
-            sensitivity`` before ranks go, 0.3.
-        late_share: Share of all steps in the late stage, 0.4 if there is one; the rest trains the
-            truncated model.
-        gamma: Weight of the size in the early stage: 0.01, and 0 with ``choose: sensitivity``.
-        beta: Weight of the cores' squared norm.
-        rho_loss: Weight of the loss when the size has the step.
-        rho_size: Weight of the size when the loss has the step.
-        min_rank: 1, or 0 to let whole layers vanish.
-        canonical: Bring the tensor trains into canonical form before ranks are chosen; true with
-            ``choose: sensitivity``, else false.
-        spare: What every layer keeps at least, as a share of what it would have if all were cut
-            alike: 0.5 with ``choose: sensitivity``, else 0.
-    """
-
-    target: float = 0.5
-    choose: Choice | None = None
-    early_share: float | None = None
-    late_share: float | None = None
-    gamma: float | None = None
-    beta: float = 0.0
-    rho_loss: float = 1.0
-    rho_size: float = 0.0
-    min_rank: int = 1
-    canonical: bool | None = None
-    spare: float | None = None
-
-    def __post_init__(self) -> None:
-        late_share = 0.4 if self.late_share is None else self.late_share
-        self.choose = settled_choice(self.choose, late_share, self.gamma)
-        if self.late_share is None:
-            self.late_share = late_share if self.choose == "objective" else 0.0
-        if self.early_share is None:
-            self.early_share = 0.4 if self.choose == "objective" else 0.3
-        for name, value in DEFAULTS[self.choose]._asdict().items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-
-    def check(self, steps: int | None) -> None:
-        """Raise ``ValueError`` for what ``TwoStage`` would refuse, in the words of a run.
-
-        Args:
-            steps: Of the whole run, where they are known.
-        """
-        numbers = (
-            "target",
-            "min_rank",
-            "canonical",
-            "spare",
-            "gamma",
-            "beta",
-            "rho_loss",
-            "rho_size",
-        )
-        try:
-            check_settings(**{name: getattr(self, name) for name in numbers})
-        except ValueError as problem:
-            raise ValueError(f"ranks.{problem}") from None
-        early, late = self.early_share or 0.0, self.late_share or 0.0
-        if self.choose == "sensitivity":
-            if late:
-                raise ValueError(
-                    f"ranks.late_share={late} must be 0 or null: with ranks.choose=sensitivity "
-                    "there is no late stage, ranks are cut after early_share of the steps"
-                )
-            if self.gamma:
-                raise ValueError(
-                    f"ranks.gamma={self.gamma} must be 0 or null: with ranks.choose=sensitivity "
-                    "nothing presses on the gates"
-                )
-        if self.canonical and not early:
-            raise ValueError(
-                "ranks.canonical=true needs ranks.early_share, after which ranks are brought into "
-                "canonical form"
-            )
-        needs_early = self.choose == "sensitivity" or self.canonical
-        if steps is not None and needs_early and self.stages(steps)[0] < 1:
-            raise ValueError(
-                f"ranks.early_share={early} of {steps} steps is no step: ranks.choose=sensitivity "
-                "and ranks.canonical=true need some, which tell the ranks apart"
-            )
-        if not 0 < early + late <= 1 or min(early, late) < 0:
-            raise ValueError(
-                f"ranks.early_share={early} and ranks.late_share={late} must be shares of all "
-                "steps that add up to more than 0 and at most 1"
-            )
-
-    def stages(self, steps: int) -> tuple[int, int]:
-        """Steps of the early and of the late stage in a run of so many."""
-        early = round((self.early_share or 0) * steps)
-        return early, min(round((self.late_share or 0) * steps), steps - early)
 
 
 @dataclass
@@ -248,7 +152,9 @@ class RunConfig:
         model: The transformer.
         dlrm: The click predictor.
         tensorize: Which layers become tensor trains; null trains a dense model.
-        ranks: Rank learning; null keeps all ranks.
+        two_stage: Rank learning in two stages, as in the paper. Without this section and the next
+            one all ranks are kept.
+        importance_pruning: Rank learning that prunes at once, by importance; give one of the two.
         optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
@@ -266,7 +172,8 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dlrm: DlrmConfig = field(default_factory=DlrmConfig)
     tensorize: TTConfig | None = None
-    ranks: RankConfig | None = None
+    two_stage: TwoStageConfig | None = None
+    importance_pruning: ImportancePruningConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -288,11 +195,21 @@ class RunConfig:
         name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
         gate_lr = self.optimizer.gate_lr
         if gate_lr is None:
-            if self.ranks is None or not self.ranks.late_share:
+            if self.two_stage is None:
                 gate_lr = gate_rate(late_steps=0)
             elif steps is not None:
-                gate_lr = gate_rate(self.ranks.stages(steps)[1])
+                gate_lr = gate_rate(self.two_stage.stages(steps)[1])
         return dataclasses.replace(self.optimizer, name=name, gate_lr=gate_lr)
+
+    @property
+    def ranks(self) -> RankConfig | None:
+        """Return the section by which ranks are learned, if they are."""
+        return self.two_stage or self.importance_pruning
+
+    @property
+    def rank_section(self) -> str:
+        """Return the name of the section by which ranks are learned; one is there."""
+        return RANK_SECTIONS[self.two_stage is None]
 
     @property
     def text(self) -> TextData | NliData | None:
@@ -353,9 +270,14 @@ class RunConfig:
                 f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "
                 "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
             )
+        if self.two_stage is not None and self.importance_pruning is not None:
+            raise ValueError(
+                f"give one of the sections {' and '.join(RANK_SECTIONS)}, and the other one as "
+                "null: a run learns its ranks by one method"
+            )
         if self.ranks is not None:
             if self.tensorize is None:
-                raise ValueError("the section ranks needs a section tensorize")
+                raise ValueError(f"the section {self.rank_section} needs a section tensorize")
             self.ranks.check(self.train.steps)
 
 

@@ -67,7 +67,7 @@ class CompressionReport:
         dense_params: Parameters of the model with all its layers dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
         live_params: Entries their cores would keep if they were truncated now; what
-            ``TwoStage`` counts.
+            rank learning counts.
         tt_dense_params: Entries of the dense weights they stand for.
     """
 

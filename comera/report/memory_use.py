@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from comera.optim.galore import GaLore
-from comera.optim.inner import AnyOptimizer, unwrap
 from comera.optim.state_layout import stored_bytes
 from comera.optim.state_size import state_bytes
+from comera.optim.unwrap import AnyOptimizer, unwrap
 from comera.planning.printing import show_bytes, table_html, text_table
 
 _HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")

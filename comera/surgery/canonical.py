@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.optim.inner import AnyOptimizer, inner_optimizer
-from comera.surgery.optimizer_state import forget_
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.surgery.optimizer_state import reset_state_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,13 +56,13 @@ def canonicalize_(
             by ``fully_shard``. Nothing is changed.
     """
     check_whole(model, "canonicalize_")
-    inner = inner_optimizer(optimizer)
+    unwrapped = unwrap_separable(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]
         if not all(param.requires_grad for param in params) or not _canonicalize_layer(layer):
             continue
         for param in params:
-            forget_(param, inner)
+            reset_state_(param, unwrapped)
             if process_group is not None:
                 dist.broadcast(param.data, group=process_group, group_src=0)
 

@@ -23,17 +23,17 @@ _GOES_WITH_SQUARE = {
 
 
 @torch.no_grad()
-def carry_(
+def slice_state_(
     param: Tensor,
     keep: Mapping[int, Tensor],
     scale: Tensor | None = None,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Keep only the named rows of a parameter, and of everything that is shaped like it.
+    """Keep some rows of a parameter, of its gradient and of its optimizer state, in place.
 
     Args:
         param: Changed in place to ``param[keep] * scale``; its identity stays.
-        keep: Dimension to the indices that stay.
+        keep: From a dimension to the indices that stay, int64 on the parameter's device.
         scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
             per unit of the parameter, is divided by it, and a second moment by its square. Where
             it is zero they become zero.
@@ -46,9 +46,11 @@ def carry_(
     inverse = None
     if scale is not None:
         inverse = torch.where(scale == 0, 0, 1 / scale)
-    # Some state follows the parameter only once it is laid out, such as factors of a matrix view.
+    # Some state has the parameter's dimensions only once it is unpacked, such as factors of it as a
+    # matrix, or eight-bit moments.
     unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
+    # All is cut before anything is assigned: what cannot be matched raises with nothing changed.
     cut_state = {
         key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
         for key, value in state.items()
@@ -69,18 +71,19 @@ def carry_(
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
+    """Return 1 for state that is measured like a gradient, 2 like its square, 0 for the rest."""
     if key == "momentum_buffer" and "square_avg" in state:
         return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
     return 2 if key in _GOES_WITH_SQUARE else int(key in _GOES_WITH_GRADIENT)
 
 
 def _spans(value: Tensor, scale: Tensor) -> bool:
-    """Whether the scale fits; a factored moment lacks the dimension of some scales."""
+    """Tell whether the scale fits: a factored moment lacks the dimension of some scales."""
     return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
 
 
 def follows(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether a tensor has the dimensions of a parameter, some of them of size one."""
+    """Tell whether a tensor has the dimensions of a parameter, some of them of size one."""
     return tensor.dim() == len(shape) and all(
         mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
     )
@@ -100,7 +103,7 @@ def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Te
 
 
 @torch.no_grad()
-def forget_(param: Tensor, optimizer: Optimizer | None = None) -> None:
+def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
     """Start a parameter anew: its gradient goes, its state becomes zero where it lies.
 
     All of the optimizers here and nearly all of torch's begin with zeros; numbers of steps begin

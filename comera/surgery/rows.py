@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.nn.table import HotRows, TTTable
-from comera.optim.inner import AnyOptimizer, inner_optimizer
 from comera.optim.state_layout import pack_state_, unpack_state_
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import FIRST_MOMENTS, follows
 
 
@@ -17,8 +17,8 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     An index that becomes hot keeps its row: exactly where hot rows are dense, and as its projection
     on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
     whose row is what the tensor train has at that place. All other rows stay as they are, bit for
-    bit, and so does the optimizer's state of the rows that stay hot; that of new ones is zero, and
-    the mean of all rows where :class:`~comera.MuonAdamW` keeps the size of a row's steps.
+    bit, and so does the optimizer's state of the rows that stay hot. Of new ones the state by which
+    steps are divided is the mean of all rows, and the rest is zero.
 
     Args:
         table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.
@@ -45,7 +45,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
             f"counts have shape {tuple(counts.shape)}; a table of {table.num_embeddings} rows "
             f"needs ({table.num_embeddings},)"
         )
-    inner = inner_optimizer(optimizer)
+    unwrapped = unwrap_separable(optimizer)
     device = table.cores[0].device
     order = table.row_order
     if order is None:
@@ -68,9 +68,9 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     if isinstance(table.hot, HotRows):
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         basis = table.hot.basis.to(wide.dtype)
-        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), inner)
+        _set_rows_(table.hot.cores[0], 1, places, wide @ torch.linalg.pinv(basis), unwrapped)
     else:
-        _set_rows_(table.hot, 0, places, rows, inner)
+        _set_rows_(table.hot, 0, places, rows, unwrapped)
     return len(entering)
 
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.optim.inner import AnyOptimizer, inner_optimizer
-from comera.surgery.optimizer_state import carry_
+from comera.ops.cores import is_open
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.surgery.optimizer_state import slice_state_
 from comera.surgery.replicas import renew_, wrappers_of
 
 
@@ -43,12 +44,12 @@ def truncate_(
     """
     check_min_rank(min_rank)
     check_whole(model, "truncate_")
-    inner = inner_optimizer(optimizer)
+    unwrapped = unwrap_separable(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():
         before = layer.ranks
         if 0 not in before:  # else it has vanished already
-            _truncate_layer(layer, inner, min_rank, absorb)
+            _truncate_layer(layer, unwrapped, min_rank, absorb)
         changed[name] = (before, layer.ranks)
     if any(before != after for before, after in changed.values()):
         for wrapper in wrappers_of(model):
@@ -59,7 +60,7 @@ def truncate_(
 @torch.no_grad()
 def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
     """Return the indices that :func:`truncate_` leaves of each bond; none once one has vanished."""
-    keeps = [torch.nonzero(gate > layer.prune_below).flatten() for gate in layer.gates]
+    keeps = [torch.nonzero(is_open(gate, layer.prune_below)).flatten() for gate in layer.gates]
     if all(map(len, keeps)):
         return keeps
     if min_rank == 0 or 0 in layer.ranks:
@@ -71,9 +72,10 @@ def kept_ranks(layer: TensorTrainModule, min_rank: int) -> list[Tensor]:
 def _truncate_layer(
     layer: TensorTrainModule, optimizer: Optimizer | None, min_rank: int, absorb: bool
 ) -> None:
+    """Cut every core along both of its bonds, and every gate, with all that belongs to them."""
     keeps = kept_ranks(layer, min_rank)
     gates = list(layer.gates)
-    open_gates = [torch.where(gate > layer.prune_below, gate, 0) for gate in gates]
+    open_gates = [torch.where(is_open(gate, layer.prune_below), gate, 0) for gate in gates]
     bonds = [None, *keeps, None]
     for k, core in enumerate(layer.cores):
         left, right = bonds[k], bonds[k + 1]
@@ -82,11 +84,13 @@ def _truncate_layer(
             keep[0] = left
         if right is not None:
             keep[core.dim() - 1] = right
+        # A gate is behind its core: it goes into the last dimension.
         scale = open_gates[k][right].to(core.dtype) if absorb and right is not None else None
-        carry_(core, keep, scale, optimizer)
+        slice_state_(core, keep, scale, optimizer)
     for gate, value, kept in zip(gates, open_gates, keeps, strict=True):
+        # Divided by what its core was multiplied by: it becomes one, and its moments fit that.
         inverse = torch.where(value == 0, 1, 1 / value)[kept] if absorb else None
-        carry_(gate, {0: kept}, inverse, optimizer)
+        slice_state_(gate, {0: kept}, inverse, optimizer)
         if absorb:
             gate.fill_(1)
 

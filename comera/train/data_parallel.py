@@ -71,7 +71,10 @@ class DataParallel:
         if model._comm_hooks:
             return f"{name} has a communication hook, whose part on the host a graph would not run"
         if model.mixed_precision is not None:
-            return f"{name}(mixed_precision=...) casts in hooks on the host: use autocast instead"
+            return (
+                f"{name}(mixed_precision=...) casts in hooks on the host: give TrainStep "
+                'precision="bf16" instead'
+            )
         if model._delay_all_reduce_params:
             return f"{name}(delay_all_reduce_named_params=...) reduces in hooks on the host"
         return _why_not_nccl(self.group) if device.type == "cuda" else None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.optim.inner import AnyOptimizer, unwrap
-from comera.rank.schedule import TwoStage
+from comera.optim.unwrap import AnyOptimizer, unwrap
+from comera.rank.learning import RankLearning
 from comera.train.data_parallel import DataParallel
 
 
@@ -19,7 +19,7 @@ class Captured(Protocol):
     """What is read of a :class:`~comera.TrainStep`."""
 
     model: nn.Module
-    ranks: TwoStage | None
+    ranks: RankLearning | None
     parallel: DataParallel | None
     accumulate: int
     clip_norm: float | None

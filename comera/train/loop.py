@@ -32,7 +32,7 @@ class LoopResult:
             ran them, however soon they were launched.
         interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
         metrics: What the last evaluation returned.
-        ranks: What ``TwoStage.finish_`` returned, if it ran.
+        ranks: What ``finish_`` of rank learning returned, if it ran.
     """
 
     steps: int

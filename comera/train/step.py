@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -20,7 +19,8 @@ from comera.nn.module import check_whole, tensor_trains
 from comera.ops.dispatch import is_free_on_cpu, scaled_products, sizes_are_fixed
 from comera.ops.linear.fp8 import why_not_scaled
 from comera.optim.in_backward import OptimizerInBackward
-from comera.rank.schedule import TwoStage
+from comera.optim.unwrap import AnyOptimizer
+from comera.rank.learning import RankLearning
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
@@ -42,20 +42,22 @@ class TrainStep:
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, the mean over the batch.
         optimizer: Steps once a call; around it a :class:`~comera.OptimizerInBackward`, it steps
             each parameter in the last backward pass of a call.
-        ranks: The rank objective, if ranks are learned.
+        ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the model, if
+            ranks are learned.
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
-        autocast: Dtype of the forward pass, ``torch.bfloat16`` for mixed precision.
-        precision: The same by name, ``"fp32"`` or ``"bf16"``; or ``"fp8"``, in which tensor-train
-            linears multiply in eight bits and all else is as in ``"bf16"``. Where torch or the
-            card cannot, it is ``"bf16"``, and a warning says why.
+        precision: Of the forward pass: ``"fp32"``; ``"bf16"`` for mixed precision, by
+            ``torch.autocast``; or ``"fp8"``, in which tensor-train linears multiply in eight bits
+            and all else is as in ``"bf16"``. Where torch or the card cannot, it is ``"bf16"``, and
+            a warning says why.
         scheduler: A learning-rate scheduler, stepped once a call.
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
 
     Attributes:
+        autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
         scaled: Whether tensor-train linears multiply in eight bits.
         merged: The context in which the layers join their cores together; each step enters it.
 
@@ -85,13 +87,12 @@ class TrainStep:
         self,
         model: nn.Module,
         loss_fn: Callable[[nn.Module, Any], Tensor],
-        optimizer: Optimizer | OptimizerInBackward,
-        ranks: TwoStage | None = None,
+        optimizer: AnyOptimizer,
+        ranks: RankLearning | None = None,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        precision: Literal["fp32", "bf16", "fp8"] | None = None,
+        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
         scheduler: LRScheduler | None = None,
         compile: bool = False,
         graph: bool | None = None,
@@ -102,15 +103,10 @@ class TrainStep:
             raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
             _check_in_backward(model, clip_norm)
-        if autocast is not None and not isinstance(autocast, torch.dtype):
-            raise TypeError(
-                f"autocast={autocast!r} must be a dtype such as torch.bfloat16, or None"
-            )
         if graph not in (None, True, False):
             raise TypeError(f"graph={graph!r} must be True, False, or None for a graph on a GPU")
-        if precision is not None:
-            _check_precision(precision, autocast)
-            autocast = None if precision == "fp32" else torch.bfloat16
+        if precision not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
@@ -118,9 +114,10 @@ class TrainStep:
             )
         check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.accumulate, self.clip_norm, self.autocast = accumulate, clip_norm, autocast
+        self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.autocast = None if precision == "fp32" else torch.bfloat16
         self.scheduler = scheduler
-        self.merged = GroupedMerge(model, autocast)
+        self.merged = GroupedMerge(model, self.autocast)
         self.steps_done = 0
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
@@ -173,7 +170,7 @@ class TrainStep:
         return StepDescription(False, self._why_eager)
 
     def _break_off_(self) -> None:
-        """Leave nothing of a step that raised: no gradients, and nothing that rank learning heard.
+        """Leave nothing of a step that raised: no gradients, nothing that rank learning observed.
 
         Steps that an optimizer has taken stay, those of single parameters in backward too.
         """
@@ -293,13 +290,6 @@ def _check_loss(loss: Tensor) -> None:
         )
 
 
-def _check_precision(precision: str, autocast: torch.dtype | None) -> None:
-    if precision not in ("fp32", "bf16", "fp8"):
-        raise ValueError(f"precision={precision!r} must be 'fp32', 'bf16' or 'fp8'")
-    if autocast is not None:
-        raise ValueError(f"give precision={precision!r} or autocast={autocast}, not both")
-
-
 def _can_scale(device: torch.device) -> bool:
     why_not = why_not_scaled(device)
     if why_not is not None:
@@ -322,7 +312,7 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
         )
 
 
-def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Module) -> None:
+def _check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
     """An optimizer built before ``tensorize_`` holds parameters that are no longer in the model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
@@ -334,9 +324,9 @@ def _check_holds_cores(optimizer: Optimizer | OptimizerInBackward, model: nn.Mod
         )
 
 
-def _check_learns_ranks(ranks: TwoStage, model: nn.Module) -> None:
+def _check_learns_ranks(ranks: RankLearning, model: nn.Module) -> None:
     there = {id(param) for param in model.parameters()}
     if not any(id(gate) in there for gate in ranks.size.gates):
         raise ValueError(
-            "ranks is a TwoStage of another model: give it the one that this step trains"
+            f"ranks is a {ranks.method} of another model: give it the one that this step trains"
         )

@@ -95,11 +95,11 @@ def test_on_a_card_as_in_float64(kind, autocast):
     assert_near(got, want, autocast or torch.float32, factor=50 if autocast is None else 16)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
-def test_steps_of_a_whole_model_are_those_without_kernels(autocast, emulated, monkeypatch):
-    step = make_step(2, late=True, autocast=autocast)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_of_a_whole_model_are_those_without_kernels(precision, emulated, monkeypatch):
+    step = make_step(2, late=True, precision=precision)
     step.model.eval()  # no dropout: masks are drawn in another order
-    twin = make_step(2, late=True, autocast=autocast)
+    twin = make_step(2, late=True, precision=precision)
     twin.model.load_state_dict(step.model.state_dict())
     twin.model.eval()
     for _ in range(3):
@@ -110,4 +110,4 @@ def test_steps_of_a_whole_model_are_those_without_kernels(autocast, emulated, mo
         monkeypatch.setattr(choose, "mode", lambda: "ref")
         with fixed_sizes():
             want = twin(data)
-        torch.testing.assert_close(loss, want, rtol=1e-5 if autocast is None else 1e-2, atol=0)
+        torch.testing.assert_close(loss, want, rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)

@@ -11,12 +11,12 @@ from tests.train.test_launches import batch, make_step
 
 
 @pytest.mark.parametrize(
-    ("late", "autocast", "budget"),
-    [(False, None, 368), (True, None, 395), (True, torch.bfloat16, 451)],
+    ("late", "precision", "budget"),
+    [(False, "fp32", 368), (True, "fp32", 395), (True, "bf16", 451)],
     ids=["early", "late", "late, bfloat16"],
 )
 def test_launches_of_a_captured_step_stay_within_their_budget(
-    late, autocast, budget, emulated, monkeypatch
+    late, precision, budget, emulated, monkeypatch
 ):
     """The paper's six encoders: what PyTorch starts, as ``tests/train`` counts, and the kernels.
 
@@ -33,7 +33,7 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
         monkeypatch.setattr(
             module, "launch", lambda *a, launch=launch: started.append(a[1]) or launch(*a)
         )
-    step, data = make_step(late=late, autocast=autocast), batch()
+    step, data = make_step(late=late, precision=precision), batch()
     make_capturable_(step.optimizer, torch.device("cpu"))
     with fixed_sizes():
         step(data)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 import comera
 from comera.optim import factored_moments
 from comera.optim.factored_moments import matrix_view, product
-from comera.surgery.optimizer_state import carry_
+from comera.surgery.optimizer_state import slice_state_
 
 from .training import (
     STATES,
@@ -196,7 +196,7 @@ class TestTruncation:
         want.append(optimizer.state[param]["exp_avg_update"])
         for dim, rows in keep.items():
             want = [tensor.index_select(dim, rows) for tensor in want]
-        carry_(param, keep, None, optimizer)
+        slice_state_(param, keep, None, optimizer)
         got = [self.second_moment(optimizer, param, key) for key in ("sq", "res")]
         got.append(optimizer.state[param]["exp_avg_update"])
         torch.testing.assert_close(got, want)
@@ -214,7 +214,7 @@ class TestTruncation:
             old.grad = new.grad * scale
             one.step()
             other.step()
-        carry_(old, {}, scale, one)
+        slice_state_(old, {}, scale, one)
         torch.testing.assert_close(old.grad, new.grad)
         for key, want in other.state[new].items():
             torch.testing.assert_close(one.state[old][key], want, msg=key)
@@ -223,7 +223,7 @@ class TestTruncation:
     @pytest.mark.parametrize("keep", [[], [3], [0, 2]])
     def test_down_to_nothing(self, keep, state_dtype):
         param, optimizer = self.trained((16, 32, 20), state_dtype)
-        carry_(param, {2: torch.tensor(keep, dtype=torch.int64)}, None, optimizer)
+        slice_state_(param, {2: torch.tensor(keep, dtype=torch.int64)}, None, optimizer)
         run(param, optimizer)
         assert torch.isfinite(param).all()
         state = optimizer.state[param]
@@ -235,7 +235,7 @@ class TestTruncation:
         param, optimizer = self.trained((10, 8, 9))
         before = self.second_moment(optimizer, param)
         assert optimizer.state[param]["exp_avg_sq_factors"].shape == (10 + 72,)
-        carry_(param, {2: torch.arange(3)}, None, optimizer)
+        slice_state_(param, {2: torch.arange(3)}, None, optimizer)
         assert optimizer.state[param]["exp_avg_sq_factors"].shape == (10 + 24,)
         after = self.second_moment(optimizer, param).view(10, 24)
         want = before[..., :3].reshape(10, 24)

@@ -96,7 +96,7 @@ def test_gradients_are_left_as_they_were(rank):
     param = nn.Parameter(torch.randn(20, 30))
     optimizer = GaLore(
         [{"params": [param], "rank": rank, "scale": 1.0}],
-        torch.optim.SGD, lr=0.1, weight_decay=0.5, projection="svd",
+        torch.optim.SGD, lr=0.1, weight_decay=0.5,
     )  # fmt: skip
     grad = torch.randn(20, 30)
     param.grad = grad

@@ -1,5 +1,4 @@
 import copy
-import math
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.optim.muon import _STEP_SIZE, core_matrix, orthogonalize
+from comera.optim.muon import core_matrix, orthogonalize
 
 from .updating import assert_same, loss_of, make_model
 
@@ -124,61 +123,15 @@ def test_cores_of_one_shape_step_together_as_they_would_alone():
     torch.testing.assert_close(cores, alone)
 
 
-@pytest.mark.parametrize(
-    ("shape", "row_dims"),
-    [((1, 40, 4), [1]), ((30, 20), [0]), ((20, 30), [1]), ((4, 3, 6), [0, 1]), ((9, 2, 3), [0])],
-    ids=str,
-)
-@pytest.mark.parametrize("power", [0.25, 1.0])
-def test_rows_are_evened_as_the_authors_do(shape, row_dims, power):
-    """Algorithm 1 of NorMuon, row by row, its division to a power."""
-    core = nn.Parameter(torch.randn(shape, dtype=torch.float64))
-    twin = nn.Parameter(core.detach().clone())
-    settings = {"lr": 1e-2, "weight_decay": 0.0}
-    ours = comera.MuonAdamW([{"params": [core], "muon": True}], row_power=power, **settings)
-    plain = comera.MuonAdamW([{"params": [twin], "muon": True}], **settings)
-    size = math.prod(shape[dim] for dim in row_dims)
-    averages = torch.zeros(size, dtype=torch.float64)
-    front = list(range(len(row_dims)))
-    scale = 1e-2 * _STEP_SIZE * math.sqrt(max(core_matrix(core.shape)))
-    for k in range(5):
-        core.grad = torch.randn_like(core) * torch.rand_like(core[..., :1]) * (k != 2)
-        twin.grad = core.grad.clone()
-        before, twin_before = core.detach().clone(), twin.detach().clone()
-        ours.step()
-        plain.step()
-        step = (twin - twin_before).detach()
-        rows = step.movedim(row_dims, front).reshape(size, -1)
-        averages = 0.99 * averages + 0.01 * (rows / scale).square().mean(1)
-        rows = rows / averages[:, None] ** (power / 2)
-        want = rows * (step.norm() / rows.norm())
-        got = (core - before).detach().movedim(row_dims, front)
-        torch.testing.assert_close(got.reshape(size, -1), want)
-
-
-def test_a_row_that_is_never_read_stays():
-    core = nn.Parameter(torch.randn(1, 20, 3))
-    start = core.detach().clone()
-    groups = [{"params": [core], "muon": True}]
-    optimizer = comera.MuonAdamW(groups, row_power=1.0, weight_decay=0.0)
-    for _ in range(3):
-        core.grad = torch.randn_like(core).index_fill_(1, torch.tensor([5]), 0.0)
-        optimizer.step()
-    moved = (core - start).flatten(0, 1).norm(dim=1)
-    assert moved[5] == 0
-    assert (moved[torch.arange(20) != 5] > 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"row_power": 0.25}], ids=str)
-def test_resume_is_exact(settings, dtype):
+def test_resume_is_exact(dtype):
     model, twin = tensorized(dtype), tensorized(dtype)
-    first, second = muon(model, **settings), muon(twin, **settings)
+    first, second = muon(model), muon(twin)
     train(model, first, 0, 4)
     train(twin, second, 0, 2)
     again = tensorized(dtype)
     again.load_state_dict(twin.state_dict())
-    third = muon(again, **settings)
+    third = muon(again)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
     train(again, third, 2, 4)
     assert_same(model, first, again, third)
@@ -210,7 +163,7 @@ def test_copies_go_on_alike(copied):
 
 def test_truncation_cuts_its_averages():
     model = tensorized(torch.float64)
-    optimizer = muon(model, row_power=0.25)
+    optimizer = muon(model)
     train(model, optimizer, 0, 2)
     with torch.no_grad():
         for layer in tensor_trains(model).values():
@@ -221,9 +174,7 @@ def test_truncation_cuts_its_averages():
     torch.testing.assert_close(loss_of(model, 5), before)
     for layer in tensor_trains(model).values():
         for core in layer.cores:
-            state = optimizer.state[core]
-            assert state["momentum_buffer"].shape == core.shape
-            assert "row_mean_square" in state
+            assert optimizer.state[core]["momentum_buffer"].shape == core.shape
     train(model, optimizer, 2, 4)
 
 
@@ -238,10 +189,9 @@ def test_a_vanished_layer_is_passed_over():
     train(model, optimizer, 1, 3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"row_power": 0.25}], ids=str)
-def test_steps_in_backward_are_the_same(settings):
+def test_steps_in_backward_are_the_same():
     model, twin = tensorized(), tensorized()
-    optimizer, other = muon(model, **settings), muon(twin, **settings)
+    optimizer, other = muon(model), muon(twin)
     updates = comera.OptimizerInBackward(other)
     for k in range(3):
         optimizer.zero_grad()
@@ -278,8 +228,6 @@ def test_wrong_settings_are_named():
     core, vector = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match=r"momentum=1\.0 must be in \[0, 1\)"):
         comera.MuonAdamW([core], momentum=1.0)
-    with pytest.raises(ValueError, match=r"row_power=2 must be in \[0, 1\]"):
-        comera.MuonAdamW([core], row_power=2)
     with pytest.raises(ValueError, match="ns_steps=0 must be at least 1"):
         comera.MuonAdamW([core], ns_steps=0)
     with pytest.raises(ValueError, match=r"of shape \(3,\) is in a group with muon=True"):

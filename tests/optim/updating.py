@@ -93,8 +93,8 @@ OPTIMIZERS = {
     "CAME": lambda m: comera.CAME(decayed(m)),
     "CAME, 8 bits": lambda m: comera.CAME(decayed(m), state_dtype="8bit"),
     "GaLoreAdamW": lambda m: comera.GaLoreAdamW(galore_groups(m)),
-    "GaLoreAdamW, svd": lambda m: comera.GaLoreAdamW(
-        galore_groups(m, proj_type="full"), projection="svd", stagger=False, rotate_moments=True
+    "GaLoreAdamW, full": lambda m: comera.GaLoreAdamW(
+        galore_groups(m, proj_type="full"), stagger=False
     ),
     "GaLoreAdamW, random": lambda m: comera.GaLoreAdamW(galore_groups(m, proj_type="random")),
     "GaLoreAdafactor": lambda m: comera.GaLoreAdafactor(galore_groups(m)),

@@ -165,7 +165,7 @@ def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
 
 
 def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
-    config.optimizer = OptimizerConfig(row_power=0.25)  # of muon alone
+    config.optimizer = OptimizerConfig(momentum=0.9)  # not of adamw
     compressed, dense = quiet_run(config, twin=True)
     assert compressed.ranks["size"] <= compressed.ranks["target_size"]
     assert 0 < dense.metrics["loss"] < 8

@@ -153,7 +153,7 @@ def test_a_frozen_layer_stays(model):
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "muon": lambda p: comera.MuonAdamW(p, lr=1e-2, row_power=0.25),
+    "muon": lambda p: comera.MuonAdamW(p, lr=1e-2),
     "came": lambda p: comera.CAME(p, lr=1e-2, bias_correction=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),

@@ -16,7 +16,7 @@ from torch.optim import (
     RMSprop,
 )
 
-from comera.surgery.optimizer_state import carry_
+from comera.surgery.optimizer_state import slice_state_
 
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, 0.1),
@@ -93,7 +93,7 @@ def test_parameter_gradient_and_state_are_cut_alike(build, case):
     param, optimizer = trained(build, shape)
     value, grad, state = snapshot(param, optimizer)
     group, held = optimizer.param_groups[0]["params"], optimizer.state[param]
-    carry_(param, keep, None, optimizer)
+    slice_state_(param, keep, None, optimizer)
     assert group[0] is param
     assert optimizer.state[param] is held
     assert torch.equal(param, rows_of(value, value, keep))
@@ -114,7 +114,7 @@ def test_gradient_and_moments_are_scaled_with_the_parameter(build, keep):
     inverse = torch.where(scale == 0, 0, 1 / scale)
     param, optimizer = trained(build, (3, 2, 5))
     value, grad, state = snapshot(param, optimizer)
-    carry_(param, keep, scale, optimizer)
+    slice_state_(param, keep, scale, optimizer)
     torch.testing.assert_close(param.detach(), rows_of(value, value, keep) * scale)
     torch.testing.assert_close(param.grad, rows_of(grad, value, keep) * inverse)
     for key, before in state.items():
@@ -140,7 +140,7 @@ def test_moments_equal_those_of_training_in_the_new_units(name):
         if step < 3:
             one.step()
             other.step()
-    carry_(old, {}, scale, one)
+    slice_state_(old, {}, scale, one)
     torch.testing.assert_close(old.grad, new.grad)
     for key, want in other.state[new].items():
         if torch.is_tensor(want):
@@ -163,7 +163,7 @@ def test_training_in_the_same_units_goes_on_as_if_nothing_had_happened(build):
         optimizer.step()
         twin.step()
         if step == 2:
-            carry_(whole, {1: torch.arange(3)}, None, optimizer)
+            slice_state_(whole, {1: torch.arange(3)}, None, optimizer)
     torch.testing.assert_close(whole, small)
 
 
@@ -172,7 +172,7 @@ def test_state_keeps_its_type():
     optimizer = Adam([param])
     param.grad = torch.randn_like(param)
     optimizer.step()
-    carry_(param, {1: torch.tensor([0, 2])}, torch.tensor([0.5, 0.3]), optimizer)
+    slice_state_(param, {1: torch.tensor([0, 2])}, torch.tensor([0.5, 0.3]), optimizer)
     held = [param, param.grad, *(optimizer.state[param][k] for k in ("exp_avg", "exp_avg_sq"))]
     assert {t.dtype for t in held} == {torch.bfloat16}
     assert all(t.shape == (3, 2) and t.is_contiguous() for t in held)
@@ -182,7 +182,7 @@ def test_a_loss_that_is_still_held_does_not_remember_the_old_shape():
     param = nn.Parameter(torch.randn(3, 5))
     held = param.square().sum()
     held.backward()
-    carry_(param, {1: torch.tensor([0, 2])})
+    slice_state_(param, {1: torch.tensor([0, 2])})
     param.square().sum().backward()
     assert held.requires_grad
     assert param.grad.shape == (3, 2)
@@ -192,7 +192,7 @@ def test_without_optimizer_gradient_or_state():
     param = nn.Parameter(torch.arange(6.0).reshape(2, 3))
     untouched = Adam([param])
     for optimizer in (None, untouched):
-        carry_(param, {1: torch.tensor([0, 1])}, None, optimizer)
+        slice_state_(param, {1: torch.tensor([0, 1])}, None, optimizer)
     assert torch.equal(param.detach(), torch.tensor([[0.0, 1.0], [3.0, 4.0]]))
     assert param.grad is None
     assert not untouched.state
@@ -216,6 +216,6 @@ def test_state_that_does_not_follow_the_parameter_is_refused():
     optimizer.step()
     before = copy.deepcopy(param)
     with pytest.raises(ValueError, match=r"'sketch' of Strange has shape \(7,\).*\(3, 5\)"):
-        carry_(param, {1: torch.tensor([0])}, None, optimizer)
+        slice_state_(param, {1: torch.tensor([0])}, None, optimizer)
     assert torch.equal(param, before)
     assert param.grad.shape == (3, 5)

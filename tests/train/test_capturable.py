@@ -49,7 +49,7 @@ def test_the_step_of_six_encoders(late):
     run_without_values(started(step_of(make_model(), late), batch), batch)
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"autocast": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"precision": "bf16"}], ids=str)
 def test_settings_of_the_step(settings):
     run_without_values(started(step_of(make_model(1), late=True, **settings), batch), batch)
 

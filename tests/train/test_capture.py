@@ -100,7 +100,7 @@ def test_all_stages_equal_eager_ones(tapes, make_optimizer):
         {"accumulate": 2},
         {"accumulate": 3, "clip_norm": None},
         {"clip_norm": 1e-2},
-        {"autocast": torch.bfloat16},
+        {"precision": "bf16"},
         {"scheduler": None},
     ],
     ids=str,

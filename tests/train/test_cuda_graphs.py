@@ -57,7 +57,7 @@ def plain_adamw(groups):
     [
         {},
         {"accumulate": 2},
-        {"autocast": torch.bfloat16},
+        {"precision": "bf16"},
         {"make_optimizer": came},
         {"make_optimizer": muon},
         {"make_optimizer": plain_adamw},

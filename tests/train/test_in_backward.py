@@ -98,7 +98,7 @@ def test_a_run_stops_and_resumes_the_same(tmp_path):
 
 
 def test_mixed_precision():
-    a, b = steps(autocast=torch.bfloat16)
+    a, b = steps(precision="bf16")
     for step in (a, b):
         for k in range(4):
             step(get_batch(k))

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from comera.recipes.rank_config import RANK_SECTIONS
 from comera.train.log import read_metrics
 
 Series = tuple[list[int], list[float]]
@@ -93,7 +94,8 @@ def read_histories(folder: Path) -> list[History]:
         name = result["name"]
     elif config:
         name = "compressed" if config.get("tensorize") else "dense"
-    share = (config.get("ranks") or {}).get("target")
+    sections = [config.get(section) or {} for section in RANK_SECTIONS]
+    share = next((section["target"] for section in sections if "target" in section), None)
     found = [History(name, lines, result, share)]
     twin = folder / "dense"
     if (twin / "metrics.jsonl").is_file():

@@ -1,4 +1,4 @@
-"""What code outside of this folder may know of an optimizer: where its state is, what it needs.
+"""The optimizer that holds the state of parameters, whatever wraps it, and what it needs.
 
 An optimizer says what is particular about it in class attributes, so that nothing has to import it
 to find out:
@@ -9,7 +9,7 @@ to find out:
     Why a CUDA graph cannot hold its step, in the same way.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -20,11 +20,29 @@ class Wrapper(Protocol):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one that holds the state."""
+        """Return the optimizer that holds the state."""
+        ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of that optimizer."""
+        ...
+
+    def step(self) -> Any:
+        """Step once, as :meth:`torch.optim.Optimizer.step`."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as :meth:`torch.optim.Optimizer.zero_grad`."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as :meth:`torch.optim.Optimizer.load_state_dict`."""
         ...
 
 
 AnyOptimizer = Optimizer | Wrapper
+"""What steps a model: an optimizer, or a wrapper around one."""
 
 
 def unwrap(optimizer: AnyOptimizer) -> Optimizer:
@@ -32,7 +50,7 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
     return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
 
 
-def inner_optimizer(optimizer: AnyOptimizer | None) -> Optimizer | None:
+def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
     """Return the optimizer that holds the state, sure that each parameter has its own.
 
     Raises:
@@ -40,10 +58,10 @@ def inner_optimizer(optimizer: AnyOptimizer | None) -> Optimizer | None:
     """
     if optimizer is None:
         return None
-    inner = unwrap(optimizer)
-    if isinstance(inner, torch.optim.LBFGS) and any(inner.state.values()):
+    unwrapped = unwrap(optimizer)
+    if isinstance(unwrapped, torch.optim.LBFGS) and any(unwrapped.state.values()):
         raise ValueError(
             "LBFGS has one history of all parameters together, which cannot be changed along with "
             "some of them: leave the optimizer out, and make a new one afterwards"
         )
-    return inner
+    return unwrapped

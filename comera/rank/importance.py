@@ -1,4 +1,4 @@
-"""What closing a rank would cost the loss, as its gate's gradients tell while a model trains."""
+"""The importance of ranks: what the loss would lose with each, as gradients of gates tell."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ _NEW_SHARE = 0.02
 """Of the present step in the running mean: it looks back some fifty steps."""
 
 
-class Sensitivities:
+class ImportanceScores:
     """Running mean, over training steps, of the square of gate times gradient, for every rank.
 
     Gate times gradient is what the loss of a batch would lose with the rank, to first order; its
@@ -23,29 +23,29 @@ class Sensitivities:
     arXiv 1906.10771, equation 8).
 
     Args:
-        layers: Whose gates are watched, by name.
+        layers: Whose gates are observed, by name.
 
     Attributes:
-        mean: Of all gates, one after the other; None before the first step.
+        mean: Of all gates, one after the other, ``(all ranks,)``; None before the first step.
     """
 
     def __init__(self, layers: Mapping[str, TensorTrainModule]) -> None:
         self._layers = dict(layers)
         self._lost: dict[int, Tensor] = {}
-        self._watched: dict[int, tuple[nn.Parameter, Any]] = {}
+        self._observed: dict[int, tuple[nn.Parameter, Any]] = {}
         self.mean: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lost": {}, "_watched": {}}  # gates of a copy have no hooks
+        return {**vars(self), "_lost": {}, "_observed": {}}  # gates of a copy have no hooks
 
     @property
     def _gates(self) -> list[nn.Parameter]:
-        """Each once, shared ones too."""
+        """Return each gate once, shared ones too."""
         layers = self._layers.values()
         return list({id(gate): gate for layer in layers for gate in layer.gates}.values())
 
-    def watch_(self) -> None:
-        """Hear of every gate's gradient from the next backward pass on.
+    def observe_(self) -> None:
+        """Observe every gate's gradient from the next backward pass on.
 
         Raises:
             ValueError: If a gate is frozen.
@@ -54,16 +54,17 @@ class Sensitivities:
             if not gate.requires_grad:
                 raise ValueError(
                     f"the rank gates of {self._owner(gate)} have been frozen (requires_grad=False) "
-                    "since rank learning began: without their gradients there is no telling what "
-                    "its ranks are worth. Let them train, or make a new TwoStage, which leaves them"
+                    "since rank learning began: without their gradients there is no telling the "
+                    "importance of its ranks. Let them train, or make a new ImportancePruning, "
+                    "which leaves them"
                 )
-            watched, hook = self._watched.get(number, (None, None))
-            if watched is gate:
+            observed, hook = self._observed.get(number, (None, None))
+            if observed is gate:
                 continue
             if hook is not None:  # the parameter has been replaced
                 hook.remove()
-            hear = unserializable_hook(partial(self._hear, number))
-            self._watched[number] = gate, gate.register_hook(hear)
+            add = unserializable_hook(partial(self._add, number))
+            self._observed[number] = gate, gate.register_hook(add)
 
     def _owner(self, gate: nn.Parameter) -> str:
         for name, layer in self._layers.items():
@@ -71,9 +72,9 @@ class Sensitivities:
                 return name or "the layer"
         raise AssertionError("a gate of none of the layers")
 
-    def _hear(self, number: int, grad: Tensor) -> None:
-        """Of one part of a batch; the gate is still what the gradient was taken at."""
-        lost = grad.detach() * self._watched[number][0].detach()
+    def _add(self, number: int, grad: Tensor) -> None:
+        """Add gate times gradient of one part of a batch, while the gate is still what it was."""
+        lost = grad.detach() * self._observed[number][0].detach()
         before = self._lost.get(number)
         self._lost[number] = lost if before is None else before + lost
 
@@ -99,27 +100,27 @@ class Sensitivities:
         self.mean.lerp_(torch.where(sound, square, self.mean), _NEW_SHARE)
 
     def discard_(self) -> None:
-        """Leave out the gradients heard since the last step: the step is not taken."""
+        """Leave out the gradients observed since the last step: the step is not taken."""
         self._lost.clear()
 
-    def forget_(self) -> None:
+    def reset_(self) -> None:
         """Start anew, after ranks have come to mean something else."""
         if self.mean is not None:
             self.mean.zero_()
 
     def stop_(self) -> None:
-        """Watch gates no longer."""
-        for _, hook in self._watched.values():
+        """Observe gates no longer."""
+        for _, hook in self._observed.values():
             hook.remove()
-        self._watched.clear()
+        self._observed.clear()
         self._lost.clear()
 
     @torch.no_grad()
-    def worth(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
-        """Return what the ranks of each gate are worth, by its ``id``.
+    def importance(self, group: "dist.ProcessGroup | None" = None) -> dict[int, Tensor] | None:
+        """Return the importance of the ranks of each gate, ``(R,)``, by the gate's ``id``.
 
         Alike in all processes of a group, which call it together. None if no gradient has been
-        heard of.
+        observed.
         """
         gates = self._gates
         widths = [gate.numel() for gate in gates]

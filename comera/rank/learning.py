@@ -1,0 +1,282 @@
+"""What the methods of rank learning have in common: when ranks are cut, and how that is done.
+
+A training loop, a step and a checkpoint know of ranks only what stands here; how gates are trained
+until then, and which ranks go, is said by :class:`~comera.TwoStage` and
+:class:`~comera.ImportancePruning`.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from comera.names import listed
+from comera.nn.module import check_whole, tensor_trains
+from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.params import is_sharded
+from comera.rank.agreement import agreed, check_alike, processes_of
+from comera.rank.prune import prune_to_
+from comera.rank.settings import check_target, target_entries
+from comera.rank.size import Gates, SizeOfRanks
+from comera.surgery.truncate import kept_ranks, truncate_
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("comera")
+
+_OPEN = 0.1
+"""A gate above this still carries its rank; one below is on its way out."""
+
+Stage = Literal["early", "late", "done"]
+
+
+class RankLearning(ABC):
+    """Learn the ranks of one model in one training run; a method of doing so is a subclass.
+
+    Arguments are those of the methods, ``min_rank`` and ``steps``, after which it is due, checked
+    by them.
+
+    Attributes:
+        method: The name of the class in states and errors.
+        steps_done: Steps counted so far.
+        process_group: As given. ``TrainStep`` puts that of its ``DistributedDataParallel`` here.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: float,
+        steps: int,
+        min_rank: int,
+        process_group: "ProcessGroup | Literal['auto'] | None",
+    ) -> None:
+        check_target(target)
+        if isinstance(process_group, str) and process_group != "auto":
+            raise ValueError(
+                f"process_group={process_group!r} must be a group of torch.distributed, 'auto' to "
+                "find it, or None for a process that trains a model of its own"
+            )
+        check_whole(model, self.method)
+        self.model, self.target, self.min_rank = model, target, min_rank
+        self.process_group = process_group
+        self.size = SizeOfRanks(model, min_rank)
+        if self.size.frozen:
+            log.warning(
+                "%s leaves the ranks of %s as they are: their gates are frozen",
+                self.method, listed(self.size.frozen),
+            )  # fmt: skip
+        layers = self.size.layers.values()
+        self.start_size = sum(layer.shape.size_at(layer.live_ranks) for layer in layers)
+        self.target_size = target_entries(layers, target, self.start_size, min_rank)
+        self.steps_done = 0
+        self.forced: int | None = None
+        self._steps = steps
+        self._reached = torch.zeros((), dtype=torch.bool, device=self.size.gates[0].device)
+        self._live: Tensor | None = None  # before the optimizer step that is under way
+        self._optimizer: AnyOptimizer | None = None  # of the last step
+
+    def __getstate__(self) -> dict[str, Any]:
+        group = None if self.process_group is None else "auto"  # a group is of this process alone
+        return {**vars(self), "process_group": group, "_optimizer": None}
+
+    @property
+    def stage(self) -> Stage:
+        """Return in which stage the next step is, ``"done"`` once it is due."""
+        return "done" if self.forced is not None or self.due else "early"
+
+    @property
+    def due(self) -> bool:
+        """Tell whether it is time for :meth:`finish_`, which has not run yet."""
+        return self.forced is None and self.steps_done >= self._steps
+
+    def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Return what to differentiate instead of ``loss``: a scalar on the same device.
+
+        Args:
+            loss: Of the batch.
+            seen: What the size is weighed against, where that is not ``loss``: of several processes
+                the mean of theirs, so that all make the same choice.
+        """
+        if self.stage == "done":
+            return loss
+        if any(map(is_sharded, self.size.gates)):
+            check_whole(self.model, self.method)  # it was made before the model was sharded
+        gates = self.size.read()
+        self._live = gates.live
+        return self._objective(loss, gates, loss.detach() if seen is None else seen)
+
+    @abstractmethod
+    def _objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+        """Return the objective of a stage that is not over.
+
+        Args:
+            loss: Of the batch, to be differentiated.
+            gates: As they are now.
+            seen: The loss, or the mean of several processes', without a gradient.
+        """
+
+    def step(self, loss: Tensor, optimizer: AnyOptimizer | None = None) -> None:
+        """Count one optimizer step whose mean loss was ``loss`` (detached).
+
+        Args:
+            loss: Of the batch.
+            optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
+                anew for cores that are brought into canonical form; without it such a state is left
+                as it was, which costs some steps.
+        """
+        self.follow_(loss)
+        self.count_(optimizer)
+
+    def count_(self, optimizer: AnyOptimizer | None = None) -> None:
+        """Do the part of :meth:`step` that is the host's, between two steps."""
+        self.steps_done += 1
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def follow_(self, loss: Tensor) -> None:
+        """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
+        if self._live is not None:
+            # Many gates may close in one step, and a closed one has no gradient to open again.
+            self._reached |= self.size.hold_(self._live, self.target_size)
+            self._live = None
+
+    def discard_(self) -> None:
+        """Forget what came since the last :meth:`step`: its gradients are thrown away.
+
+        Loops of one's own call it, with ``zero_grad``, after a step that raised before its end.
+        """
+        self._live = None
+
+    @abstractmethod
+    def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
+        """End with at most ``target_size`` entries in the cores; say in numbers what was done."""
+
+    @abstractmethod
+    def check_schedule(self, optimizer: AnyOptimizer) -> None:
+        """Warn of what an optimizer cannot do in the steps there are."""
+
+    def identity(self) -> tuple[object, ...]:
+        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        return (
+            self.method, self.stage, self.target_size, self.start_size, self.min_rank,
+            self._reached.data_ptr(),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs; tensors and plain values only."""
+        return {
+            "method": self.method,
+            "steps_done": self.steps_done,
+            "start_size": self.start_size,
+            "target_size": self.target_size,
+            "forced": self.forced,
+            "reached": self._reached,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If that is the state of another method, or was written before states named
+                their method; nothing is changed.
+        """
+        written = state.get("method")
+        if written is None:
+            raise ValueError(
+                "this state of rank learning was written by an earlier version of comera, which "
+                f"kept other numbers than {self.method} does: it cannot be loaded, begin anew"
+            )
+        if written != self.method:
+            raise ValueError(f"this is a state of {written}, not of {self.method}")
+        self.steps_done, self.forced = state["steps_done"], state["forced"]
+        self.start_size, self.target_size = state["start_size"], state["target_size"]
+        self._reached = self._own(state["reached"])
+        self.discard_()
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of a state, which will be changed in place, to the model's device."""
+        return tensor.to(self.size.gates[0].device, copy=True)
+
+    @property
+    def _cores(self) -> list[Tensor]:
+        return [core for layer in self.size.layers.values() for core in layer.cores]
+
+    def _processes(self, **settings: object) -> "ProcessGroup | None":
+        """Find the group to work with, and check that its processes hold the same ranks and gates.
+
+        Args:
+            settings: Of the method, by which ranks are chosen: they must be the same too.
+
+        Raises:
+            ValueError: In all of them, if they do not.
+        """
+        check_whole(self.model, self.method)
+        given = self.process_group
+        group = processes_of(self.model) if isinstance(given, str) else given
+        alike = {
+            "method": self.method, "target_size": self.target_size, "min_rank": self.min_rank,
+            **settings, "due": self.forced is None,
+        }  # fmt: skip
+        check_alike(group, self.model, alike)
+        return group
+
+    def _cut_(
+        self,
+        optimizer: AnyOptimizer | None,
+        group: "ProcessGroup | None",
+        importance: Mapping[int, Tensor] | None = None,
+        min_keep: float = 0.0,
+    ) -> dict[str, Any]:
+        """Close gates until the target is met and truncate; returns what :meth:`finish_` does."""
+        reached = int(self.size.exact())
+        closed = self._close_(optimizer, group, importance, min_keep)
+        self.forced = sum(value > _OPEN for value in closed)
+        truncate_(self.model, optimizer, min_rank=self.min_rank)
+        return {
+            "size": sum(core.numel() for core in self._cores),
+            "target_size": self.target_size,
+            "start_size": self.start_size,
+            "forced": self.forced,
+            "reached": reached,
+        }
+
+    @torch.no_grad()
+    def _close_(
+        self,
+        optimizer: AnyOptimizer | None,
+        group: "ProcessGroup | None",
+        importance: Mapping[int, Tensor] | None,
+        min_keep: float,
+    ) -> list[float]:
+        """Close gates until the target is met: the same in all processes, or none in any."""
+        gates = self.size.gates
+        before, closed = [gate.detach().clone() for gate in gates], list[float]()
+
+        def close() -> dict[str, list[list[int]]]:
+            unwrap_separable(optimizer)  # raises where its state could not be cut
+            closed.extend(
+                prune_to_(
+                    self.size.layers, self.target_size,
+                    min_rank=self.min_rank, importance=importance, min_keep=min_keep,
+                )
+            )  # fmt: skip
+            # What will be cut out, of every layer: processes must agree on more than the gates.
+            layers = tensor_trains(self.model)
+            return {
+                name: [keep.tolist() for keep in kept_ranks(layer, self.min_rank)]
+                for name, layer in layers.items()
+            }
+
+        try:
+            agreed(group, close)
+        except BaseException:  # here or in another process: then no copy may be left changed
+            for gate, was in zip(gates, before, strict=True):
+                gate.copy_(was)
+            raise
+        return closed

@@ -1,0 +1,282 @@
+"""The two stages of rank learning: converge first, then shrink to a target.
+
+Early stage (CoMERA, arXiv 2405.14377, equation 7): ``loss + gamma * size + beta * |cores|^2``,
+the size relative to that at the start. Late stage (equation 9, achievement scalarisation)::
+
+    max(w1 * (loss - goal), w2 * (size - target)) + rho_loss * loss + beta * |cores|^2
+
+with ``w1 = 1 / loss`` and ``w2 = 1 / size`` anew in every step, and for a goal the running mean of
+the loss at the end of the early stage: whichever of the two is further from its goal, in
+proportion, gets the step. The comparison uses the exact size, the gradient the relaxed one, and the
+choice is made on the device. Three things differ from the paper: the whole is multiplied by the
+present loss, so that the loss has the same scale as in the early stage and the optimizer's moments
+stay valid; the size has no weight of its own beside the maximum, which would go on pruning below
+the target; and a size that has met its target is regularised no further, nor let fall below it:
+under Adam many gates reach their threshold in the same few steps.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from comera.optim.unwrap import AnyOptimizer, unwrap
+from comera.rank.learning import RankLearning, Stage
+from comera.rank.settings import check_steps
+from comera.rank.size import Gates
+from comera.shapes import is_number
+from comera.surgery.truncate import check_min_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("comera")
+
+_SMALLEST_SHARE = 0.1
+"""A loss below this share of that at the end of the early stage counts as this much: the size keeps
+its weight against the optimizer's memory of larger gradients when a model memorises."""
+
+_WORTH_SAYING = 0.02
+"""Share of the live ranks that have to be closed while open before it is worth a warning."""
+
+
+@dataclass
+class TwoStageSettings:
+    """Weights of the terms of :class:`TwoStage`, and the ranks that stay.
+
+    Args:
+        gamma: Weight of the size in the early stage.
+        beta: Weight of the cores' squared norm in both stages. It stops the gates from shrinking
+            while the cores grow to make up for it.
+        rho_loss: Weight of the loss when the size has the step; 0.1 in the authors' code. At 1 the
+            loss is never trained more slowly than in the early stage.
+        min_rank: Ranks that every bond keeps: 1, or 0 to let whole layers vanish and leave their
+            bias.
+    """
+
+    gamma: float = 0.01
+    beta: float = 0.0
+    rho_loss: float = 1.0
+    min_rank: int = 1
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a setting that is out of range."""
+        check_min_rank(self.min_rank)
+        for name in ("gamma", "beta", "rho_loss"):
+            weight = getattr(self, name)
+            if not is_number(weight) or not weight >= 0:
+                raise ValueError(f"{name}={weight!r} must be a number of at least 0")
+
+
+class TwoStage(RankLearning):
+    """Rank learning of the CoMERA paper: stable convergence, then pruning to a target.
+
+    Call :meth:`objective` on each loss before its backward pass, :meth:`step` after each
+    optimizer step, and :meth:`finish_` once, when it is :attr:`due`; ``TrainStep`` makes the first
+    two calls. Training goes on afterwards, with the small model.
+
+    Args:
+        model: Holds tensor-train layers; those it holds now are the ones that are learned, but for
+            those whose gates are frozen.
+        target: Size of their cores at the end, as a share of their size now, in (0, 1].
+        early_steps: Steps before the late stage begins.
+        late_steps: Steps of the late stage, at least one; afterwards the objective is the loss
+            alone.
+        gamma: Weight of the size in the early stage.
+        beta: Weight of the cores' squared norm in both stages.
+        rho_loss: Weight of the loss when the size has the step.
+        min_rank: 1, or 0 to let whole layers vanish; for these four see
+            :class:`~comera.rank.two_stage.TwoStageSettings`.
+        process_group: Processes that train copies of the model together, each on its own rows. They
+            cut the same ranks or, with an error, none, and all of them make the same calls of
+            :meth:`step` and :meth:`finish_`. ``"auto"`` finds them: those of the model's
+            ``DistributedDataParallel``, else all that ``torch.distributed`` knows of. None where
+            each trains a model of its own.
+
+    Attributes:
+        start_size: Entries of the cores when this object was made.
+        target_size: Entries allowed at the end.
+        forced: Gates above 0.1 that :meth:`finish_` has closed, None before it ran.
+
+    Raises:
+        ValueError: If the model has no tensor-train layer to learn, one is sharded, as by
+            ``fully_shard``, or a setting is out of range.
+
+    Note:
+        In a loop of one's own each of several processes weighs the size against its own loss, and
+        the mean of their gradients is the mean of their choices; ``objective(loss, seen)`` with
+        the mean of their losses makes it one choice, as ``TrainStep`` does. The
+        ``DistributedDataParallel`` around the model, which averages gradients of the shapes it has
+        seen, is told of the new ones when ranks are cut. Other wrappers that average must be made
+        anew.
+    """
+
+    method: ClassVar[str] = "TwoStage"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: float,
+        early_steps: int,
+        late_steps: int,
+        *,
+        gamma: float = TwoStageSettings.gamma,
+        beta: float = TwoStageSettings.beta,
+        rho_loss: float = TwoStageSettings.rho_loss,
+        min_rank: int = TwoStageSettings.min_rank,
+        process_group: "ProcessGroup | Literal['auto'] | None" = "auto",
+    ) -> None:
+        check_steps("early_steps", early_steps, 0)
+        why = "; comera.ImportancePruning cuts ranks without a late stage"
+        check_steps("late_steps", late_steps, 1, why)
+        self.settings = TwoStageSettings(gamma, beta, rho_loss, min_rank)
+        self.settings.check()
+        super().__init__(model, target, early_steps + late_steps, min_rank, process_group)
+        self.early_steps, self.late_steps = early_steps, late_steps
+        self._running_loss: Tensor | None = None
+        self._late_goal: Tensor | None = None
+        self._least_loss: Tensor | None = None  # follows from it
+        self._goal_is_new = False  # set by the step that is under way
+
+    @property
+    def stage(self) -> Stage:
+        """Return in which stage the next step is: ``"early"``, ``"late"`` or ``"done"``."""
+        stage = super().stage
+        return "late" if stage == "early" and self.steps_done >= self.early_steps else stage
+
+    def _objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+        weights, total = self.settings, loss
+        if self.stage == "late":
+            total = self._late_objective(loss, gates, seen)
+        elif weights.gamma:
+            size = self.size.relaxed(gates).to(loss.device)
+            total = total + weights.gamma / self.start_size * size
+        if weights.beta:
+            norms = torch.stack(torch._foreach_norm(self._cores))
+            total = total + weights.beta * norms.square().sum()
+        return total
+
+    def _late_objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+        relaxed = self.size.relaxed(gates).to(loss.device)
+        # Not in the dtype of the loss: in float16 a size may be infinite.
+        exact = self.size.exact(gates).clamp_min(1).to(relaxed)
+        goal, least = self._early_loss(seen)
+        scale = seen.abs().maximum(least)  # some losses are negative
+        too_much = exact - self.target_size
+        # Both distances are relative; multiplied out, so that nothing is divided by what may be 0.
+        size_is_worse = (seen - goal) * exact <= scale * too_much
+        # Once the target was met the size never has a step again: gates taken back stay open, for
+        # finish_ to choose among them.
+        regularised = (size_is_worse & ((too_much > 0) > self._reached)).to(relaxed)
+        # The maximum has the gradient of its larger argument: 1 for one of the two, 0 for the other
+        # one, picked without a transfer to the host. Times the loss, w1 is one and w2 loss / size.
+        for_loss = 1 + self.settings.rho_loss - regularised
+        return for_loss * loss + regularised * scale * (relaxed / exact)
+
+    def _early_loss(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the running mean at the end of the early stage; the first loss if there was none.
+
+        And the least that a loss is weighed as.
+        """
+        if self._late_goal is None:
+            seen = value if self._running_loss is None else self._running_loss
+            self._late_goal, self._goal_is_new = seen.clone(), True
+        if self._least_loss is None:
+            self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
+        return self._late_goal, self._least_loss
+
+    @torch.no_grad()
+    def follow_(self, loss: Tensor) -> None:
+        """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
+        super().follow_(loss)
+        self._goal_is_new = False
+        if self._running_loss is None:
+            self._running_loss = loss.detach().clone()
+        else:
+            self._running_loss.lerp_(loss.detach(), 0.05)
+
+    def discard_(self) -> None:
+        """Forget what came since the last :meth:`step`, whose gradients are thrown away."""
+        super().discard_()
+        if self._goal_is_new:  # it may be the loss of the step that is not taken
+            self._late_goal, self._least_loss, self._goal_is_new = None, None, False
+
+    def finish_(self, optimizer: AnyOptimizer | None = None) -> dict[str, Any]:
+        """End with at most ``target_size`` entries: prune what is left to prune, then truncate.
+
+        Ranks the objective left above their threshold are closed greedily until the target is
+        met, those that carry the least of their layer first. Most of them are held just above it
+        by then; a warning says how many were not, if those were more than a few.
+
+        Args:
+            optimizer: Its state is cut along with the parameters; that of the last step, if it is
+                not given.
+
+        Returns:
+            ``size``, ``target_size`` and ``start_size`` in entries; ``forced``, how many gates
+            above 0.1 had to be closed; ``reached``, the size before any was.
+
+        Raises:
+            ValueError: If processes that train together hold different gates or would cut different
+                ranks; then none of them has changed anything. If the cores hold what is not finite,
+                or the optimizer's state cannot be cut.
+            RuntimeError: If another process cannot cut its ranks.
+        """
+        group = self._processes()
+        live = int(self.size.read().live.sum())
+        outcome = self._cut_(optimizer or self._optimizer, group)
+        if outcome["forced"] > _WORTH_SAYING * live:
+            log.warning(
+                "the rank objective did not bring the cores to the target of %d entries by "
+                "itself: %d ranks that were still open were closed, and the loss may have jumped. "
+                "Train on, or give the stages more steps or a higher gate learning rate",
+                self.target_size, outcome["forced"],
+            )  # fmt: skip
+        return outcome
+
+    def check_schedule(self, optimizer: AnyOptimizer) -> None:
+        """Warn when the gates cannot reach their threshold in the steps there are.
+
+        Under Adam a gate falls by at most its learning rate in a step, so nothing is pruned before
+        ``1 / lr`` steps.
+        """
+        if self.forced is not None:
+            return  # they need not
+        gates = {id(gate) for gate in self.size.gates}
+        rates = [
+            float(group.get("initial_lr", group["lr"]))  # a schedule may begin with less
+            for group in unwrap(optimizer).param_groups
+            if any(id(param) in gates for param in group["params"])
+        ]
+        if not rates:
+            log.warning("the optimizer does not train the rank gates: no rank will be learned")
+            return
+        steps = self.late_steps + (self.early_steps if self.settings.gamma else 0)
+        if self.target < 1 and steps * max(rates) < 1:
+            log.warning(
+                "the gates' learning rate %g lets a gate fall by at most %.2g in the %d steps that "
+                "regularise it, and none can be pruned: raise it above %.2g, or let them be more",
+                max(rates), steps * max(rates), steps, 1 / max(steps, 1),
+            )  # fmt: skip
+
+    def identity(self) -> tuple[object, ...]:
+        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        tensors = (self._running_loss, self._late_goal, self._least_loss)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return (*super().identity(), *astuple(self.settings), *addresses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs; tensors and plain values only."""
+        own = {"running_loss": self._running_loss, "late_goal": self._late_goal}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; ``ValueError`` for another method's."""
+        super().load_state_dict(state)
+        self._least_loss = None
+        for name in ("running_loss", "late_goal"):
+            value = state[name]
+            setattr(self, f"_{name}", None if value is None else self._own(value))
