@@ -10,6 +10,8 @@ import yaml
 
 import comera
 from comera.recipes.cli import make_parser
+from comera.recipes.parse import nested, parse_settings
+from comera.recipes.run_config import RunConfig
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -81,9 +83,18 @@ def test_examples_run(path, block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_yaml_can_be_read(path):
+def test_settings_of_runs_and_sweeps_exist(path):
     for block in blocks(path, "yaml"):
-        assert isinstance(yaml.safe_load(block["code"]), dict)
+        settings = yaml.safe_load(block["code"])
+        if "variants" in settings:
+            assert not set(settings) - {"out", "base", "seeds", "reference", "metric", "variants"}
+            for variant in settings["variants"].values():
+                own = {"extends", "same_time_as"}
+                parse_settings(
+                    RunConfig, nested({k: v for k, v in variant.items() if k not in own})
+                )
+        else:
+            parse_settings(RunConfig, settings)
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────
