@@ -5,14 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format gpu sanitize clean
+.PHONY: demo test test-all lint format gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera train configs/quickstart.yaml --overwrite=true
 	$(BIN)/comera report runs/quickstart
 
 test: $(VENV)/installed-dev $(VENV)/installed-peers
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# What CI runs: the above, then the tests that it leaves out.
+test-all: test
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -89,6 +89,7 @@ def seconds(module: str) -> float:
     return float(run(code + "print(time.process_time() - start)"))
 
 
+@pytest.mark.slow
 def test_the_import_costs_at_most_a_seventh_more_than_that_of_torch():
     seconds("comera")  # whose compiled files, if any are written, are there from now on
     ratios = []

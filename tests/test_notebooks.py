@@ -1,13 +1,15 @@
 """Every notebook runs from top to bottom in a fresh folder, and is stored without output."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT_SECONDS = 60
+"""Of one processor: a minute of a reader's time on a machine with nothing else to do, of which a
+busy one that runs the tests may need several."""
+SPENT = "import time; print(time.process_time())"
 
 
 def test_notebooks_are_found():
@@ -35,6 +37,7 @@ def test_runs(path, tmp_path, monkeypatch):
     nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     # The kernel inherits the environment; it must find this package from its temporary folder.
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several wait for each other in processor time
     here = str(path.parents[1])
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{inherited}" if inherited else here)
@@ -43,11 +46,11 @@ def test_runs(path, tmp_path, monkeypatch):
 
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    start = time.perf_counter()
+    notebook.cells.append(nbformat.v4.new_code_cell(SPENT))
     client.execute()
-    seconds = time.perf_counter() - start
+    seconds = float(notebook.cells.pop().outputs[0].text)
 
     outputs = [
         (cell.id, output)
@@ -60,4 +63,4 @@ def test_runs(path, tmp_path, monkeypatch):
     assert not errors
     said = [output.text for _, output in outputs if output.get("name") == "stderr"]
     assert not said, f"{path.name} warns its reader"
-    assert seconds < LIMIT_SECONDS, f"{path.name} took {seconds:.0f} s"
+    assert seconds < LIMIT_SECONDS, f"{path.name} took {seconds:.0f} s of a processor"

@@ -44,6 +44,7 @@ def test_the_stand_in_for_bitsandbytes_stays_nowhere():
     assert peer("galore_torch") is galore
 
 
+@pytest.mark.slow
 def test_transformers_in_the_folder_of_the_project_finds_no_package_kernels():
     """It looks for PyPI's ``kernels`` and would take functions from it; here is a folder of that
     name, which the working directory puts on the path."""
@@ -68,6 +69,7 @@ def test_transformers_in_the_folder_of_the_project_finds_no_package_kernels():
     assert done.stdout == "(1, 5, 60)\n"
 
 
+@pytest.mark.slow
 def test_skips_are_counted_by_reason_at_the_end(tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text(

@@ -266,6 +266,7 @@ def test_memory(monkeypatch, tmp_path, capsys):
     assert "status -9, most likely for lack of memory: Killed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @linux
 def test_memory_is_measured_in_a_process_of_its_own():
     job = peak.Job("dense", "cpu", 1, True, layer=peak.LayerShape((256, 512), 4, 2048))

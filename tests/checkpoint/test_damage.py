@@ -52,6 +52,7 @@ def files(folder):
     return sorted(path for path in folder.rglob("step-*/*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_every_byte_flipped_in_turn_is_found_and_the_chain_falls_back(chain, caplog):
     rng = random.Random(0)
     checked = 0
@@ -281,6 +282,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_last_checkpoint_is_there_and_right(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
     rng = random.Random(0)

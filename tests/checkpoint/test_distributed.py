@@ -80,6 +80,7 @@ def _save_and_resume(rank, path, wrap):
     chain.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [sharded, replicated])
 def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
     multiprocessing.spawn(_process, (str(tmp_path), _save_and_resume, wrap), WORLD)
@@ -122,6 +123,7 @@ def _move_rows_and_resume(rank, path):
         assert torch.equal(again(indices), rows)
 
 
+@pytest.mark.slow
 def test_tables_keep_their_rows_where_they_were_moved_to(tmp_path):
     multiprocessing.spawn(_process, (str(tmp_path), _move_rows_and_resume), WORLD)
 

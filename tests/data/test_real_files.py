@@ -34,6 +34,7 @@ def test_every_row_is_read(name, rows):
     assert all(premise and hypothesis for premise, hypothesis, _ in pairs)
 
 
+@pytest.mark.slow
 def test_a_real_vocabulary_covers_real_sentences(tmp_path, monkeypatch):
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
     assert load_word_pieces(real(VOCAB)).get_vocab_size() == 30522

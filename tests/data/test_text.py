@@ -90,6 +90,7 @@ def test_one_file_compressed_or_not_gives_both_streams(tmp_path, monkeypatch, na
     assert 0.05 < len(found.valid) / len(found.train) < 0.2
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default_corpus(tmp_path, monkeypatch):
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
     data = TextStreams.prepare(TextData(max_megabytes=0.3, vocab_size=400, length=16))

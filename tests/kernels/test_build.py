@@ -26,6 +26,7 @@ def put(monkeypatch, text):
     monkeypatch.setattr(nvrtc, "text", lambda file: text)
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("file", nvrtc.files())

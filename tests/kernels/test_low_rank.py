@@ -373,6 +373,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.usefixtures("tf32")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ torch.testing.assert_close(made.module()(x), y)
 """
 
 
+@pytest.mark.slow
 def test_an_exported_program_runs_where_comera_is_imported_and_nowhere_else(tmp_path):
     model = nn.Sequential(nn.Embedding(500, 24), nn.Linear(24, 36), nn.GELU(), nn.Linear(36, 24))
     model = comera.tensorize_(model, comera.TTConfig(rank=4, order=2)).eval()

@@ -142,7 +142,7 @@ def test_narrow_cores_are_rounded_once(dtype, monkeypatch):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("name", ["1+1", "no padding", "3+3"])
+@pytest.mark.parametrize("name", ["1+1", "no padding", pytest.param("3+3", marks=pytest.mark.slow)])
 def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
     *tensors, num_layers, split, threshold = group.arguments()

@@ -47,6 +47,7 @@ class TestEightBits:
         assert not torch.isfinite(back[0, :256]).any()
         assert torch.equal(back[0, 256:], values[0, 256:])
 
+    @pytest.mark.slow
     def test_a_transformer_learns_as_well(self):
         """Within the spread that other orders of the data give."""
         ends = {}

@@ -28,12 +28,14 @@ def test_galore_keeps_a_third_of_adam_of_llama_7b(llama_7b):
     assert share(llama_7b, comera.GaLoreAdamW(groups)) < 0.35
 
 
+@pytest.mark.slow
 def test_galore_in_eight_bits_keeps_a_sixth(llama_7b):
     peer("torchao.optim")
     groups = comera.galore_param_groups(llama_7b, 1e-2, 1024)
     assert share(llama_7b, comera.GaLoreAdamW8bit(groups)) < 0.18
 
 
+@pytest.mark.slow
 def test_came_keeps_half_and_an_eighth(llama_7b):
     assert share(llama_7b, comera.CAME(llama_7b.parameters())) < 0.51
     assert share(llama_7b, comera.CAME(llama_7b.parameters(), state_dtype="8bit")) < 0.13

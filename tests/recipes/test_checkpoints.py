@@ -73,6 +73,7 @@ def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_by_the_same_command(source, tmp_path):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
@@ -200,6 +201,7 @@ def test_training_on_cuts_ranks_where_the_run_did(source, tmp_path, capsys):
     assert capsys.readouterr().out.count("+0.00%") == 2
 
 
+@pytest.mark.slow
 def test_evaluate_sets_what_is_read_beside_the_run(source, tmp_path, capsys):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))

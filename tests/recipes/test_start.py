@@ -58,7 +58,14 @@ WAYS = [["comera"], ["-m", "comera"], ["-m", "comera.recipes.cli"]]
 
 
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
-@pytest.mark.parametrize("module", ["torch", "numpy", "jsonargparse"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "torch",
+        pytest.param("numpy", marks=pytest.mark.slow),
+        pytest.param("jsonargparse", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_while_it_imports_ends_in_one_line(tmp_path, words, module):
     done = started(tmp_path, [*words, "plan"], module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
@@ -69,6 +76,7 @@ def test_an_interrupt_that_nobody_caught_ends_in_one_line_too(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 def test_where_ctrl_c_is_ignored_it_stays_ignored(tmp_path):
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     (tmp_path / "run.py").write_text(

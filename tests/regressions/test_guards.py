@@ -20,6 +20,7 @@ except ValueError as refused:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_entries_in_no_bag_do_not_end_the_process(mode):
     command = [sys.executable, "-c", NO_BAGS, mode]

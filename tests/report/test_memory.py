@@ -88,7 +88,11 @@ def check(model, optimizer):
     return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["torch.float32", "torch.bfloat16"],
+)
 @pytest.mark.parametrize("name", [*KINDS, *GALORE])
 def test_what_is_counted_is_what_a_step_allocates(name, dtype):
     model = make_model(dtype)

@@ -192,6 +192,7 @@ def test_in_the_backward_pass_too(batch):
     assert not optimizer.optimizer.state[core]["momentum_buffer"].any()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_mixed_can_still_be_told_apart():
     """A weight of rank 4 that all 16 ranks carry: without canonical form half of it is lost."""
     torch.manual_seed(0)

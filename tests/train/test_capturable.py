@@ -44,6 +44,7 @@ def started(step, batch):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_the_step_of_six_encoders(late):
     run_without_values(started(step_of(make_model(), late), batch), batch)

@@ -81,6 +81,7 @@ def test_the_second_step_plans_nothing():
     assert planned_dense_from.cache_info().misses == before
 
 
+@pytest.mark.slow
 def test_a_compiled_step_breaks_no_graph_and_recompiles_nothing():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

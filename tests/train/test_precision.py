@@ -58,6 +58,7 @@ def final_loss(precision, seed, steps=400):
     return sum(losses[:10]) / 10, sum(losses[-50:]) / 50
 
 
+@pytest.mark.slow
 def test_training_in_eight_bits_reaches_the_loss_of_bfloat16():
     """Within what another seed changes."""
     found = {
