@@ -169,7 +169,7 @@ def _parse(
 
 
 def _holds(values: np.ndarray) -> np.ndarray:
-    """Tell the numbers that float32, in which they are kept, has from those that it has not."""
+    """Tell which numbers float32 can hold, in which they are kept; NaN and infinity are not."""
     return np.abs(values) <= np.finfo(np.float32).max
 
 
