@@ -29,7 +29,7 @@ _MOVIELENS = ["user", "item", "rating", "time"]
 
 @dataclass
 class Chunk:
-    """Consecutive rows.
+    """Consecutive rows of a click log.
 
     Attributes:
         labels: ``(n,)``, of which what is above ``positive`` is a click.
@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are what.
+    """The columns of a click log by what they hold.
 
     Attributes:
         label: The column with the label.

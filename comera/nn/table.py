@@ -83,7 +83,7 @@ class HotRows(TensorTrainModule):
 
 
 class TTTable(TensorTrainModule):
-    """Base of :class:`TTEmbedding` and :class:`TTEmbeddingBag`.
+    """Base of the embeddings: a table as a tensor-train matrix, its first rows apart if wanted.
 
     Attributes:
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
