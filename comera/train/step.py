@@ -177,7 +177,7 @@ class TrainStep:
         return StepDescription(False, self._why_eager)
 
     def _break_off_(self) -> None:
-        """Leave nothing of a step that raised: no gradients, nothing that rank learning gathered.
+        """Leave nothing of a step that raised: no gradients, nothing that rank learning observed.
 
         Steps that an optimizer has taken stay, those of single parameters in backward too.
         """
