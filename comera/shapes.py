@@ -282,7 +282,7 @@ class TTMShape(_Chain):
             given = cls(rows, cols, (1,) * (len(rows) - 1))
         else:
             if order < 2:
-                raise ValueError(f"order={order} must be at least 2: an embedding has two halves")
+                raise ValueError(f"order={order} must be at least 2: a table has two factors")
             order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
             given = cls(*table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
         _check_cover("num_embeddings", num_embeddings, given.row_modes)

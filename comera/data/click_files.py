@@ -33,7 +33,7 @@ _MOVIELENS = ["user", "item", "rating", "time"]
 
 @dataclass
 class Chunk:
-    """Consecutive rows.
+    """Consecutive rows of a click log.
 
     Attributes:
         labels: ``(n,)``, of which what is above ``positive`` is a click.
@@ -50,7 +50,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are what.
+    """The columns of a click log by what they hold.
 
     Attributes:
         label: The column with the label.
@@ -173,7 +173,7 @@ def _parse(
 
 
 def _holds(values: np.ndarray) -> np.ndarray:
-    """Tell the numbers that float32, in which they are kept, has from those that it has not."""
+    """Tell which numbers float32 can hold, in which they are kept; NaN and infinity are not."""
     return np.abs(values) <= np.finfo(np.float32).max
 
 

@@ -64,13 +64,13 @@ def array_digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def short_digest(content: Any) -> str:
-    """Return a name for plain values: the same for equal ones, and for no others."""
+    """Return a name for plain values, 32 hexadecimal digits: equal values have one name."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def signature(path: Path) -> list[Any]:
-    """Return what tells, without reading a file, that it is the one that was read before."""
+    """Return path, place on the disk, size and times of a file: what changes when it does."""
     facts = path.stat()
     times = [facts.st_mtime_ns, facts.st_ctime_ns]
     return [os.fspath(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, *times]

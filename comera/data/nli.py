@@ -147,7 +147,7 @@ class NliPairs:
         return self.train.collate(rows, length)
 
     def _epoch_order(self, epoch: int, batch_size: int, seed: int) -> np.ndarray:
-        """Shuffle, sort by length within runs of 32 batches, shuffle the batches."""
+        """Order the rows of an epoch: shuffled, sorted by length within runs of 32 batches."""
         rng = np.random.default_rng([seed % 2**32, epoch])
         order = rng.permutation(len(self.train.labels))
         order = order[: len(order) // batch_size * batch_size]

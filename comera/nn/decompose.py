@@ -126,7 +126,7 @@ def _leading_directions(matrix: Tensor, rank: int | None) -> tuple[Tensor, Tenso
 
 
 def _cut(singular_values: Tensor, allowed: float) -> tuple[int, float]:
-    """Find the smallest rank, at least 1, whose squared loss ``allowed`` covers, and that loss."""
+    """Find the smallest rank from one that loses ``allowed`` of a squared norm; its loss too."""
     tail = singular_values.double().square().flip(0).cumsum(0).flip(0)
     rank = max(1, int((tail > allowed).sum()))
     return rank, float(tail[rank]) if rank < len(tail) else 0.0

@@ -112,7 +112,7 @@ class GroupedMerge:
 
 
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
-    """Return the parameters of which the tensors are made that are shared with a module."""
+    """Return the parameters that the tensors shared with a module are made of."""
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 

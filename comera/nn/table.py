@@ -84,7 +84,7 @@ class HotRows(TensorTrainModule):
 
 
 class TTTable(TensorTrainModule):
-    """Base of :class:`TTEmbedding` and :class:`TTEmbeddingBag`.
+    """Base of the embeddings: a table as a tensor-train matrix, its first rows apart if wanted.
 
     Attributes:
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
@@ -255,7 +255,7 @@ class TTTable(TensorTrainModule):
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Keep rows where ``state`` says; it may have been cast to any dtype with its state dict.
+        """Keep rows as far apart as ``state`` says, which may have been cast with its state dict.
 
         Raises:
             ValueError: If no table of that many rows keeps them so.

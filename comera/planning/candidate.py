@@ -13,7 +13,7 @@ from comera.shapes import TTMShape, TTShape
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a layer.
+    """One way to compute a layer, with its predicted time and memory.
 
     Attributes:
         name: The way to compute the layer, in a word.

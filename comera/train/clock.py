@@ -22,7 +22,7 @@ class Mark(Protocol):
         """Wait until the device has got there."""
 
     def seconds_since(self, before: Self) -> float:
-        """Return how long after another one it came; both must have come."""
+        """Return the seconds between an earlier mark and this one; both must have come."""
 
 
 class StepClock:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Contents:
-    """What a recording holds.
+    """The nodes, kernels and memory of a recording.
 
     Attributes:
         nodes: Kinds of nodes and how many there are; None where they cannot be counted.
@@ -31,7 +31,7 @@ class Contents:
 
 
 class Recording(Protocol):
-    """A recorded function."""
+    """A recorded function, to be replayed until it is freed."""
 
     output: Tensor
     """Where each replay leaves the result."""

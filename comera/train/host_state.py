@@ -32,7 +32,7 @@ class Captured(Protocol):
 
 
 class HostState:
-    """The host's side of a training step.
+    """What a training step depends on besides its batch, and how it is put back.
 
     Args:
         step: Its model and optimizer are on one device; :meth:`identity` sets the optimizer up for
@@ -124,7 +124,7 @@ class HostState:
 
 
 class _Objects(list[Any]):
-    """Equal if it holds the same objects, which it keeps alive so that none takes their place."""
+    """A list equal to one of the same objects, kept alive so that no others take their place."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -208,7 +208,7 @@ def evaluated(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Set an event on the first Ctrl-C or SIGTERM; a second one acts as usual."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets; a second one acts as usual."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped

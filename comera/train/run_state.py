@@ -37,7 +37,7 @@ def save_checkpoint(
 def load_checkpoint(
     chain: CheckpointChain, step: TrainStep, at: int | Literal["latest"] = "latest"
 ) -> dict[str, Any]:
-    """Put everything back as :func:`save_checkpoint` found it; truncated ranks included.
+    """Load a checkpoint into a training step, whose model takes its truncated ranks too.
 
     Args:
         chain: Where it was saved.
