@@ -56,10 +56,10 @@ def _ways(device: torch.device) -> Table:
     for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
     for name in sorted(TABLE):
-        rows: dict[tuple[str, ...], list[str]] = {}
+        rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
-            with static_shapes():
+            with static_shapes():  # as in a captured step
                 static = _cells(name, device, dtype)
             short = str(dtype).removeprefix("torch.")
             rows.setdefault(cells, []).append(short)
