@@ -161,7 +161,7 @@ def _not_by_kernel(x: Tensor, factors: Sequence[Factors], *_: Any) -> str | None
 _FACTORED = Ways("factored_attention", _sample)
 
 
-@_FACTORED.way("projections by a kernel", _not_by_kernel)
+@_FACTORED.way("projections by a kernel", _not_by_kernel, kernel="thin_linears")
 def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
     lefts, rights = [f.left for f in factors], [f.right for f in factors]
     bias = factors[0].has_bias

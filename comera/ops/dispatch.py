@@ -81,12 +81,9 @@ class Ways:
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
     def refusal(self, *args: Any) -> str | None:
-        """Say why the first way is not taken, for an operator that would lead to this one."""
-        way = self.ways[0]
-        reason = None if way.refuses is None else way.refuses(*args)
-        if reason is not None and way.kernel is not None:
-            warn_of(way.kernel, reason)
-        return reason
+        """Say why the first way is not taken, for a way of another operator that leads there."""
+        refuses = self.ways[0].refuses
+        return None if refuses is None else refuses(*args)
 
     def refusal_of_graph(self, like: Tensor, *args: Any) -> str | None:
         """:meth:`refusal`, but in a graph whatever a card may take: it is asked when that runs."""
@@ -95,11 +92,11 @@ class Ways:
         return self.refusal(*args)
 
     def reasons(self, *args: Any) -> dict[str, str | None]:
-        """What every way says to these arguments, None where it takes them; warns of nothing."""
+        """List what each way says to these arguments, None where it takes them; warn of nothing."""
         return {way.name: way.refuses and way.refuses(*args) for way in self.ways}
 
     def chosen(self, *args: Any) -> str:
-        """Name the first way that takes these arguments; warns of nothing."""
+        """Name the first way that takes these arguments; warn of nothing."""
         return next(name for name, reason in self.reasons(*args).items() if reason is None)
 
 
@@ -139,6 +136,11 @@ def with_values(like: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return COMPILING
     return on_cpu_alone(like) if is_concrete(like) else NO_VALUES
+
+
+def without_values(like: Tensor) -> str | None:
+    """Refuse where sizes are known now: a choice made in a graph would tie it to them."""
+    return "the sizes are known" if is_concrete(like) else None
 
 
 def may_read_values(like: Tensor) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
-from comera.ops.dispatch import Ways, on_cpu_alone
-from comera.ops.operator import is_concrete, operator
+from comera.ops.dispatch import Ways, on_cpu_alone, without_values
+from comera.ops.operator import operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def _not_onednns(a: Tensor, b: Tensor) -> str | None:
 
 
 def _not_in_a_graph(a: Tensor, b: Tensor) -> str | None:
-    return "the sizes are known" if is_concrete(a) else _not_onednns(a, b)
+    return without_values(a) or _not_onednns(a, b)
 
 
 def _not_onednns_here(a: Tensor, b: Tensor) -> str | None:
@@ -211,7 +211,7 @@ _STACKED = Ways("stacked_product", lambda new: (new(1, 1024, 768), new(1, 768, 7
 def _not_one_pair(a_GMK: Tensor, b_GKN: Tensor) -> str | None:
     if a_GMK.shape[0] != 1:
         return "there are several pairs"
-    return _not_onednns_here(a_GMK, b_GKN) if is_concrete(a_GMK) else None
+    return without_values(a_GMK) and _not_onednns_here(a_GMK, b_GKN)
 
 
 @_STACKED.way("as a product of two matrices", _not_one_pair)

@@ -59,7 +59,7 @@ def _ways(device: torch.device) -> Table:
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
-            with static_shapes():
+            with static_shapes():  # as in a captured step
                 static = _cells(name, device, dtype)
             short = str(dtype).removeprefix("torch.")
             rows.setdefault(cells, []).append(short)

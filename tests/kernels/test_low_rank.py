@@ -378,7 +378,7 @@ BUGS = {
 @pytest.mark.usefixtures("tf32")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text(low_rank_kernel.FILE), count=1)
+    mutant, count = re.subn(pattern, instead, nvrtc.text(choose.LOW_RANK), count=1)
     assert count == 1
     plant(mutant, "_tf32")
     monkeypatch.setattr(low_rank_kernel, "_BLOCKS", 24)

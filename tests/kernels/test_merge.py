@@ -236,7 +236,7 @@ BUGS = {
 @pytest.mark.usefixtures("_wide_shapes")
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text(contract_kernel.FILE), count=1)
+    mutant, count = re.subn(pattern, instead, nvrtc.text(choose.CONTRACT), count=1)
     assert count == 1
     plant(mutant)
     group = make("2+4", 1)

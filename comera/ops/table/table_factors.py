@@ -69,7 +69,7 @@ def _not_together(chains: Sequence[Chains], tables: Sequence[Table]) -> str | No
     return CONTRACT.refusal_of_graph(chains[0].cores[0], chains)
 
 
-@_TABLES.way("all at once, as layers", _not_together)
+@_TABLES.way("all at once, as layers", _not_together, kernel="merge_halves")
 def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
     halves = merge_groups(
         [core for chain in chains for core in chain.cores],

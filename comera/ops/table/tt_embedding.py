@@ -143,7 +143,7 @@ def _sizes_depend_on_values(indices_N: Tensor, *args: Any) -> str | None:
     return LOOKUP_BACKWARD.refusal(None, indices_N, None, None, *args)
 
 
-@_ROWS.way("lookup", _sizes_depend_on_values)
+@_ROWS.way("lookup", _sizes_depend_on_values, kernel="ttm_look_up")
 def _looked_up(*args: Any) -> Tensor:
     return look_up(*args)[0]
 

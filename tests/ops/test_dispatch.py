@@ -1,0 +1,213 @@
+"""The table of ways: which one is taken under which condition, and that nobody else decides."""
+
+import ast
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import comera
+from comera.nn import collection, fused  # noqa: F401  all operators are in the table then
+from comera.ops import product
+from comera.ops.context import fp8_products, static_shapes
+from comera.ops.dispatch import TABLE, Sample, Ways
+from comera.ops.kernels import choose
+
+ROOT = Path(comera.__file__).parent
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    """A card with all kernels, and a CPU whose faster products are oneDNN's."""
+    monkeypatch.setattr(choose, "mode", lambda: "auto")
+    monkeypatch.setattr(choose, "_why_not_on", lambda file, device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(product, "prefers_onednn", lambda: True)
+
+
+def sample(name, device, dtype=torch.float32):
+    return TABLE[name].sample(lambda *shape: Sample(shape, dtype, device))
+
+
+@contextlib.contextmanager
+def compiling(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# What each operator does: on a CPU; with static shapes; in float64 and bfloat16; on a card; there
+# with static shapes, in float64, deterministic, and while a graph is compiled on a CPU and a card.
+COLUMNS = (
+    "cpu", "cpu static", "cpu float64", "cpu bfloat16", "card", "card static", "card float64",
+    "card deterministic", "cpu compiling", "card compiling",
+)  # fmt: skip
+K, T = "kernel", "torch"
+KERNEL_OR_TORCH = (T, T, T, T, K, K, T, K, T, K)
+CACHE, ALL = "as many as stay in the cache", "all"
+CPU_OR_NOT = {
+    "hidden_rows_at_a_time": (CACHE, ALL),
+    "groups_at_a_time": (CACHE, ALL),
+    "add_sorted": ("to the rows between the first and the last", "to all rows"),
+    "dropout_add": ("a mask of bytes", T),
+}
+READ, WHOLE = "the slices that are read", "whole"
+EXPECTED = {
+    "thin_linears": KERNEL_OR_TORCH,
+    "thin_linears_backward": KERNEL_OR_TORCH,
+    "thin_feed_forward": KERNEL_OR_TORCH,
+    "thin_feed_forward_backward": KERNEL_OR_TORCH,
+    "thin_projections": KERNEL_OR_TORCH,
+    "thin_projections_backward": KERNEL_OR_TORCH,
+    "contract_cores": KERNEL_OR_TORCH,
+    "contract_cores_backward": KERNEL_OR_TORCH,
+    # In a graph for a card it is left to the operator, which is asked when the graph runs.
+    "contract_tables": ("one by one",) * 4 + ("all at once, as layers",) * 2
+    + ("one by one", "all at once, as layers", "one by one", "all at once, as layers"),
+    "factored_attention": (T,) * 4 + ("projections by a kernel",) * 2
+    + (T, "projections by a kernel", T, "projections by a kernel"),
+    "ttm_look_up": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
+    "ttm_look_up_backward": (
+        "by slots", "by slots", "by slots", "by slots", K, K, "by slots",
+        "sort what a kernel has read, then by slots", "by slots", K,
+    ),
+    "rows_of_a_table": ("lookup", "every row for itself", *("lookup",) * 8),
+    "half_of_a_table": (READ, WHOLE, READ, WHOLE, *(WHOLE,) * 6),
+    "product": ("oneDNN", T, T, T, T, T, T, T, "oneDNN", T),
+    "stacked_product": (
+        "as a product of two matrices", T, T, T, T, T, T, T, "as a product of two matrices", T,
+    ),
+    "attend": ("in pieces", T, "in pieces", T, T, T, T, T, "in pieces", T),
+    "linears": ("in the batch's dtype",) * 10,
+    "linear": ("thin",) * 10,
+    **{
+        name: (some, every, some, some, every, every, every, every, some, every)
+        for name, (some, every) in CPU_OR_NOT.items()
+    },
+}  # fmt: skip
+
+
+def test_every_operator_is_expected_to_do_something():
+    assert set(EXPECTED) == set(TABLE)
+    assert {len(ways) for ways in EXPECTED.values()} == {len(COLUMNS)}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_which_way_is_taken(name, column, monkeypatch):
+    device = CARD if column.startswith("card") else CPU
+    where = contextlib.ExitStack()
+    if "static" in column:
+        where.enter_context(static_shapes())
+    if "deterministic" in column:
+        where.enter_context(deterministic())
+    if "compiling" in column:
+        where.enter_context(compiling(monkeypatch))
+    dtype = getattr(torch, column.split()[-1], None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    with where, torch.set_grad_enabled(not name.endswith("_backward")):
+        got = TABLE[name].chosen(*sample(name, device, dtype))
+    assert got == EXPECTED[name][COLUMNS.index(column)]
+
+
+@pytest.mark.parametrize("name", ["thin_linears_backward", "contract_cores_backward"])
+def test_a_second_derivative_takes_no_kernel(name):
+    with torch.enable_grad():
+        reasons = TABLE[name].reasons(*sample(name, CARD))
+    assert reasons == {"kernel": choose.DIFFERENTIATED, "torch": None}
+
+
+def test_static_shapes_without_a_kernel_read_every_row_for_itself():
+    with static_shapes():
+        args = sample("rows_of_a_table", CARD, torch.float64)
+        assert TABLE["rows_of_a_table"].chosen(*args) == "every row for itself"
+        with deterministic():
+            args = sample("rows_of_a_table", CARD)
+            assert TABLE["rows_of_a_table"].chosen(*args) == "every row for itself"
+
+
+def test_inside_the_context_bfloat16_is_multiplied_in_eight_bits():
+    with fp8_products():
+        assert TABLE["linears"].chosen(*sample("linears", CARD, torch.bfloat16)) == "fp8"
+        assert TABLE["linears"].chosen(*sample("linears", CARD)) == "in the batch's dtype"
+
+
+def test_many_rows_take_the_dense_matrix_but_in_no_exported_graph(monkeypatch):
+    layer, x = comera.TTLinear(64, 64, rank=60, order=2), torch.empty(100_000, 64)
+    assert TABLE["linear"].chosen(layer, x) == "dense"
+    assert TABLE["linear"].chosen(layer, x[:2]) == "thin"
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert TABLE["linear"].chosen(layer, x) == "thin"
+
+
+def test_a_product_without_values_is_a_node_and_one_with_gradients_is_torchs():
+    a, b = sample("product", CPU)
+    assert TABLE["product"].chosen(a._replace(requires_grad=True), b) == "torch"
+    with FakeTensorMode():
+        a, b = torch.empty(1024, 768), torch.empty(768, 768)
+        assert TABLE["product"].chosen(a, b) == "one node of a graph"
+
+
+def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch):
+    monkeypatch.setattr("comera.ops.dispatch.TABLE", {})
+    ways = Ways("adding", lambda new: (1, 2))
+    ways.way("never", lambda a, b: "it is not wanted")(lambda a, b: pytest.fail("it ran"))
+    ways.way("small", lambda a, b: "it is large" if a > 9 else None)(lambda a, b: ("small", a + b))
+    ways.way("any")(lambda a, b: ("any", a + b))
+    assert ways(1, 2) == ("small", 3)
+    assert ways(10, 2) == ("any", 12)
+    assert ways.refusal(1, 2) == "it is not wanted"
+    assert ways.reasons(10, 2) == {"never": "it is not wanted", "small": "it is large", "any": None}
+    with pytest.raises(AssertionError, match="adding is in the table already"):
+        Ways("adding", lambda new: ())
+
+
+PREDICATES = {"is_compiling", "is_exporting", "is_dynamo_compiling", "may_read_values", "is_eager",
+              "is_concrete", "on_this_machine"}  # fmt: skip
+CHECKS = {  # validation, and what is remembered between two passes
+    ("ops/table/indices.py", "may_read_values"): "indices are checked where they can be read",
+    ("nn/embedding_bag.py", "may_read_values"): "so are offsets",
+    ("train/step.py", "may_read_values"): "and losses",
+    ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
+    ("nn/table.py", "is_eager"): "indices have been checked",
+    ("nn/module.py", "is_eager"): "parameters may have been written to",
+    ("nn/dense_weight.py", "is_eager"): "a weight is guarded",
+    ("nn/linear.py", "on_this_machine"): "a refusal of the table",
+    ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
+}
+
+
+def used(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    return {n for n in names if n in PREDICATES or (n.endswith("_by_kernel") and n[0] != "_")}
+
+
+def test_nobody_else_decides():
+    found = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if file not in ("ops/dispatch.py", "ops/operator.py", "optim/factored_moments.py"):
+            found |= {(file, name) for name in used(path)}
+    assert found == set(CHECKS)
+
+
+def test_a_predicate_would_be_found(tmp_path):
+    file = tmp_path / "caller.py"
+    file.write_text("import torch\nif torch.compiler.is_compiling() or reads_by_kernel(x): pass\n")
+    assert used(file) == {"is_compiling", "reads_by_kernel"}
+    assert not used(ROOT / "ops" / "cores.py")
