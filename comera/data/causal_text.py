@@ -16,7 +16,7 @@ class CausalText:
         self.streams = streams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Training batch number ``step``: ``tokens`` and ``targets``, both ``(B, T)``.
+        """Return training batch number ``step``: ``tokens`` and ``targets``, both ``(B, T)``.
 
         Always the same for the same arguments.
         """
@@ -24,7 +24,7 @@ class CausalText:
         return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
 
     def valid_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
-        """The held-out text in order, each token a target once; the same in every run.
+        """Return the held-out text in order, each token a target once; the same in every run.
 
         Args:
             count: Take so many batches from its start; None takes all.

@@ -64,7 +64,7 @@ class Columns:
 
 
 def find_file(source: str) -> Path:
-    """The path of a data file; raises ``FileNotFoundError`` that says what is expected."""
+    """Return the path of a data file; raises ``FileNotFoundError`` that says what is expected."""
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
@@ -74,7 +74,7 @@ def find_file(source: str) -> Path:
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
-    """What the settings say, and for what they leave open what the file says.
+    """Return what the settings say, and for what they leave open what the file says.
 
     Raises:
         ValueError: If a named column is not there, or no label is named.
@@ -97,7 +97,7 @@ def columns_of(
 def read_chunks(
     path: Path, format: str, columns: Columns, skip_bad: bool, first: int = 0
 ) -> Iterator[Chunk]:
-    """The rows of a file.
+    """Yield the rows of a file in chunks.
 
     Args:
         path: The file.
@@ -135,7 +135,7 @@ def _parse(
     columns: Columns,
     skip_bad: bool,
 ) -> Chunk:
-    """Rows of lines, the first of them number ``start`` of the file."""
+    """Parse lines into rows, the first of them number ``start`` of the file."""
     mark, cells = separator.encode(), len(names)
     numbers = np.arange(start, start + len(lines))
     good = np.array([line.count(mark) == cells - 1 for line in lines])
@@ -185,7 +185,7 @@ def _no_number(where: str, path: Path, name: str, value: str) -> ValueError:
 
 
 def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
-    """A file of typed columns, cut into chunks; NaN is where nothing is given."""
+    """Yield a file of typed columns in chunks; NaN is where nothing is given."""
     wanted = [columns.label, *columns.continuous, *columns.fields]
     table: dict[str, np.ndarray] = {}
     if path.suffix == ".npz":
@@ -223,7 +223,7 @@ def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
 
 
 def _codes(values: pd.Series) -> np.ndarray:
-    """uint64: whole numbers as they are, all else by a hash of 64 bits."""
+    """Return uint64 codes: whole numbers as they are, all else by a hash of 64 bits."""
     if pd.api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return pd.util.hash_array(values.to_numpy(dtype=object), categorize=True)
@@ -234,7 +234,7 @@ def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:
 
 
 def _layout(path: Path, format: str) -> tuple[Sequence[str], str, bool]:
-    """Names of the columns, what separates them, and whether a first line names them."""
+    """Return the columns' names, what separates them, and whether a first line names them."""
     if format == "table":
         return _column_names(path), _separator(path), True
     first = _first_line(path)

@@ -132,7 +132,7 @@ class Clicks:
         return self.num_train // batch_size
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Training batch number ``step``; always the same for the same arguments.
+        """Return training batch number ``step``; always the same for the same arguments.
 
         ``continuous`` float32 ``(B, C)``, ``fields`` int64 ``(B, F)``, ``labels`` float32 ``(B,)``.
         """
@@ -148,7 +148,7 @@ class Clicks:
     def valid_batches(
         self, batch_size: int, limit: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """The held-out rows in order, or the first ``limit``."""
+        """Iterate over the held-out rows in order, or the first ``limit``."""
         rows = self._valid[:limit]
         return (self._rows(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
 
@@ -215,7 +215,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
 
 
 def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> list[Path]:
-    """Files of the chunks; those that an interrupted preparation has left are not read again."""
+    """Write files of the chunks; those that an interrupted preparation has left are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     found, before = sorted(folder.glob("*.npz")), signature(path)
     chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
@@ -243,7 +243,7 @@ def _load(chunk: Path, name: str) -> np.ndarray:
 
 
 def _split(settings: ClickData, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to evaluate on."""
+    """Return rows to train on and rows to evaluate on."""
     count = round(settings.heldout * rows)
     if not 0 < count < rows:
         raise ValueError(
@@ -258,7 +258,7 @@ def _split(settings: ClickData, rows: int) -> tuple[np.ndarray, np.ndarray]:
 def _numbered(
     values: np.ndarray, training: np.ndarray, settings: ClickData
 ) -> tuple[np.ndarray, int]:
-    """Row of each category, and how many rows there are; row 0 is that of rare ones."""
+    """Return the row of each category, and how many rows there are; row 0 is that of rare ones."""
     known, where, counts = np.unique(values[training], return_inverse=True, return_counts=True)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
         return (1 + values % np.uint64(settings.hash_rows - 1)).astype(np.int32), settings.hash_rows

@@ -21,18 +21,18 @@ class MaskedText:
         self.streams = streams
 
     def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-        """Training batch number ``step``; always the same for the same arguments."""
+        """Return training batch number ``step``; always the same for the same arguments."""
         return self._masked(self.streams.train, batch_size, generator_of(seed, step))
 
     def valid_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
-        """Evaluation batches; the same in every run."""
+        """Return evaluation batches; the same in every run."""
         valid = self.streams.valid
         return [self._masked(valid, batch_size, generator_of(-1, k)) for k in range(count)]
 
     def _masked(
         self, stream: Tensor, batch_size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """``tokens (B, T)``, ``positions (B, M)`` of what is predicted, ``targets (B, M)``."""
+        """Return ``tokens (B, T)``, ``positions (B, M)`` to predict, and ``targets (B, M)``."""
         length = self.streams.settings.length - 1
         count = max(1, round(_PREDICTED_SHARE * length))
         window = windows(stream, batch_size, length, generator)

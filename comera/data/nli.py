@@ -129,7 +129,7 @@ class NliPairs:
     def batch(
         self, step: int, batch_size: int, seed: int, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Training batch number ``step``; always the same for the same arguments.
+        """Return training batch number ``step``; always the same for the same arguments.
 
         As long as its longest row, or ``length``, so that all batches have one shape.
         """
@@ -158,7 +158,7 @@ class NliPairs:
         return batches[rng.permutation(len(batches))].reshape(-1)
 
     def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
-        """All evaluation rows (or the first ``limit``), sorted by length."""
+        """Return all evaluation rows (or the first ``limit``), sorted by length."""
         rows = np.arange(len(self.dev.labels))[:limit]
         rows = rows[np.argsort(self.dev.lengths[rows], kind="stable")]
         return [self.dev.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
@@ -175,7 +175,7 @@ class _Split:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
     def collate(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-        """``tokens`` and ``segments`` ``(B, T)``, ``labels`` ``(B,)``; T is of the longest row."""
+        """Pad rows to a batch: ``tokens`` and ``segments`` ``(B, T)``, ``labels`` ``(B,)``."""
         width = width or int(self.lengths[rows].max())
         tokens = np.full((len(rows), width), PAD, np.int64)
         segments = np.zeros((len(rows), width), np.int64)
@@ -219,7 +219,7 @@ def _digest(source: str) -> str:
 
 
 def read_pairs(source: str) -> Iterator[tuple[str, str, int]]:
-    """Premise, hypothesis and label number of every labelled row of a file or data set.
+    """Yield premise, hypothesis and label number of every labelled row of a file or data set.
 
     Rows whose annotators did not agree (label ``-`` or -1) are left out.
     """
@@ -285,7 +285,7 @@ def _find(source: str) -> Path:
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
-    """``datasets:NAME@SPLIT``; the split is ``train`` if none is named."""
+    """Yield rows of ``datasets:NAME@SPLIT``; the split is ``train`` if none is named."""
     try:
         import datasets
     except ImportError:

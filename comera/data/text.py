@@ -124,7 +124,7 @@ def text_digests(settings: TextData) -> dict[str, str]:
 
 
 def _measured(path: Path) -> tuple[str, int]:
-    """Digest and number of characters of a file, which may be larger than memory."""
+    """Return digest and number of characters of a file, which may be larger than memory."""
     running, characters = hashlib.sha256(), 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for block in read_blocks(path):
@@ -138,13 +138,13 @@ def _folder(settings: TextData) -> Path:
 
 
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """``(count, length)`` int64: pieces of a stream from places drawn at random."""
+    """Cut ``(count, length)`` int64 pieces out of a stream, at places drawn at random."""
     starts = torch.randint(len(stream) - length, (count,), generator=generator)
     return stream[starts[:, None] + torch.arange(length)].long()
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """The random numbers of one batch: the same for the same arguments, in any order of calls."""
+    """Return the random numbers of one batch, which depend on the arguments alone."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> str:
 
 
 def _held_out(texts: list[str], share: float) -> tuple[list[str], list[str]]:
-    """Held-out texts and those to train on."""
+    """Return held-out texts and those to train on."""
     if len(texts) == 1:
         cut = round((1 - share) * len(texts[0]))
         return [texts[0][cut:]], [texts[0][:cut]]

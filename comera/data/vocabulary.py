@@ -26,7 +26,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer; its first tokens are ``SPECIAL``.
+    """Train a byte-level BPE tokenizer; its first tokens are ``SPECIAL``.
 
     Raises:
         ValueError: If the vocabulary cannot hold those and one token for each byte.
@@ -49,7 +49,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A lower-casing WordPiece tokenizer in BERT's manner."""
+    """Train a lower-casing WordPiece tokenizer in BERT's manner."""
     tokenizer = _word_piece(models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False
@@ -59,7 +59,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_word_pieces(path: str | Path) -> Tokenizer:
-    """The WordPiece tokenizer of a ``vocab.txt``, one token a line.
+    """Load the WordPiece tokenizer of a ``vocab.txt``, one token a line.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -75,7 +75,7 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
 
 
 def find_vocabulary(path: str | Path) -> Path:
-    """The path of a vocabulary file; raises ``FileNotFoundError`` if there is none."""
+    """Return the path of a vocabulary file; raises ``FileNotFoundError`` if there is none."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
@@ -93,7 +93,7 @@ def _word_piece(model: Any) -> Tokenizer:
 
 
 def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """For each token of the tokenizer, its number when sorted by falling frequency.
+    """Return, for each token of the tokenizer, its number when sorted by falling frequency.
 
     Args:
         tokenizer: Its special tokens keep the first places.
@@ -111,7 +111,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
 
 
 def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Arrays saved earlier, or None; an unreadable file counts as none."""
+    """Return arrays saved earlier, or None; an unreadable file counts as none."""
     if not path.is_file():
         return None
     try:
