@@ -44,7 +44,7 @@ class Point:
 
     @property
     def winner(self) -> str:
-        """The faster one, or ``"even"`` if the middle half of the rounds does not agree."""
+        """Return the faster one, or ``"even"`` if the middle half of the rounds does not agree."""
         low, high = self.timings.quartiles("comera")
         if low <= 1 <= high:
             return "even"
@@ -52,11 +52,11 @@ class Point:
 
     @property
     def named(self) -> str:
-        """Whom the planner saw ahead."""
+        """Return whom the planner saw ahead."""
         return "comera" if self.predicted > 1 else "dense"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for a JSON file."""
+        """Return everything, for a JSON file."""
         return {
             "at": self.at,
             **self.timings.as_dict(),
@@ -181,7 +181,7 @@ def look_up_curve(
     indices: int,
     rank: int | Sequence[int],
 ) -> None:
-    """Look-up, backward and step at every point; on Ctrl-C those that are there are shown.
+    """Time lookup, backward and step at every point; on Ctrl-C those that are there are shown.
 
     Indices are drawn evenly: skewed ones repeat themselves more, the larger the batch.
     """
@@ -231,7 +231,7 @@ _LOOK: dict[str, dict[str, Any]] = {
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured.
+    """Check the name of a picture before anything is measured.
 
     Raises:
         ValueError: If the name does not end in a kind of picture.
@@ -241,7 +241,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_curve(points: Sequence[Point], axis: str, title: str, path: Path) -> None:
-    """Milliseconds above, dense over comera below, both axes logarithmic."""
+    """Draw milliseconds above, dense over comera below, both axes logarithmic."""
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

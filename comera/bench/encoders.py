@@ -58,7 +58,7 @@ class Encoders:
         return f"{self.layers} encoders of width {self.width}"
 
     def model(self, kind: Kind, device: torch.device) -> nn.Module:
-        """The model with fresh weights. A compressed one is never dense, not even while built."""
+        """Make the model with fresh weights; a compressed one is never dense while it is built."""
         torch.manual_seed(0)
         with torch.device("meta"):
             encoder = Encoder(
@@ -88,19 +88,19 @@ class Encoders:
         return model
 
     def batch(self, size: int, device: torch.device) -> Batch:
-        """Random tokens, segments and labels."""
+        """Draw random tokens, segments and labels."""
         tokens = torch.randint(FIRST_WORD, self.vocab, (size, self.length))
         labels = torch.randint(0, _CLASSES, (size,))
         return tokens.to(device), torch.zeros_like(tokens).to(device), labels.to(device)
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy."""
+    """Compute the mean cross entropy of a batch."""
     return loss_of_rows(model, batch, slice(None))
 
 
 def loss_of_rows(model: nn.Module, batch: Batch, rows: slice | Tensor) -> Tensor:
-    """The same, of some sequences of the batch."""
+    """Compute the mean cross entropy of some sequences of the batch."""
     tokens, segments, labels = batch
     return F.cross_entropy(model(tokens, segments)[rows], labels[rows])
 
@@ -111,11 +111,11 @@ def train_step(
     compile: bool = False,
     graph: bool | None = None,
 ) -> TrainStep:
-    """A step with fused AdamW."""
+    """Return a training step with fused AdamW."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
     return TrainStep(model, loss_fn, optimizer, ranks, compile=compile, graph=graph)
 
 
 def learned_ranks(model: nn.Module, early: bool = True) -> TwoStage:
-    """The rank objective, for good in its early or in its late stage."""
+    """Return the rank objective, for good in its early or in its late stage."""
     return TwoStage(model, TARGET, 10**6 if early else 0, 10**6)

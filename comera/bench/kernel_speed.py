@@ -75,7 +75,7 @@ class Row:
     floor: float
 
     def cells(self) -> list[str]:
-        """For a table: microseconds and ratios."""
+        """Return microseconds and ratios for a table."""
         times = [f"{1e6 * seconds:,.1f}" for seconds in (self.ours, self.plain)]
         ratios = [f"{self.plain / self.ours:.2f}", f"{self.ours / self.floor:.2f}"]
         return [self.title, *times, ratios[0], f"{1e6 * self.floor:,.1f}", ratios[1]]
@@ -183,7 +183,7 @@ def _both_ways(
     nbytes: tuple[float, float],
     flops: tuple[float, float],
 ) -> Iterator[Case]:
-    """A case of the forward pass and one of both passes, whose results are gradients.
+    """Make a case of the forward pass and one of both passes, whose results are gradients.
 
     Args:
         title: Of both.
@@ -212,7 +212,7 @@ def _merges(
     device: torch.device, dtype: torch.dtype, widths: Sequence[tuple[int, int]], rank: int,
     layers: int,
 ) -> Iterator[Case]:  # fmt: skip
-    """All layers of a model; there is one model, whose cores are in the cache in a step, too."""
+    """Make cases of all layers of a model, whose cores are in the cache in a step, too."""
     model = torch.nn.ModuleList(
         TTLinear(*pair, rank=rank, device=device, dtype=dtype)
         for pair in widths
@@ -257,7 +257,7 @@ def _look_ups(
     device: torch.device, dtype: torch.dtype, indices: Sequence[int], table: tuple[int, int],
     rank: int,
 ) -> Iterator[Case]:  # fmt: skip
-    """Beside the way a tensor train is read without more ado: gather slices, then one einsum."""
+    """Make cases beside the plain way to read a tensor train: gather slices, then one einsum."""
     rows, width = table
     layer = TTEmbedding(
         rows, width, rank=rank, shape=_TABLE_MODES.get(table), device=device, dtype=dtype
@@ -292,7 +292,7 @@ def _linears(
     device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
     widths: Sequence[tuple[int, int]], rank: int,
 ) -> Iterator[Case]:  # fmt: skip
-    """Beside two linear layers of torch's."""
+    """Make cases beside two linear layers of torch's."""
     for count in tokens:
         for I, O in widths:  # noqa: E741
             layer = TTLinear(I, O, rank=rank, device=device, dtype=dtype)

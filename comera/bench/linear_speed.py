@@ -19,7 +19,7 @@ def linear(
     dtype: torch.dtype,
     with_peers: bool,
 ) -> None:
-    """Dense, comera and tensorly-torch side by side."""
+    """Time dense, comera and tensorly-torch side by side."""
     layer, dense = make_layers(session, shape, rank, dtype)
     x = make_input(session, tokens, shape[0], dtype)
     session.check(compare_linear(layer, x))
@@ -46,20 +46,20 @@ def linear(
 def make_layers(
     session: Session, shape: tuple[int, int], rank: int | Sequence[int], dtype: torch.dtype
 ) -> tuple[TTLinear, nn.Linear]:
-    """Both with fresh weights."""
+    """Make both layers with fresh weights."""
     torch.manual_seed(0)
     layer = TTLinear(*shape, rank=rank, dtype=dtype).to(session.device)
     return layer, nn.Linear(*shape, dtype=dtype).to(session.device)
 
 
 def make_input(session: Session, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """A random batch that needs a gradient."""
+    """Draw a random batch that needs a gradient."""
     x = torch.randn(tokens, width).to(session.device, dtype)
     return x.requires_grad_()
 
 
 def forward_backward(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
-    """What is timed: one pass there and back, gradients dropped before."""
+    """Return what is timed: one pass there and back, gradients dropped before."""
     with torch.no_grad():
         grad = torch.randn_like(layer(x))
 
@@ -72,5 +72,5 @@ def forward_backward(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 
 def count(model: nn.Module) -> int:
-    """Parameters."""
+    """Count the parameters."""
     return sum(param.numel() for param in model.parameters())

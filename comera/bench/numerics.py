@@ -65,7 +65,7 @@ class Comparison:
     against: str
 
     def verdict(self) -> str:
-        """One line about tensors that agree.
+        """Return one line about tensors that agree.
 
         Raises:
             DisagreementError: If one does not; the message lists those.
@@ -93,7 +93,7 @@ def compare(
 
 
 def compare_linear(layer: TTLinear, x: Tensor) -> Comparison:
-    """A layer at the batch ``x`` of shape ``(tokens, in_features)`` that needs a gradient."""
+    """Compare a layer with its weight at ``x (tokens, in_features)``, which needs a gradient."""
     y = layer(x)
     rows = _some(x.shape[0]).to(x.device)
     toward = torch.zeros_like(y)
@@ -119,7 +119,7 @@ def compare_linear(layer: TTLinear, x: Tensor) -> Comparison:
 
 
 def compare_table(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Comparison:
-    """A table at a batch of indices: one a row, or ``(bags, indices)``.
+    """Compare a table with its weight at indices: one a row, or ``(bags, indices)``.
 
     The reference multiplies the slices of each row's cores one after the other. A table that is
     not too large is formed as well.
@@ -151,7 +151,7 @@ def compare_table(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Compa
 def compare_model(
     what: str, model: nn.Module, loss_fn: Callable[..., Tensor], batch: Batch, most: int = 2
 ) -> Comparison:
-    """A model without dropout: its loss on ``most`` rows of the batch, and every gradient.
+    """Compare a model without dropout: its loss on ``most`` rows, and every gradient.
 
     Args:
         what: The model in words.
@@ -184,7 +184,7 @@ def compare_model(
 
 
 def _through_weight(layer: TensorTrainModule, grad: Tensor) -> dict[str, Tensor]:
-    """Gradients of cores and gates, given that of the dense weight they make up."""
+    """Return gradients of cores and gates, given that of the dense weight they make up."""
     parts = {
         name: param
         for name, param in layer.named_parameters()
@@ -196,7 +196,7 @@ def _through_weight(layer: TensorTrainModule, grad: Tensor) -> dict[str, Tensor]
 
 
 def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tensor:
-    """Rows of the table, ``(indices, width)``, one core after the other, for autograd."""
+    """Read rows of the table, ``(indices, width)``, one core after the other, for autograd."""
     indices = layer._kept_at(indices)
     digits, rest = [], (indices - layer.hot_rows).clamp(min=0)
     for mode in reversed(layer.shape.row_modes):
@@ -215,7 +215,7 @@ def rows_by_cores(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> Tenso
 
 
 def _some(count: int, most: int = _ROWS) -> Tensor:
-    """At most so many of ``count`` rows, evenly spaced, the first and the last among them."""
+    """Choose at most so many of ``count`` rows, evenly spaced, the first and the last included."""
     return torch.linspace(0, count - 1, min(count, most)).round().long().unique()
 
 
@@ -225,7 +225,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _size(tensor: Tensor) -> float:
-    """Root mean square."""
+    """Return the root mean square."""
     return float(tensor.double().square().mean().sqrt())
 
 

@@ -53,7 +53,7 @@ class Llama:
     batch: int
 
     def model(self) -> nn.Module:
-        """A new one."""
+        """Make a new model."""
         torch.manual_seed(0)
         decoder = Decoder(self.vocab, self.width, self.layers, self.heads, self.ffn)
         return CausalLanguageModel(decoder, self.vocab)
@@ -129,7 +129,7 @@ class _Row:
 
     @property
     def stall(self) -> float:
-        """The longest step over the median one."""
+        """Return the longest step over the median one."""
         return (self.backward + max(self.seconds)) / (self.backward + median(self.seconds))
 
     def as_dict(self, base: "_Row") -> dict[str, float | str]:
@@ -195,7 +195,7 @@ def _theirs(model: nn.Module, rank: int, gap: int) -> dict[str, Callable[[], Opt
 
 
 def _backward_seconds(session: Session, model: nn.Module, llama: Llama) -> float:
-    """Of forward and backward; the gradients stay."""
+    """Time forward and backward; the gradients stay."""
     tokens = torch.randint(llama.vocab, (llama.batch, llama.length + 1), device=session.device)
 
     def run() -> None:
@@ -210,7 +210,7 @@ def _backward_seconds(session: Session, model: nn.Module, llama: Llama) -> float
 def _in_turn(
     session: Session, runs: dict[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of every run in every round; each round begins with another one."""
+    """Return seconds of every run in every round; each round begins with another one."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in track(
@@ -224,7 +224,7 @@ def _in_turn(
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Of all tensors kept for the parameters; galore-torch keeps some inside of an object."""
+    """Count the bytes of all tensors kept for parameters, in galore-torch's objects too."""
     if type(optimizer).__module__.startswith("galore_torch"):
         kept = (value for state in optimizer.state.values() for value in state.values())
         return sum(stored_bytes(getattr(value, "ortho_matrix", value)) for value in kept)

@@ -74,12 +74,12 @@ class Job:
     table: TableShape | None = None
 
     def to_json(self) -> str:
-        """One word of a command line."""
+        """Return the shape as one word of a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
-        """Back from there."""
+        """Return the shape that such a word describes."""
         content: dict[str, Any] = json.loads(text)
         kinds = {"encoders": Encoders, "layer": LayerShape, "table": TableShape}
         for name, kind in kinds.items():
@@ -89,7 +89,7 @@ class Job:
 
 
 def peak(job: Job) -> dict[str, int]:
-    """Bytes at the peak above the base, and the parameters."""
+    """Return bytes at the peak above the base, and the parameters."""
     torch.set_num_threads(job.threads)
     if job.keep:
         reuse_freed_memory()
@@ -104,7 +104,7 @@ def peak(job: Job) -> dict[str, int]:
 
 
 def resident_peak() -> Callable[[], int]:
-    """Start here; the result says by how many bytes the resident size has gone up at most.
+    """Begin to watch; the result returns by how many bytes the resident size rose at most.
 
     Raises:
         ValueError: Where the system does not say.
@@ -148,7 +148,7 @@ def _train_model(job: Job, device: torch.device) -> int:
 
 
 def _train_layer(job: Job, device: torch.device) -> int:
-    """Without an optimizer; the input and its gradient are included."""
+    """Train a layer without an optimizer; the input and its gradient are included."""
     assert job.layer is not None
     wide, high = job.layer.shape
     layer: nn.Module = nn.Linear(wide, high) if job.kind == "dense" else _train(job.layer)
@@ -162,7 +162,7 @@ def _train_layer(job: Job, device: torch.device) -> int:
 
 
 def _train_table(job: Job, device: torch.device) -> int:
-    """Without an optimizer; the rows that are read and their gradient are included."""
+    """Train a table without an optimizer; rows that are read and their gradient are included."""
     assert job.table is not None
     wanted = job.table
     table = TTEmbedding(wanted.rows, wanted.width, rank=wanted.rank, device=device)

@@ -22,7 +22,7 @@ def memory(
     batches: Sequence[int],
     subject: Subject | None,
 ) -> None:
-    """Of the model at every batch size, or of one layer or table.
+    """Weigh a training step of the model at every batch size, or of one layer or table.
 
     Beside dense layers, and for a table beside the plain way to read it, which gathers a slice of
     every core for every index.
@@ -58,7 +58,7 @@ def memory(
 
 
 def _measure(session: Session, name: str, job: Job) -> float | None:
-    """MiB; None, and a note, if the process did not come to its end."""
+    """Return MiB; None, and a note, if the process did not come to its end."""
     words = [sys.executable, "-m", "comera.bench.peak", job.to_json()]
     ended = subprocess.run(words, capture_output=True, text=True)
     if ended.returncode:

@@ -24,7 +24,7 @@ class MissingPeerError(Exception):
 
 @contextmanager
 def tensorly_on_torch() -> Iterator[None]:
-    """Inside, tensorly computes with torch; afterwards with what it did before.
+    """Let tensorly compute with torch inside, and afterwards with what it did before.
 
     Importing tensorly-torch switches tensorly over for the whole process. Nothing happens where
     tensorly is not installed.
@@ -43,7 +43,7 @@ def tensorly_on_torch() -> Iterator[None]:
 
 
 def tensorly_linear(layer: TTLinear, implementation: str) -> nn.Module:
-    """tensorly-torch's layer over the same modes, every bond as wide as the widest of ``layer``.
+    """Make tensorly-torch's layer over the same modes, each bond as wide as ``layer``'s widest.
 
     Its block tensor train pairs input and output modes, so it has other parameters at equal rank.
     Used inside :func:`tensorly_on_torch`.
@@ -72,7 +72,7 @@ def tensorly_linear(layer: TTLinear, implementation: str) -> nn.Module:
 
 
 def tensorly_embedding(layer: TTTable) -> nn.Module:
-    """tensorly-torch's table over the same modes, padding rows included.
+    """Make tensorly-torch's table over the same modes, padding rows included.
 
     Used inside :func:`tensorly_on_torch`.
     """
@@ -94,7 +94,7 @@ def tensorly_embedding(layer: TTTable) -> nn.Module:
 def galore_adamw(
     model: nn.Module, lr: float, rank: int = GALORE_RANK, gap: int = GALORE_GAP
 ) -> Optimizer:
-    """GaLore's AdamW: gradients of all linear weights in a subspace, all else plain."""
+    """Make GaLore's AdamW: gradients of all linear weights in a subspace, all else plain."""
     galore = _load("galore_torch", "galore-torch")
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     chosen = {id(weight) for weight in linear}
@@ -112,7 +112,7 @@ def galore_adamw(
 
 
 def came(model: nn.Module, lr: float) -> Optimizer:
-    """CAME of its authors, every parameter alike."""
+    """Make CAME of its authors, every parameter alike."""
     return _load("came_pytorch", "came-pytorch").CAME(model.parameters(), lr=lr)
 
 
@@ -124,7 +124,7 @@ def refresh_galore(optimizer: Optimizer) -> None:
 
 
 def faiss_codes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Values and codes by faiss, called as the authors of ExCP call it.
+    """Find values and codes by faiss, called as the authors of ExCP call it.
 
     Raises:
         MissingPeerError: If faiss is not installed.

@@ -15,7 +15,7 @@ from comera.surgery.truncate import truncate_
 
 
 def objective(session: Session, encoders: Encoders, batch: int) -> None:
-    """The objective alone, forward and backward, against the whole step without it."""
+    """Time the objective alone, forward and backward, against the whole step without it."""
     model, data = encoders.model("comera", session.device), encoders.batch(batch, session.device)
     session.check(compare_model(f"{encoders}, batch {batch}", model, loss_of_rows, data))
     step = train_step(model)
@@ -34,7 +34,7 @@ def objective(session: Session, encoders: Encoders, batch: int) -> None:
 
 
 def truncation(session: Session, encoders: Encoders, batch: int, keep: float) -> None:
-    """The same model at ``keep`` times the size of its cores, before and after truncation."""
+    """Time a model at ``keep`` times the size of its cores, before and after truncation."""
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep} must be in (0, 1]: the share of the cores that remains")
     masked, data = encoders.model("comera", session.device), encoders.batch(batch, session.device)

@@ -33,7 +33,7 @@ class Case:
     measured: Mapping[str, float]
 
     def pairs(self) -> list[bool]:
-        """For each pair whose measured times are apart, whether the predicted order is right."""
+        """Tell of each pair with measured times apart whether the predicted order is right."""
         return [
             (self.predicted[a] < self.predicted[b]) == (self.measured[a] < self.measured[b])
             for a, b in itertools.combinations(self.measured, 2)
@@ -42,7 +42,7 @@ class Case:
         ]
 
     def loss(self) -> float:
-        """Measured time of the way the planner would run, over the best of those it can run."""
+        """Return the time of the way the planner would run, over the best of those it can run."""
         can_run = {name: self.measured[name] for name in ("thin", "dense")}
         chosen = min(can_run, key=lambda name: self.predicted[name])
         return can_run[chosen] / min(can_run.values())
@@ -111,7 +111,7 @@ def _thin(layer: TTLinear, x: Tensor) -> Tensor:
 
 
 def _sequential(layer: TTLinear, plan: Plan, x: Tensor) -> Tensor:
-    """The searched tree, product by product; autograd goes back along the same tree."""
+    """Run the searched tree, product by product; autograd goes back along the same tree."""
     assert plan.search is not None, "the layer has ranks"
     network = linear_network(layer.shape, x.shape[0])
     modes = [network.sizes[index] for index in network.tensors["x"]]
@@ -144,7 +144,7 @@ def _show(session: Session, cases: Sequence[Case]) -> None:
 
 
 def summary(cases: Sequence[Case]) -> str:
-    """How often predicted and measured order agree, and what the planner's choices cost."""
+    """Say how often predicted and measured order agree, and what the planner's choices cost."""
     pairs = [right for case in cases for right in case.pairs()]
     losses = sorted(case.loss() for case in cases)
     exact = sum(loss == 1 for loss in losses)

@@ -8,7 +8,7 @@ _WARM_UP = 3
 
 
 def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], object]:
-    """All of them in one call."""
+    """Return a call that runs all of them."""
     if device.type != "cuda":
         return lambda: [run() for run in runs]
     stream = torch.cuda.Stream(device)

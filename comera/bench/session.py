@@ -21,7 +21,7 @@ from comera.planning.machine import processor_name, usable_threads
 
 
 def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
-    """What to know about the machine and this process; ``kept`` is whether freed memory is."""
+    """Return facts on the machine and this process; ``kept`` is whether freed memory is."""
     facts = {
         "date": datetime.date.today().isoformat(),
         "processor": processor_name(),
@@ -36,7 +36,7 @@ def machine_facts(device: torch.device, kept: bool) -> dict[str, Any]:
 
 
 def machine_line(facts: dict[str, Any], dtype: str) -> str:
-    """The facts for people."""
+    """Return the facts in one line for people."""
     gpu = [facts["gpu"]] if "gpu" in facts else []
     return ", ".join(
         [
@@ -82,16 +82,16 @@ class Session:
         self.print(machine_line(machine_facts(self.device, self.kept), dtype))
 
     def print(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def show_table(self, title: str, table: Table) -> None:
-        """A line and a table."""
+        """Print a line and a table."""
         self.print(title)
         self.console.print(table)
 
     def note(self, text: str) -> None:
-        """One line that belongs to the results; said once."""
+        """Print one line that belongs to the results; said once."""
         if text not in self.notes:
             self.notes.append(text)
             self.print(text)
@@ -125,7 +125,7 @@ class Session:
             runs[name] = run
 
     def time(self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str) -> Timings:
-        """Rounds of all runs, with a status line; warnings of peers are not shown."""
+        """Time rounds of all runs, with a status line; warnings of peers are not shown."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         # A refreshing thread would take its share of the processor from what is being timed.
         with (

@@ -35,7 +35,7 @@ def step(
     with_peers: bool,
     compile: bool = False,
 ) -> None:
-    """Dense, comera with the rank objective, and GaLore on dense, at every batch size.
+    """Time dense, comera with the rank objective, and GaLore on dense, at every batch size.
 
     On a GPU both as CUDA graphs too, and what is in these.
     """
@@ -90,7 +90,7 @@ def step(
 
 
 def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
-    """Seconds of a step in which GaLore finds its subspaces anew."""
+    """Return the seconds of a step in which GaLore finds its subspaces anew."""
     assert isinstance(step.optimizer, Optimizer), "made by peers"
     peers.refresh_galore(step.optimizer)
     session.synchronize()
@@ -106,7 +106,7 @@ def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
 
 
 def _amortise(refresh: float, timings: Timings) -> Timings:
-    """One refreshing step among the plain ones of each period."""
+    """Put one refreshing step among the plain ones of each period."""
     gap = peers.GALORE_GAP
     plain = timings.seconds[_GALORE]
     return timings.with_seconds(_GALORE, [((gap - 1) * t + refresh) / gap for t in plain])

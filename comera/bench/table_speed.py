@@ -33,7 +33,7 @@ def embedding(
     dense_limit: float,
     with_peers: bool,
 ) -> None:
-    """Dense, sparse, comera and tensorly-torch side by side.
+    """Time dense, sparse, comera and tensorly-torch side by side.
 
     Args:
         session: Where to run.
@@ -96,7 +96,7 @@ def embedding(
 
 
 def draw(rows: int, count: int, zipf: float) -> Tensor:
-    """Indices; under Zipf's law row ``i`` has a probability in proportion to ``(i + 1)^-zipf``."""
+    """Draw indices; under Zipf's law row ``i`` has a probability like ``(i + 1)^-zipf``."""
     if not zipf:
         return torch.randint(0, rows, (count,))
     weights = torch.arange(1, rows + 1, dtype=torch.double) ** -zipf
@@ -133,7 +133,7 @@ class RowByRow(nn.Module):
 def train_step(
     table: nn.Module, indices: Tensor, grad: Tensor, fused: bool
 ) -> Callable[[], object]:
-    """What is timed."""
+    """Return the training step that is timed."""
     optimizer: Optimizer
     if getattr(table, "sparse", False):
         optimizer = SparseAdam(table.parameters(), lr=_LEARNING_RATE)

@@ -24,7 +24,7 @@ _TOLERATED = 0.1
 
 
 def watch_neighbours() -> Callable[[int], str | None]:
-    """Start here; the result, called with the threads in use, is a line if cores were short.
+    """Begin to watch; the result, called with the threads in use, is a line if cores were short.
 
     Where the system does not count, it is never one.
     """
@@ -47,7 +47,7 @@ def watch_neighbours() -> Callable[[int], str | None]:
 
 
 def _busy_seconds() -> float | None:
-    """Of all cores since the start of the system."""
+    """Return seconds that all cores were busy since the start of the system."""
     try:
         words = _STAT.read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -85,20 +85,20 @@ class Timings:
             )
 
     def median(self, name: str) -> float:
-        """Median seconds of a run."""
+        """Return the median seconds of a run."""
         return median(self.seconds[name])
 
     def ratios(self, name: str) -> list[float]:
-        """Baseline over run in each round; above 1 the run is faster."""
+        """Return baseline over run in each round; above 1 the run is faster."""
         pairs = zip(self.seconds[self.baseline], self.seconds[name], strict=True)
         return [base / own for base, own in pairs]
 
     def ratio(self, name: str) -> float:
-        """Median of the ratios."""
+        """Return the median of the ratios."""
         return median(self.ratios(name))
 
     def quartiles(self, name: str) -> tuple[float, float]:
-        """The middle half of the ratios lies between these."""
+        """Return the bounds between which the middle half of the ratios lies."""
         values = self.ratios(name)
         if len(values) == 1:
             return values[0], values[0]
@@ -106,11 +106,11 @@ class Timings:
         return low, high
 
     def with_seconds(self, name: str, seconds: list[float]) -> "Timings":
-        """The same with other numbers for one run."""
+        """Return the same timings with other numbers for one run."""
         return Timings({**self.seconds, name: seconds}, self.baseline)
 
     def to_pandas(self) -> "pd.DataFrame":
-        """One row a run: milliseconds and ratios, median and extremes."""
+        """Return one row a run: milliseconds and ratios, median and extremes."""
         with needed_by("a table of times"):
             import pandas as pd
         rows = []
@@ -132,7 +132,7 @@ class Timings:
         return pd.DataFrame(rows).set_index("run")
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for a JSON file."""
+        """Return everything, for a JSON file."""
         return {
             "baseline": self.baseline,
             "summary": self.to_pandas().to_dict("index"),
@@ -140,7 +140,7 @@ class Timings:
         }
 
     def table(self, parameters: Mapping[str, int] | None = None) -> Table:
-        """For people; with a column of parameter counts where they are given."""
+        """Return a table for people; with a column of parameter counts where they are given."""
         caption = f"ratio: {self.baseline} over the run, round by round; above 1 the run is faster"
         table = Table(caption=caption, caption_justify="left")
         table.add_column("")
@@ -242,5 +242,5 @@ def alternate(
 
 
 def milliseconds(value: float) -> str:
-    """Three digits or so, whatever the magnitude."""
+    """Return about three digits of milliseconds, whatever the magnitude."""
     return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"

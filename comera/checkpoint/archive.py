@@ -74,17 +74,17 @@ class Manifest:
         streams: dict[str, tuple[int, int]],
         figures: dict[str, Any],
     ) -> Self:
-        """The manifest of a file that is about to be written."""
+        """Make the manifest of a file that is about to be written."""
         sha256 = hashlib.sha256(file).hexdigest()
         return cls(step, previous, len(file), sha256, raw_bytes, streams, figures)
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of the canonical text without the checksum."""
+        """Return the SHA-256 of the canonical text without the checksum."""
         return hashlib.sha256(_canonical(self._fields()).encode()).hexdigest()
 
     def text(self) -> str:
-        """The whole file, the same for the same manifest."""
+        """Return the whole file, the same for the same manifest."""
         return _canonical({**self._fields(), "checksum": self.checksum})
 
     def _fields(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Archive:
         self._lock = FileLock(self.folder / ".lock", timeout=0)
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, sound or not, ascending."""
+        """Return steps of all checkpoints, sound or not, ascending."""
         if not self.folder.is_dir():
             return []
         names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
@@ -141,7 +141,7 @@ class Archive:
         return self.folder / f"step-{step:09d}"
 
     def manifest(self, step: int) -> Manifest:
-        """Read and checked against itself.
+        """Read the manifest of a step, checked against itself.
 
         Raises:
             DamagedError: If it is missing or not as it was written.
@@ -167,7 +167,7 @@ class Archive:
         return manifest
 
     def streams(self, manifest: Manifest) -> dict[str, bytes]:
-        """The compressed streams of a checkpoint.
+        """Read the compressed streams of a checkpoint.
 
         Raises:
             DamagedError: If the file is missing or not what was written.
@@ -189,7 +189,7 @@ class Archive:
             raise DamagedError(f"{path} is not a safetensors file: {problem}") from problem
 
     def links(self, step: int) -> list[Manifest]:
-        """Manifests from the key frame to a step, each checked against the one that builds on it.
+        """Return manifests from the key frame to a step, each checked against the next one.
 
         Raises:
             DamagedError: If one is missing or not sound, or is not the one that was built on.
@@ -263,12 +263,12 @@ class Archive:
 
 
 def packed(streams: Mapping[str, bytes]) -> bytes:
-    """A safetensors file of streams."""
+    """Pack streams into a safetensors file."""
     return save_tensors({name: np.frombuffer(blob, np.uint8) for name, blob in streams.items()})
 
 
 def needed(links: Mapping[int, int | None], wanted: set[int]) -> set[int]:
-    """The wanted steps and all those they build on; ``links`` says what each builds on."""
+    """Return wanted steps and all those they build on; ``links`` says what each builds on."""
     found: set[int] = set()
     for step in wanted:
         at: int | None = step

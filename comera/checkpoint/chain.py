@@ -149,11 +149,11 @@ class CheckpointChain:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """Return the folder of the checkpoints."""
         return self._archive.folder
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints in the folder, ascending, damaged ones included."""
+        """Return steps of all checkpoints in the folder, ascending, damaged ones included."""
         return self._archive.steps()
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +202,7 @@ class CheckpointChain:
             self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
     def lock(self) -> None:
-        """Be the one process that writes to the folder from now on; the first save does it too.
+        """Make this the one process that writes to the folder; the first save does it too.
 
         Raises:
             FolderInUseError: If another one does. It is a RuntimeError.
@@ -210,7 +210,7 @@ class CheckpointChain:
         self._archive.lock()
 
     def wait(self) -> None:
-        """Until everything is on the disk; raises what went wrong in the background."""
+        """Wait until everything is on the disk; raises what went wrong in the background."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -277,7 +277,7 @@ class CheckpointChain:
         self._archive.remove(sorted(links.keys() - needed(links, wanted)))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
-        """The last checkpoint that can be built on; unsound ones after it are set aside."""
+        """Find the last checkpoint that can be built on; unsound ones after it are set aside."""
         for step in reversed(self.steps()):
             try:
                 links = self._archive.links(step)
@@ -322,7 +322,7 @@ class CheckpointChain:
         raise FileNotFoundError(f"no checkpoint in {self.folder}" + (" is sound" if steps else ""))
 
     def verify(self, checked: Callable[[int], None] | None = None) -> dict[int, str | None]:
-        """For every step what is wrong with its checkpoint, or one it builds on; None if nothing.
+        """Return for every step what is wrong with its checkpoint, or one it builds on, else None.
 
         Everything is read in full, once.
 
@@ -361,7 +361,7 @@ class CheckpointChain:
 
 
 def _checked_step(step: Any) -> int:
-    """As a whole number; tensors and NumPy's of one entry are too."""
+    """Return a step as a whole number; tensors and NumPy's of one entry are too."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -372,7 +372,7 @@ def _checked_step(step: Any) -> int:
 
 
 def _memory() -> int:
-    """Bytes of memory of this machine."""
+    """Return the bytes of memory of this machine."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on every system

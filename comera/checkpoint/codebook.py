@@ -36,12 +36,12 @@ class Codebook:
     walls: Tensor
 
     def codes(self, values_n: Tensor) -> Tensor:
-        """The number of the value that stands for each, uint8 (n,)."""
+        """Return the number of the value that stands for each, uint8 (n,)."""
         return vectors.above(values_n, self.walls)
 
 
 def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = None) -> Codebook:
-    """At most ``size`` values that come near to all in the mean square.
+    """Return at most ``size`` values that come near to all in the mean square.
 
     Starts from the best clusters of a few hundred bins, and goes on by Lloyd's algorithm until
     hardly a value moves. With a rate, a value is given to the cluster with the least sum of its
@@ -68,13 +68,13 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
 
 
 def _power_of_two(sorted_n: Tensor) -> float:
-    """Not above the largest magnitude: values over it have squares that are neither inf nor 0."""
+    """Return a scale by which squares are neither inf nor 0: not above the largest magnitude."""
     largest = float(max(-sorted_n[0], sorted_n[-1]))
     return 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
 
 
 def _learned(sorted_n: Tensor, size: int, rate: float, zeros: int | None, step: int) -> Codebook:
-    """:func:`learn` from every ``step``-th of the values, the largest of which is about 1."""
+    """Learn from every ``step``-th of the values, the largest of which is about 1."""
     sums = _prefix_sums(sorted_n)
     price = rate * float(sorted_n.var(correction=0))
     beside = 0.0 if zeros is None else 1 + zeros / step  # at least one: zero never dies out
@@ -95,7 +95,7 @@ def _learned(sorted_n: Tensor, size: int, rate: float, zeros: int | None, step: 
 
 
 def _prefix_sums(sorted_n: Tensor) -> Tensor:
-    """Float64 (n + 1,), of which any differences are sums of neighbours; zero in the middle.
+    """Return sums, float64 (n + 1,), whose differences are sums of neighbours; zero in the middle.
 
     Summed from there to both sides, what is far out does not take digits from the rest.
     """
@@ -106,7 +106,7 @@ def _prefix_sums(sorted_n: Tensor) -> Tensor:
 
 
 def _squared_error(book: Codebook, values_n: Tensor) -> float:
-    """Of the values as the book has them, in float64: some may be far smaller than others."""
+    """Return the squared error of the book's values, in float64: some may be far smaller."""
     error = book.values[book.codes(values_n).long()].double() - values_n
     return float(error @ error)
 
@@ -114,7 +114,7 @@ def _squared_error(book: Codebook, values_n: Tensor) -> float:
 def _refined(
     sorted_n: Tensor, sums: Tensor, centres: Tensor, price: float, beside: float
 ) -> tuple[Codebook, float]:
-    """Where Lloyd's algorithm ends, and the cost there, less what is the same for all codebooks.
+    """Return where Lloyd's algorithm ends, and the cost there, less what all codebooks share.
 
     Args:
         sorted_n: The values.
@@ -148,7 +148,7 @@ def _refined(
 
 
 def _walls(centres: Tensor, prices: Tensor) -> Tensor:
-    """Where the next centre begins to cost less, squared distance and price, float64 (k - 1,).
+    """Return where the next centre begins to cost less, distance and price, float64 (k - 1,).
 
     A centre that costs more than others everywhere has both its walls at one place.
     """
@@ -178,7 +178,7 @@ def _between(values: Tensor) -> Codebook:
 
 
 def _edges(sorted_n: Tensor, walls: Tensor) -> Tensor:
-    """Where each cluster begins, and the end of the last."""
+    """Return where each cluster begins, and the end of the last."""
     edges = torch.zeros(len(walls) + 2, dtype=torch.long, device=sorted_n.device)
     # A value on a wall belongs below it, as in `codes`.
     edges[1:-1] = torch.searchsorted(sorted_n, walls.float(), right=True)
@@ -187,7 +187,7 @@ def _edges(sorted_n: Tensor, walls: Tensor) -> Tensor:
 
 
 def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
-    """The distinct values if there are no more than ``size``."""
+    """Return the distinct values if there are no more than ``size``."""
     found, rest = sorted_n[:0], sorted_n
     while len(rest):  # ``size`` searches at most instead of a look at every value
         if len(found) == size:
@@ -198,7 +198,7 @@ def _distinct(sorted_n: Tensor, size: int) -> Tensor | None:
 
 
 def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
-    """Centres, float64, at the distance that is best where bits have a price and are many."""
+    """Return centres, float64, at the distance that is best where bits cost and are many."""
     distance = (12 * price / (2 * math.log(2))) ** 0.5
     middle = sorted_n[len(sorted_n) // 2].double()
     low, high = sorted_n[0].double() - middle, sorted_n[-1].double() - middle
@@ -211,7 +211,7 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
 
 
 def _bins(sorted_n: Tensor) -> Tensor:
-    """Ends of some hundred bins, int64.
+    """Return the ends of some hundred bins, int64.
 
     As many are of equal counts as of equal widths, lest tails share one.
     """
@@ -225,7 +225,7 @@ def _bins(sorted_n: Tensor) -> Tensor:
 
 
 def _starts(sorted_n: Tensor, sums: Tensor, size: int) -> list[Tensor]:
-    """Centres, float64, from which to look for the least squared error."""
+    """Return centres, float64, from which to look for the least squared error."""
     ends = _bins(sorted_n)
     middle = sorted_n[[len(sorted_n) // 4, 3 * len(sorted_n) // 4]].double().diff()
     starts = [_best_of_bins(sorted_n, sums, size)] if size <= _MOST_BY_SEARCH else []
@@ -234,7 +234,7 @@ def _starts(sorted_n: Tensor, sums: Tensor, size: int) -> list[Tensor]:
 
 
 def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
-    """Centres as dense as the cube root of the density of the values (Panter and Dite 1951).
+    """Return centres as dense as the cube root of the values' density (Panter and Dite 1951).
 
     Args:
         sorted_n: The values.
@@ -253,7 +253,7 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
 
 
 def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
-    """Centres, float64: of a few clusters of bins the best there are."""
+    """Return the best centres, float64, of a few clusters of bins."""
     ends = _bins(sorted_n)
     counts, sums = ends.diff().double(), sums[ends].diff()
     counts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))

@@ -37,7 +37,7 @@ class Section:
 
 
 def write_exact(section: Section, tensor: Tensor, base: Tensor | None = None) -> Record:
-    """Every bit of a tensor, or of its difference to a ``base`` of the same dtype and shape.
+    """Write every bit of a tensor, or of its difference to a ``base`` of its dtype and shape.
 
     The bits are taken as integers, whose difference is small where the floats are near; the first
     bytes of all, the second bytes of all and so on each make a stream.
@@ -53,7 +53,7 @@ def write_exact(section: Section, tensor: Tensor, base: Tensor | None = None) ->
 def read_exact(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> Tensor:
-    """What :func:`write_exact` wrote."""
+    """Read a tensor that :func:`write_exact` wrote."""
     size = min(dtype.itemsize, _LARGEST_WHOLE)
     count = math.prod(shape) * dtype.itemsize // size
     bits = np.empty((count, size), np.uint8)
@@ -79,7 +79,7 @@ def _bits(tensor: Tensor) -> Any:
 
 
 def _zigzag(difference: Any) -> Any:
-    """Integers near zero from either side, as unsigned ones near zero."""
+    """Turn integers near zero from either side into unsigned ones near zero."""
     signed = difference.view(f"i{difference.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
 
@@ -158,7 +158,7 @@ _MOST_ZEROS = 1 / 256
 
 
 def distance(weight: Tensor, other: Tensor) -> float:
-    """The root of the sum of squared differences; not finite if one is not."""
+    """Return the root of the sum of squared differences; not finite if one is not."""
     return vectors.norm(weight.float() - other.float())
 
 
@@ -175,7 +175,7 @@ def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
 def _coded_change(
     weight: Tensor, base: Tensor, second: Tensor | None, bits: int, rate: float, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where changed entries are kept, a few values, and the number of each entry's value."""
+    """Return where changed entries are kept, a few values, and each entry's number among them."""
     change = (weight.detach().float() - base.float()).reshape(-1)
     mask = pruning.changed_weights(change, second, alpha)
     worth = min(rate * _worth_of_bits(weight, change), max(rate, _DEAREST))
@@ -199,7 +199,7 @@ def _write_kept(
 
 
 def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
-    """More, the smaller a change is beside the weight.
+    """Return the factor of a bit's price: more, the smaller a change is beside the weight.
 
     Early in training a weight changes by half of itself from checkpoint to checkpoint, at the end
     by a hundredth. A loss suffers from errors in proportion to the weight, and at the end from
@@ -211,7 +211,7 @@ def _worth_of_bits(weight: Tensor, change: Tensor) -> float:
 
 
 def _spread(values: Tensor) -> float:
-    """The standard deviation, also where squares leave the range of float32."""
+    """Return the standard deviation, also where squares leave the range of float32."""
     found = float(values.std(correction=0))
     return found if 1e-15 < found < 1e15 else float(values.double().std(correction=0))
 
@@ -226,7 +226,7 @@ _DEAREST = 0.7
 def _quantised(
     change: Tensor, mask: Tensor, bits: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where entries are kept, a few values, and the number of each entry's value.
+    """Return where entries are kept, a few values, and the number of each entry's value.
 
     With a price on bits, zero is one of the values, and what is nearest to it is not kept either.
     """
@@ -246,7 +246,7 @@ def _quantised(
 def read_change(
     section: Section, record: Record, shape: list[int], dtype: torch.dtype, base: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where the kept entries lie (k,), and the weight, as :func:`write_change` returned them."""
+    """Return where kept entries lie (k,), and the weight that :func:`write_change` wrote."""
     count, below, places = record.kept, math.prod(shape), record.places
     if base is None and places != "all":
         raise DamagedError("a change has nothing before it")
@@ -292,7 +292,7 @@ MANY = 12
 
 
 def write_gaps(section: Section, places: Tensor, of: str = "") -> int:
-    """Positions as gaps; returns their bytes."""
+    """Write positions as gaps; returns their bytes."""
     gaps = to_gaps(places.cpu().numpy())
     section.write(f"gaps{of}", gaps)
     return len(gaps)
@@ -319,7 +319,7 @@ def _check_codes(codes: Tensor, size: int) -> None:
 
 
 def as_bytes(raw: bytes) -> Bytes:
-    """Bytes as an array of them."""
+    """Return bytes as an array of them."""
     return np.frombuffer(raw, np.uint8)
 
 

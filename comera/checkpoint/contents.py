@@ -54,7 +54,7 @@ _FINER = 5.5
 def encode(
     snapshot: Snapshot, base: Mapping[str, Tensor] | None, quality: Quality
 ) -> tuple[Streams, dict[str, Any], dict[str, Tensor]]:
-    """Streams of everything, figures about it, and the model's tensors as they will be read.
+    """Return streams of everything, figures about it, and the model's tensors as they will be read.
 
     Args:
         snapshot: What to keep.
@@ -111,7 +111,7 @@ def encode(
 def decode_model(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> dict[str, Tensor]:
-    """The model's tensors; ``base`` as for :func:`encode`.
+    """Return the model's tensors; ``base`` are those of the checkpoint before, None at a key frame.
 
     Raises:
         DamagedError: If the streams are not ones of :func:`encode`, or say that they are larger
@@ -125,7 +125,7 @@ def decode_model(
 def decode(
     blobs: dict[str, bytes], base: Mapping[str, Tensor] | None, max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``model``, ``optimizer``, ``extra`` and ``parameters`` as saved, and :func:`decode_model`'s.
+    """Return ``model``, ``optimizer``, ``extra`` and ``parameters``, and the model's tensors.
 
     Raises:
         DamagedError: As :func:`decode_model`.
@@ -199,7 +199,7 @@ def _second_of(snapshot: Snapshot, moments: Moments | None) -> Tensor | None:
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
-    """What was there before, if it had the same shape: after truncation a tensor starts anew."""
+    """Return what was there before, if of one shape: after truncation a tensor starts anew."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == tuple(shape) and before.dtype == dtype
     return before if same else None
@@ -229,7 +229,7 @@ def _write_index(streams: Streams, index: dict[str, Any]) -> None:
 
 
 def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]]:
-    """The skeleton and the records, checked: what they ask for is bounded."""
+    """Read the skeleton and the records, checked: what they ask for is bounded."""
     length = int.from_bytes(reader.read("index", _LENGTH).tobytes(), "little")
     if length > min(_LARGEST_INDEX, max_bytes):
         raise DamagedError(f"the index says that it is {length} bytes long")

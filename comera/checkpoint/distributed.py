@@ -18,7 +18,7 @@ from comera.checkpoint.chain import Checkpoint
 
 
 def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
-    """The whole state of a model and its optimizer, on the CPU of rank 0; every rank must call it.
+    """Gather the whole state of model and optimizer on the CPU of rank 0; every rank must call it.
 
     For ``fully_shard`` and ``DistributedDataParallel``; names are those of the model without them,
     so the checkpoint can be loaded with any number of processes, and with one::

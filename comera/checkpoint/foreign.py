@@ -19,7 +19,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
 
 
 def find_series(path: Path) -> list[Path]:
-    """Files or folders of one checkpoint each, in the order of the last number in their names.
+    """List files or folders of one checkpoint each, by the last number in their names.
 
     Raises:
         FileNotFoundError: If there are none.
@@ -43,7 +43,7 @@ def find_series(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The last number in the name of a checkpoint."""
+    """Return the last number in the name of a checkpoint."""
     numbers = re.findall(r"\d+", path.stem if path.suffix in _SUFFIXES else path.name)
     if not numbers:
         raise ValueError(f"{path} has no number in its name, which would be its step")
@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """Model, optimizer and extra, as :meth:`CheckpointChain.save` takes them; runs no code.
+    """Read model, optimizer and extra, as :meth:`CheckpointChain.save` takes them; runs no code.
 
     Raises:
         ValueError: If it is not readable, or holds nothing that looks like a model.
@@ -77,7 +77,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 
 def write_weights(path: Path, model: Mapping[str, Any]) -> Path:
-    """Weights as ``path``, a safetensors file, or as ``path/model.safetensors``.
+    """Write weights as ``path``, a safetensors file, or as ``path/model.safetensors``.
 
     Tied tensors are written under each of their names. Returns what was written.
     """

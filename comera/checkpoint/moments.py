@@ -35,7 +35,7 @@ def write_moments(
     rate: float,
     beta: float,
 ) -> Record:
-    """First moments, and second moments if there are, pruned together and quantised.
+    """Write first moments, and second moments if there are, pruned together and quantised.
 
     A first moment that is left out is read as zero. Its second moment is not: it is read as the
     product of its row's and its column's mean among those left out, for with a second moment that
@@ -83,7 +83,7 @@ def read_moments(
     dtypes: list[torch.dtype],
     kept_weights: Tensor | None,
 ) -> list[Tensor]:
-    """The first moments, and the second if they were written by :func:`write_moments`."""
+    """Return the first moments, and the second if they were written by :func:`write_moments`."""
     size = math.prod(shape)
     below, count = size if kept_weights is None else len(kept_weights), record.kept
     if record.places == "many":
@@ -108,7 +108,7 @@ def read_moments(
 
 
 def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype; what was rounded up beyond its range is the largest number it has."""
+    """Convert to another dtype; what was rounded up beyond its range is its largest number."""
     return values.clamp(max=min(torch.finfo(t).max for t in (dtype, torch.float32))).to(dtype)
 
 
@@ -155,6 +155,6 @@ _LEAST = 2.0**-149
 
 
 def _has_lines(shape: torch.Size | list[int]) -> bool:
-    """Whether a mean a row and a column costs little beside the rest."""
+    """Tell whether a mean a row and a column costs little beside the rest."""
     size = math.prod(shape)
     return len(shape) > 1 and size > 0 and shape[0] + size // shape[0] <= size // 32

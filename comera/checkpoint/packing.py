@@ -9,7 +9,7 @@ from comera.checkpoint.streams import Bytes, DamagedError
 
 
 def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
-    """Ascending positions as the distances between them, a byte each; 255 says that more follow."""
+    """Turn ascending positions into distances, a byte each; 255 says that more follow."""
     gaps = np.diff(positions_k, prepend=-1) - 1
     if not len(gaps) or gaps.max() < 255:
         return gaps.astype(np.uint8)
@@ -21,7 +21,7 @@ def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
 
 
 def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """The ``count`` positions, all under ``below``, of which :func:`to_gaps` made ``gaps``.
+    """Return ``count`` positions, all under ``below``, of which :func:`to_gaps` made ``gaps``.
 
     Raises:
         DamagedError: If they are more or fewer, or lie beyond.
@@ -36,12 +36,12 @@ def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
 
 
 def codes_to_a_byte(size: int) -> int:
-    """How many codes under ``size`` fit into a byte."""
+    """Return how many codes under ``size`` fit into a byte."""
     return max(1, int(math.log(256) / math.log(max(2, size)) + 1e-9))
 
 
 def pack(codes_n: Bytes, size: int) -> Bytes:
-    """As many codes, all under ``size``, as fit into a byte, as the digits of its value.
+    """Put as many codes, all under ``size``, as fit into a byte, as the digits of its value.
 
     zstd spends no less than a bit on a byte: few codes are better taken together.
     """
@@ -56,7 +56,7 @@ def pack(codes_n: Bytes, size: int) -> Bytes:
 
 
 def unpack(packed: Bytes, size: int, count: int) -> Bytes:
-    """The ``count`` codes again."""
+    """Return the ``count`` codes that :func:`pack` put into bytes."""
     each = codes_to_a_byte(size)
     digits = np.empty((len(packed), each), np.uint8)
     rest = packed

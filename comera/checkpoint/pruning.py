@@ -13,7 +13,7 @@ MOST_MEDIANS = 2.5
 
 
 def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Tensor:
-    """Which weights have changed enough to be kept.
+    """Mark the weights that have changed enough to be kept.
 
     Those with ``|change| > median|change| * min(2.5, alpha / sqrt(mean(second)))``: where
     gradients are large, smaller changes are kept too.
@@ -33,7 +33,7 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
 
 
 def large_moments(first_n: Tensor, mean: float, beta: float) -> Tensor:
-    """Which moments are kept: those with ``|first| > beta * mean``.
+    """Mark the moments that are kept: those with ``|first| > beta * mean``.
 
     Args:
         first_n: First moments that may be kept, float32 (n,).

@@ -49,7 +49,7 @@ class Policy:
                 ) from None
 
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Of the tensor of that name; ``lossy`` says whether its kind may be."""
+        """Return how the tensor of that name is kept; ``lossy`` says whether its kind may be."""
         for pattern, treatment in self._patterns:
             if pattern.fullmatch(name) and (treatment != "lossy" or _can_be_lossy(tensor)):
                 return treatment
@@ -60,7 +60,7 @@ class Policy:
 
 
 def _can_be_lossy(tensor: Tensor) -> bool:
-    """Whether it holds real numbers, of more than eight bits each, that are to be approximated."""
+    """Tell whether a tensor holds real numbers of more than eight bits each."""
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
 
 
@@ -99,7 +99,7 @@ class Snapshot:
 
     @property
     def raw_bytes(self) -> int:
-        """Of all tensors."""
+        """Count the bytes of all tensors."""
         return sum(t.nbytes for part in (self.model, self.rest) for t in part.values())
 
 
@@ -177,7 +177,7 @@ def _names_of_parameters(
     weights: Mapping[str, Any],
     states: Mapping[str, Any] | None,
 ) -> dict[Any, str]:
-    """From the optimizer's keys of parameters to names of weights, as far as they are known."""
+    """Return names of weights by the optimizer's keys of parameters, as far as they are known."""
     if not states or "state" not in states:
         return {}
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
@@ -188,7 +188,7 @@ def _names_of_parameters(
 
 
 def _entries(states: Mapping[str, Any] | None, names: Mapping[Any, str]) -> dict[str, str]:
-    """Paths of the optimizer's tensors, numbered like the parameters, and names in their place."""
+    """Return paths of the optimizer's tensors, numbered like the parameters, and names instead."""
     return {
         f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
         for key, entries in (states or {}).get("state", {}).items()
@@ -198,7 +198,7 @@ def _entries(states: Mapping[str, Any] | None, names: Mapping[Any, str]) -> dict
 
 
 def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any, str]:
-    """Names of numbered parameters: those in the state itself, or else the weights' in order.
+    """Return names of numbered parameters: those in the state, or the weights' in order.
 
     Nothing where moments would then have other shapes than the weights.
     """

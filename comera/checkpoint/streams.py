@@ -46,7 +46,7 @@ class Streams:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Bytes of every finished stream, before and after compression."""
+        """Return the bytes of every finished stream, before and after compression."""
         return {name: (self._taken[name], len(blob)) for name, blob in self.done.items()}
 
 
@@ -60,7 +60,7 @@ class StreamReader:
         }
 
     def read(self, name: str, count: int) -> Bytes:
-        """The next ``count`` bytes of a stream.
+        """Read the next ``count`` bytes of a stream.
 
         Raises:
             DamagedError: If the stream is missing, has fewer, or is not zstd's.

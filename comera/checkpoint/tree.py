@@ -63,7 +63,7 @@ _KINDS_OF_TENSOR = {
 def take_apart(
     value: Any, take: Callable[[str, Tensor], str | None], name: str = "", deep: int = 0
 ) -> Skeleton:
-    """The skeleton of nested dicts, lists and tuples.
+    """Return the skeleton of nested dicts, lists and tuples.
 
     Args:
         value: Of tensors, numbers, strings, None, and dicts, lists and tuples of them.
@@ -122,7 +122,7 @@ _LEFT_OUT = object()
 
 
 def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
-    """The value again.
+    """Return the value that :func:`take_apart` took apart.
 
     Raises:
         DamagedError: If the skeleton is not one of :func:`take_apart`, or names a missing tensor.

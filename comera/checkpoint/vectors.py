@@ -10,14 +10,14 @@ _AT_A_TIME = 1 << 16
 
 
 def ascending(values_n: Tensor) -> Tensor:
-    """Sorted."""
+    """Sort the values."""
     if values_n.is_cpu:
         return torch.from_numpy(np.sort(values_n.numpy()))
     return values_n.sort().values
 
 
 def sample(values_n: Tensor, step: int) -> Tensor:
-    """One of every ``step`` values, and the least and the largest of all.
+    """Take one of every ``step`` values, and the least and the largest of all.
 
     Which one is drawn by chance, always the same: every ``step``-th may lie in the same few columns
     of a matrix, and say nothing of the others.
@@ -32,7 +32,7 @@ def sample(values_n: Tensor, step: int) -> Tensor:
 
 
 def norm(values: Tensor) -> float:
-    """The root of the sum of squares, of any shape and dtype; not finite if a value is not."""
+    """Return the root of the sum of squares of any tensor; not finite if a value is not."""
     found = float(torch.linalg.vector_norm(values)) if values.dtype == torch.float32 else 0.0
     if 1e-15 < found < 1e15:  # no square left the range of float32 that counts
         return found
@@ -40,7 +40,7 @@ def norm(values: Tensor) -> float:
 
 
 def median(values_n: Tensor) -> Tensor:
-    """The lower of the two in the middle, of one value or more."""
+    """Return the lower of the two in the middle, of one value or more."""
     middle = (len(values_n) - 1) // 2
     if values_n.is_cpu:
         return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
@@ -48,14 +48,14 @@ def median(values_n: Tensor) -> Tensor:
 
 
 def positions(mask_n: Tensor) -> Tensor:
-    """Where it is true, ascending, int64."""
+    """Return where it is true, ascending, int64."""
     if mask_n.is_cpu:
         return torch.from_numpy(np.flatnonzero(mask_n.numpy()))
     return mask_n.nonzero().squeeze(1)
 
 
 def above(values_n: Tensor, walls_k: Tensor) -> Tensor:
-    """How many of at most 255 ascending ``walls_k`` each value lies above, uint8."""
+    """Count, uint8, how many of at most 255 ascending ``walls_k`` each value lies above."""
     if not values_n.is_cpu or len(walls_k) > 32:
         return torch.bucketize(values_n, walls_k).to(torch.uint8)
     values, walls = values_n.numpy(), walls_k.numpy()

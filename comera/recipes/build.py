@@ -21,7 +21,7 @@ log = logging.getLogger("comera")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a run's settings; ``auto`` is a GPU where there is one.
+    """Return the device of a run's settings; ``auto`` is a GPU where there is one.
 
     Raises:
         ValueError: If it is not there.
@@ -37,7 +37,7 @@ def find_device(name: str) -> torch.device:
 
 
 def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """The model at the start of a run; the same for the same random state, on every device.
+    """Make the model at the start of a run, the same on every device for the same random state.
 
     Numbers are drawn on the CPU, since a GPU draws others.
     """
@@ -60,7 +60,7 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 
 
 def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
-    """The training step of a run, with its optimizer and schedules."""
+    """Make the training step of a run, with its optimizer and schedules."""
     settings = config.optimizer_for(task.steps)
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
@@ -87,7 +87,7 @@ def _constant(step: int) -> float:
 
 
 def _rate(settings: OptimizerConfig, steps: int):
-    """Share of the peak rate at each step: rising, then falling to zero."""
+    """Return the share of the peak rate at each step: rising, then falling to zero."""
     warmup = max(1, round(settings.warmup_share * steps))
 
     def rate(step: int) -> float:
@@ -103,7 +103,7 @@ def _rate(settings: OptimizerConfig, steps: int):
 
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
-    """Without remarks about the layers."""
+    """Run what is inside without remarks about the layers."""
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -36,7 +36,7 @@ def add_checkpoint(commands: Any) -> None:
 
 
 def run_checkpoint(chosen: Namespace, console: Console) -> int:
-    """Do what was asked for; returns the exit status.
+    """Run one subcommand of ``comera checkpoint``; returns the exit status.
 
     Raises:
         ValueError, FileNotFoundError: If it cannot be done; says why.
@@ -171,7 +171,7 @@ def _compress(options: Namespace, console: Console) -> int:
 
 
 def _series(source: Path) -> dict[int, Callable[[], dict[str, Any]]]:
-    """Steps in order, and what reads the checkpoint of each."""
+    """Return steps in order, and what reads the checkpoint of each."""
     found = _find_archive(source)
     if found is None:
         return {step_of(path): partial(read_foreign, path) for path in find_series(source)}
@@ -220,7 +220,7 @@ def _beside(logged: float | None, read: float) -> list[str]:
 
 
 def _archive(folder: str) -> Archive:
-    """The checkpoints in a folder, or those of a run."""
+    """Return the checkpoints in a folder, or those of a run."""
     found = _find_archive(Path(folder))
     if found is None:
         raise FileNotFoundError(f"there are no checkpoints in {folder}")

@@ -111,7 +111,7 @@ def _print_error(text: str, console: Console) -> None:
 
 
 def _processes(environment: Mapping[str, str]) -> int:
-    """How many processes a launcher such as torchrun has started, of which this is one."""
+    """Count the processes that a launcher such as torchrun has started, of which this is one."""
     started = any(environment.get(name) for name in ("RANK", "LOCAL_RANK"))
     try:
         return int(environment.get("WORLD_SIZE") or 1) if started else 1
@@ -133,7 +133,7 @@ class _Parser(ArgumentParser):
 
 
 def _in_a_section(message: str) -> str | None:
-    """What is wrong with a key of a section that may be null.
+    """Say what is wrong with a key of a section that may be null.
 
     Of these jsonargparse tries all types, and says at length of each why not.
     """
@@ -156,7 +156,7 @@ def _in_a_section(message: str) -> str | None:
 
 
 def make_parser() -> ArgumentParser:
-    """The parser of the ``comera`` command."""
+    """Make the parser of the ``comera`` command."""
     parser = ArgumentParser(
         prog="comera",
         description="Train models in compressed form.",
@@ -222,7 +222,7 @@ def make_parser() -> ArgumentParser:
 
 
 def _in_full(arguments: Sequence[str]) -> list[str]:
-    """Short forms as jsonargparse wants them: ``train CONFIG``, ``--optimizer=NAME``."""
+    """Spell short forms out as jsonargparse wants them: ``train CONFIG``, ``--optimizer=NAME``."""
     words = list(arguments)
     if words and words[0] in ("train", "plan"):
         for k in range(1, len(words)):
@@ -236,7 +236,7 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_file(path: Path) -> None:
-    """What jsonargparse would say of a file without naming it, or a section without a guess."""
+    """Check what jsonargparse would refuse without naming the file, or without a guess."""
     sections = [field.name for field in dataclasses.fields(RunConfig)]
     for key in read_yaml(path):
         if str(key).split(".")[0] not in sections:

@@ -128,7 +128,7 @@ def _cache() -> str:
 
 
 def _made(file: str) -> list[str]:
-    """Architectures for which the source as it is now has been compiled."""
+    """Return the architectures for which the source as it is now has been compiled."""
     archs = {path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")}
     try:
         return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())

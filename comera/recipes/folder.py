@@ -87,7 +87,7 @@ def check_data(config: RunConfig, record: DataRecord) -> None:
 
 
 def other_data(folder: Path, record: DataRecord) -> str | None:
-    """How data differ from those that the run in the folder was begun with.
+    """Say how data differ from those that the run in the folder was begun with.
 
     None if they do not, if no run was begun there, or it has not noted them.
     """
@@ -120,14 +120,14 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
 
 
 def _holds(path: Path) -> bool:
-    """Whether there is a file, or a folder with anything in it but a lock."""
+    """Tell whether there is a file, or a folder with anything in it but a lock."""
     if path.is_dir():
         return any(entry.name != ".lock" for entry in path.iterdir())
     return path.exists()
 
 
 def _written_by_a_run(folder: Path) -> set[str]:
-    """Names in the folder that are a run's: all or none, by what ``config.yaml`` says.
+    """Name what in the folder is a run's: all or none, by what ``config.yaml`` says.
 
     That is a common name: one that lacks what every run writes into it belongs to somebody else.
     One that cannot be read is taken for a run's where there is something else of a run.
@@ -149,7 +149,7 @@ def _begun(folder: Path) -> bool:
 
 
 def other_settings(config: RunConfig) -> str | None:
-    """How the run that was begun in the folder differs, as ``key: there -> here``.
+    """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
     None if it does not, or if no run was begun there. How checkpoints are kept makes no other run.
     """
@@ -169,7 +169,7 @@ def other_settings(config: RunConfig) -> str | None:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether the folder holds the result of just this run."""
+    """Tell whether the folder holds the result of just this run."""
     folder = Path(config.out)
     if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
         return False
@@ -185,7 +185,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _difference(there: Any, here: Any) -> str:
-    """The first few settings that differ, as ``key: old -> new``."""
+    """Name the first few settings that differ, as ``key: old -> new``."""
     found: list[str] = []
 
     def walk(old: Any, new: Any, path: str) -> None:

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def needs(self) -> "list[Job]":
-        """Jobs that must be finished before this one can begin."""
+        """Return the jobs that must be finished before this one can begin."""
         return [job for job in (self.clock, self.pace) if job is not None]
 
 
@@ -156,7 +156,7 @@ def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
 
 
 def _has_other_data(job: Job, overwrite: bool) -> bool:
-    """Whether a run was begun with other data than are there now; an error if that may not be."""
+    """Tell whether a run was begun with other data than are there now; raise if that may not be."""
     if read_record(job.folder) is None:
         return False
     difference = other_data(job.folder, DataRecord(data_digests(job.config)))
@@ -174,7 +174,7 @@ def _data_settings(job: Job) -> tuple[Any, ...]:
 
 
 def steps_in_time(clock: Path, pace: Path) -> int:
-    """Optimizer steps at the pace of one finished run that fit in the time of another."""
+    """Return the steps that, at the pace of one finished run, fit in the time of another."""
     seconds = _result(clock)["seconds"]
     model = _result(pace)
     return max(1, int(seconds / model["seconds"] * model["steps"]))
@@ -183,7 +183,7 @@ def steps_in_time(clock: Path, pace: Path) -> int:
 def run_jobs(
     jobs: Sequence[Job], at_once: int = 1, overwrite: bool = False, watcher: Watcher | None = None
 ) -> bool:
-    """Carry out all jobs that are not finished, in their order as far as they wait for others.
+    """Run all jobs that are not finished, in their order as far as they wait for others.
 
     A job that fails does not stop the others, except those that need it. Ctrl-C or SIGTERM is
     handed on to every running job, which saves and stops; a second one stops them at once.
@@ -229,7 +229,7 @@ def run_jobs(
 
 
 def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
-    """The first job that can begin now."""
+    """Return the first job that can begin now."""
     for job in jobs:
         if job.state != "waiting":
             continue

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Of logits and labels 0 or 1, ``(n,)`` each.
+    """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
 
     Returns:
         ``loss``, mean cross entropy; ``auc``, area under the receiver operating characteristic;
@@ -26,7 +26,7 @@ def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """The probability that a click scores above the rest; equal scores count one half.
+    """Return the probability that a click scores above the rest; equal scores count one half.
 
     By the sum of ranks (Mann-Whitney).
     """

@@ -173,7 +173,7 @@ def check_optimizer(settings: OptimizerConfig) -> None:
 
 
 def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
-    """All settings that the chosen optimizer takes, with its defaults for those not given.
+    """Return all settings that the chosen optimizer takes, defaults for those not given.
 
     Args:
         settings: Checked by :func:`check_optimizer`.
@@ -190,7 +190,7 @@ def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> Optimizer:
-    """The optimizer of a model, its groups made by :func:`~comera.param_groups` or for GaLore.
+    """Make the optimizer of a model, its groups by :func:`~comera.param_groups` or for GaLore.
 
     Args:
         model: On any device, ``meta`` too.
@@ -231,7 +231,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
 
 
 def twin_of(settings: OptimizerConfig) -> OptimizerConfig:
-    """The optimizer of the dense twin: that of its run if it was named, else adamw."""
+    """Return the optimizer of the dense twin: that of its run if it was named, else adamw."""
     twin = dataclasses.replace(settings, lr=settings.dense_lr or settings.lr)
     if settings.name is None:
         twin = dataclasses.replace(twin, momentum=None, target_modules=None)
@@ -239,7 +239,7 @@ def twin_of(settings: OptimizerConfig) -> OptimizerConfig:
 
 
 def gate_rate(late_steps: int) -> float:
-    """What ``gate_lr`` is where none is given: under Adam the most that a gate falls in a step."""
+    """Return ``gate_lr`` where none is given: under Adam the most that a gate falls in a step."""
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3
 
 
@@ -258,7 +258,7 @@ def _galore_groups(
 
 
 def _check_count(name: str | None, key: str, given: Any, default: Any) -> None:
-    """A key that takes one number here and several there."""
+    """Check a key that takes one number for one optimizer and several for another."""
     if given is None:
         return
     if isinstance(default, float):
@@ -281,7 +281,7 @@ def _choice(name: str | None) -> _Choice:
 
 
 def _plain(name: str | None) -> str:
-    """Hugging Face writes ``galore_adamw_8bit``; no name is that of dense models."""
+    """Return a name as it is known here: Hugging Face writes ``galore_adamw_8bit``."""
     return "adamw" if name is None else name.replace("_8bit", "8bit")
 
 

@@ -19,7 +19,7 @@ _SHORT = {"optimizer": "name"}
 
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """An instance of a dataclass of settings, with values of the types that its fields have.
+    """Make an instance of a dataclass of settings, with values of the types of its fields.
 
     Values go through jsonargparse, as those of the command line do; sections, that is fields which
     are dataclasses themselves, come one by one, so that an error names one key.
@@ -71,7 +71,7 @@ def check_nulls(settings: Any, within: str = "") -> None:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``over``: mappings are merged key by key, all else replaces."""
+    """Return ``base`` with the values of ``over``: mappings key by key, all else replaced."""
     out = dict(base)
     for key, value in over.items():
         below = out.get(key)
@@ -82,7 +82,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled_out(settings: Any) -> Any:
-    """Settings with ``optimizer: came`` written as the section that it is short for."""
+    """Return settings with ``optimizer: came`` written as the section that it is short for."""
     if not isinstance(settings, Mapping):
         return settings
     short = {key: {_SHORT[key]: v} for key, v in settings.items() if _is_short(key, v)}
@@ -94,7 +94,7 @@ def _is_short(key: Any, value: Any) -> bool:
 
 
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Dotted keys as mappings in mappings: ``tensorize.rank: 16`` as ``tensorize: {rank: 16}``.
+    """Turn dotted keys into mappings: ``tensorize.rank: 16`` into ``tensorize: {rank: 16}``.
 
     Only on the outermost level: further in, ``rank_pattern`` has regular expressions for keys.
 
@@ -121,13 +121,13 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
 
 
 def did_you_mean(word: object, known: Collection[str]) -> str:
-    """Words to add to an error about an unknown one: the nearest of the known, or all of them."""
+    """Return words to add to an error: the nearest of the known names, or all of them."""
     near = difflib.get_close_matches(str(word), known, n=1)
     return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
         FileNotFoundError: If there is no file.
@@ -161,7 +161,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _section(hint: Any) -> tuple[type | None, bool]:
-    """The dataclass that a field holds, if it does, and whether it may be None."""
+    """Return the dataclass that a field holds, if it does, and whether it may be None."""
     options = typing.get_args(hint) or (hint,)
     section = next((option for option in options if dataclasses.is_dataclass(option)), None)
     return typing.cast(type | None, section), type(None) in options

@@ -1,4 +1,4 @@
-"""Carry out a run: the compressed model, its dense twin if asked for, and what came of them."""
+"""Train a run: the compressed model, its dense twin if requested, and what came of them."""
 
 import dataclasses
 import json
@@ -125,7 +125,7 @@ def run(
 
 
 def _finished(config: RunConfig) -> list[Outcome] | None:
-    """What came of a run, from its folder; None if any of its models is not there."""
+    """Return what came of a run, from its folder; None if any of its models is not there."""
     places = [Path(config.out) / place for place in _places(config)]
     if not is_finished(config) or not all((p / "model.safetensors").is_file() for p in places):
         return None
@@ -136,7 +136,7 @@ def _finished(config: RunConfig) -> list[Outcome] | None:
 
 
 def _places(config: RunConfig) -> list[str]:
-    """Folders of the models of a run in its own."""
+    """Return the folders of a run's models in its own."""
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
 
 
@@ -149,7 +149,7 @@ def _read_outcome(folder: Path) -> Outcome:
 def _train_all(
     config: RunConfig, task: Task, device: torch.device, console: Console, quiet: bool
 ) -> list[Outcome]:
-    """The models of a run, one after the other; none if it was interrupted."""
+    """Train the models of a run one after the other; none are returned if it was interrupted."""
     folder = Path(config.out)
     outcomes: list[Outcome] = []
     for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
@@ -165,7 +165,7 @@ def _train_all(
 
 
 def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | None]:
-    """What a run will train: its model's size and plan before training, and the size to end at.
+    """Return what a run will train: size and plan of its model, and the size to end at.
 
     Nothing is allocated and no data is read.
     """
@@ -181,7 +181,7 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
 
 
 def planned_memory(config: RunConfig) -> list[MemoryReport]:
-    """What a run's model and then its twin will keep in memory; nothing is allocated.
+    """Count what a run's model and then its twin will keep in memory; nothing is allocated.
 
     Raises:
         ValueError: If the optimizer or the target of rank learning does not suit them.
@@ -210,7 +210,7 @@ def _check_target(model: nn.Module, ranks: RankConfig, section: str) -> None:
 
 
 def planned_model(config: RunConfig) -> nn.Module:
-    """The model that a run starts with, without memory for its parameters."""
+    """Make the model that a run starts with, without memory for its parameters."""
     config.check()
     with torch.device("meta"):
         model = planned_dense_model(config)
@@ -218,7 +218,7 @@ def planned_model(config: RunConfig) -> nn.Module:
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Figures of the models side by side."""
+    """Set figures of the models side by side."""
     table = Table(title="after training")
     table.add_column("")
     for outcome in outcomes:
@@ -243,7 +243,7 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """The models of a run by name: its own, then the dense twin if asked for."""
+    """Return the models of a run by name: its own, then the dense twin if there is to be one."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
         optimizer = twin_of(config.optimizer)

@@ -117,7 +117,7 @@ def run_sweep(
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
-    """All runs of a sweep: seed by seed, those that others wait for before those others."""
+    """List all runs of a sweep: seed by seed, those that others wait for before those others."""
     jobs: list[Job] = []
     for seed in sweep.seeds:
         made: dict[str, Job] = {}
@@ -169,7 +169,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _base(given: Any, folder: Path) -> dict[str, Any]:
-    """The settings that all variants share."""
+    """Return the settings that all variants share."""
     if isinstance(given, str):
         given = read_yaml(folder / Path(given).expanduser())
     if not isinstance(given, Mapping):
@@ -224,7 +224,7 @@ def _variant(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Varia
 
 
 def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
-    """What a variant changes of the base, with what it extends."""
+    """Return what a variant changes of the base, with what it extends."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
     own = {k: v for k, v in (given[name] or {}).items() if k not in ("extends", "same_time_as")}
@@ -237,7 +237,7 @@ def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> d
 
 
 def _check_waiting(variants: Mapping[str, Variant]) -> None:
-    """No variant may wait for its own time, by however many others."""
+    """Check that no variant waits for its own time, by however many others."""
 
     def walk(name: str, inner: tuple[str, ...]) -> None:
         if name in inner:
@@ -263,7 +263,7 @@ def _seeds(given: Any) -> tuple[int, ...]:
 
 
 def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
-    """The metric asked for, if every variant's task has it; by default the first of them."""
+    """Return the requested metric, if every variant's task has it; by default the first of them."""
     measured = [(name, variant.config.metrics) for name, variant in variants.items()]
     shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
     if given is None:
@@ -286,7 +286,7 @@ def _check_model(variant: Variant) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """The table and its files, if anything is finished; then what failed."""
+    """Show the table and write its files, if anything is finished; then say what failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
     if runs:

@@ -85,23 +85,23 @@ class CompressionReport:
 
     @property
     def compression(self) -> float:
-        """How many times fewer parameters than the dense model, all in all."""
+        """Return how many times fewer parameters than the dense model there are, all in all."""
         return self.dense_params / max(1, self.params)
 
     @property
     def layer_compression(self) -> float:
-        """How many times fewer parameters than dense, over the tensor-train layers."""
+        """Return how many times fewer parameters than dense the tensor-train layers have."""
         return self.tt_dense_params / max(1, self.tt_params) if self.layers else 1.0
 
     def to_pandas(self) -> "pd.DataFrame":
-        """One row a layer; columns are the attributes of :class:`LayerReport`. Needs pandas."""
+        """Return one row a layer, columns as in :class:`LayerReport`. Needs pandas."""
         with needed_by("to_pandas()"):
             import pandas as pd  # takes as long to import as all the rest of this package
 
         return pd.DataFrame([vars(layer) for layer in self.layers])
 
     def summary(self) -> str:
-        """Two lines of totals."""
+        """Return two lines of totals."""
         return (
             f"whole model: {self.params:,} parameters ({_bytes(self.bytes)}), "
             f"dense {self.dense_params:,}: {self.compression:.1f}x smaller\n"
@@ -110,7 +110,7 @@ class CompressionReport:
         )
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells as text."""
+        """Return header and cells as text."""
         header = [
             "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores",
             "smaller", "bytes", f"operations, {self.tokens} tokens", "saved for backward",
@@ -147,7 +147,7 @@ class CompressionReport:
 
 
 def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionReport:
-    """Parameters, bytes, ranks and predicted cost of every tensor-train layer, and totals.
+    """Report parameters, bytes, ranks and predicted cost of every tensor-train layer, and totals.
 
     Args:
         model: Any model; without tensor-train layers only the totals are filled.
@@ -191,7 +191,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 def _ways(
     layer: TensorTrainModule, ranks: tuple[int, ...], tokens: int
 ) -> tuple[Candidate | None, Candidate | None]:
-    """How the layer runs at the given ranks, and the dense one; None for parts of a table."""
+    """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
     core = layer.cores[0]
     dtype, machine = str(core.dtype).removeprefix("torch."), machine_of(core.device)
     shape: Any = replace(layer.shape, ranks=ranks)

@@ -53,7 +53,7 @@ class MemoryReport:
 
     @property
     def total(self) -> GroupMemory:
-        """All groups together."""
+        """Return all groups together."""
         sums = (
             sum(getattr(group, key) for group in self.groups)
             for key in ("entries", "weights", "gradients", "state")
@@ -61,7 +61,7 @@ class MemoryReport:
         return GroupMemory("total", *sums)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The cells of the table as text, the total last."""
+        """Return the cells of the table as text, the total last."""
         return [
             (
                 group.name,
@@ -72,7 +72,7 @@ class MemoryReport:
         ]
 
     def summary(self) -> str:
-        """The total in words."""
+        """Return the total in words."""
         total = self.total
         share = f", {total.state / total.weights:.2f}x the weights" if total.weights else ""
         return (
@@ -95,7 +95,7 @@ def memory_report(
     optimizer: AnyOptimizer,
     title: str = "memory at the start",
 ) -> MemoryReport:
-    """Bytes of weights, gradients and optimizer state, counted exactly and without allocating.
+    """Count the bytes of weights, gradients and optimizer state exactly, without allocating.
 
     Activations, what a step computes with, and what the allocator leaves unused are not in it.
 

@@ -48,16 +48,16 @@ class ModelPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of all tensor-train layers, forward and backward."""
+        """Return the predicted time of all tensor-train layers, forward and backward."""
         return sum(len(layer.names) * layer.plan.chosen.seconds for layer in self.layers)
 
     @property
     def dense_seconds(self) -> float:
-        """The same for the dense layers in their place."""
+        """Return the predicted time of the dense layers in their place."""
         return sum(len(layer.names) * layer.plan.dense.seconds for layer in self.layers)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The cells of the table as text."""
+        """Return the cells of the table as text."""
         return [
             (
                 _names(layer.names),
@@ -72,7 +72,7 @@ class ModelPlan:
         ]
 
     def summary(self) -> str:
-        """What all layers take together."""
+        """Say what all layers take together."""
         if not self.layers:
             return "no tensor-train layer"
         return (
@@ -99,7 +99,7 @@ class ModelPlan:
 
 
 def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
-    """Which way each tensor-train layer runs at a batch, what that costs, and against dense.
+    """Predict which way each tensor-train layer runs at a batch, and what it costs beside dense.
 
     Args:
         model: One tensor-train layer, for a table of every contraction, or a model, for one line

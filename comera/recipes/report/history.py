@@ -32,7 +32,7 @@ class History:
     target_share: float | None = None
 
     def series(self, key: str) -> Series:
-        """What was logged under ``key``, and when; empty if nothing was."""
+        """Return what was logged under ``key``, and when; empty if nothing was."""
         found = [line for line in self.lines if isinstance(line.get(key), int | float)]
         return [line["step"] for line in found], [line[key] for line in found]
 
@@ -42,13 +42,13 @@ class History:
 
     @property
     def evaluations(self) -> list[str]:
-        """Names of the figures of its evaluations, without the leading ``eval/``."""
+        """Return the names of a model's evaluations, without the leading ``eval/``."""
         keys = dict.fromkeys(key for line in self.lines for key in line)
         return [key.removeprefix("eval/") for key in keys if key.startswith("eval/")]
 
     @property
     def stages(self) -> list[tuple[str, int, int]]:
-        """Stages of rank learning with their first and last step, as far as the log tells."""
+        """Return stages of rank learning with first and last step, as far as the log tells."""
         starts: list[tuple[str, int]] = []
         for line in self.lines:
             if "stage" in line and (not starts or starts[-1][0] != line["stage"]):
@@ -58,19 +58,19 @@ class History:
 
     @property
     def live_ranks(self) -> dict[int, dict[str, list[int]]]:
-        """Step to layer name to the live rank of each of its bonds."""
+        """Return, by step and layer name, the live rank of each bond."""
         return {line["step"]: line["live_ranks"] for line in self.lines if "live_ranks" in line}
 
     @property
     def start_ranks(self) -> dict[str, list[int]]:
-        """Ranks by layer before training; those first logged while the result is not there."""
+        """Return ranks by layer before training, or those first logged without a result."""
         if self.result is not None:
             return {layer["name"]: layer["start_ranks"] for layer in self.result["layers"]}
         return next(iter(self.live_ranks.values()), {})
 
     @property
     def target_size(self) -> int | None:
-        """Entries the cores may have at the end; an estimate until the ranks are truncated."""
+        """Return the entries that cores may have at the end; estimated until truncation."""
         _, reached = self.series("target_size")
         if reached:
             return int(reached[-1])
@@ -81,7 +81,7 @@ class History:
 
 
 def read_histories(folder: Path) -> list[History]:
-    """The model of a run and, where there is one, its dense twin.
+    """Return the model of a run and, where there is one, its dense twin.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
@@ -104,7 +104,7 @@ def read_histories(folder: Path) -> list[History]:
 
 
 def config_text(folder: Path) -> str | None:
-    """The settings of a run as they were written down, None if they were not."""
+    """Return the settings of a run as they were written down, None if they were not."""
     file = folder / "config.yaml"
     return file.read_text(encoding="utf-8") if file.is_file() else None
 

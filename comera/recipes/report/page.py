@@ -44,7 +44,7 @@ pre { margin: .6rem 0; padding: .9rem 1.1rem; background: #f5f7f8; columns: 22re
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """The whole document: ``title`` as its heading, then parts that are HTML already."""
+    """Return the whole document: ``title`` as its heading, then parts that are HTML already."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -58,7 +58,7 @@ def heading(text: str) -> str:
 
 
 def paragraph(text: str, note: bool = False) -> str:
-    """One paragraph; as a note it is set apart."""
+    """Return one paragraph; as a note it is set apart."""
     mark = ' class="note"' if note else ""
     return f"<p{mark}>{html.escape(text)}</p>"
 
@@ -68,7 +68,7 @@ def preformatted(text: str) -> str:
 
 
 def figure(svg: str, alt: str, caption: str) -> str:
-    """A plot with a name for those who cannot see it and a caption for all."""
+    """Return a plot with a name for those who cannot see it and a caption for all."""
     named = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1)
     return f"<figure>\n{named}\n<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
 
@@ -81,7 +81,7 @@ def table(
     total: Sequence[str] | None = None,
     wide: bool = False,
 ) -> str:
-    """Cells as text; those after the first ``text_columns`` are numbers and stand on the right."""
+    """Return a table; cells after the first ``text_columns`` are numbers and stand on the right."""
 
     def line(cells: Sequence[str], scope: str = "") -> str:
         out = []

@@ -50,7 +50,7 @@ _LABEL_INCHES = 0.15
 
 
 def loss_svg(models: Sequence[History]) -> str | None:
-    """Training and evaluation loss of each model over the steps; None if nothing was logged."""
+    """Draw training and evaluation loss of each model over the steps; None if none was logged."""
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, "loss", models)
@@ -63,7 +63,7 @@ def loss_svg(models: Sequence[History]) -> str | None:
 
 
 def figure_svg(models: Sequence[History], key: str) -> str | None:
-    """One figure of the evaluations, such as the accuracy, over the steps."""
+    """Draw one figure of the evaluations, such as the accuracy, over the steps."""
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, key, models)
@@ -75,7 +75,7 @@ def figure_svg(models: Sequence[History], key: str) -> str | None:
 
 
 def rate_svg(models: Sequence[History]) -> str | None:
-    """Learning rate of each model over the steps."""
+    """Draw the learning rate of each model over the steps."""
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, "learning rate", models)
@@ -90,7 +90,7 @@ def rate_svg(models: Sequence[History]) -> str | None:
 
 
 def size_svg(model: History) -> str | None:
-    """Entries in the cores over the steps, the target as a line, the stages shaded."""
+    """Draw entries in the cores over the steps, the target as a line, the stages shaded."""
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, "entries in the cores", [model])
@@ -112,7 +112,7 @@ def size_svg(model: History) -> str | None:
 
 
 def ranks_svg(model: History) -> str | None:
-    """Live rank over start rank: one row a bond, grouped by layer, one column a logged step."""
+    """Draw live rank over start rank: one row a bond, by layer, one column a logged step."""
     edges, rows, layers = rank_shares(model)
     if not rows.size:
         return None
@@ -145,7 +145,7 @@ def ranks_svg(model: History) -> str | None:
 
 
 def rank_shares(model: History) -> tuple[np.ndarray, np.ndarray, list[tuple[str, int]]]:
-    """Live rank over start rank of every bond at every logged step.
+    """Return live rank over start rank of every bond at every logged step.
 
     Of a long log, evenly spaced lines are taken.
 
@@ -169,7 +169,7 @@ def rank_shares(model: History) -> tuple[np.ndarray, np.ndarray, list[tuple[str,
 
 
 def _axes(figure: "Figure", label: str, models: Sequence[History]) -> "Axes":
-    """Axes over all steps from 0, so that the plots of a page can be read one below the other."""
+    """Add axes over all steps from 0, so that plots of a page can be read one below the other."""
     axes = figure.add_subplot()
     axes.set_xlim(0, max(1, *(model.last_step for model in models)))
     axes.locator_params(axis="x", integer=True)
@@ -181,7 +181,7 @@ def _axes(figure: "Figure", label: str, models: Sequence[History]) -> "Axes":
 
 
 def _curve(axes: "Axes", model: History, key: str, what: str) -> None:
-    """A line; where there are many points they are drawn faintly, under their running mean."""
+    """Draw a line; many points are drawn faintly, under their running mean."""
     steps, values = model.series(key)
     if not steps:
         return
@@ -193,7 +193,7 @@ def _curve(axes: "Axes", model: History, key: str, what: str) -> None:
 
 
 def _points(axes: "Axes", model: History, key: str, join: bool = False) -> None:
-    """Evaluations, as rings; a lone one keeps its colour where it lies on a curve."""
+    """Draw evaluations as rings; a lone one keeps its colour where it lies on a curve."""
     steps, values = model.series(f"eval/{key}")
     if steps:
         line = _look(model, steps)["ls"] if join else "none"
@@ -204,7 +204,7 @@ def _points(axes: "Axes", model: History, key: str, join: bool = False) -> None:
 
 
 def _running_mean(series: Series, window: int) -> Series:
-    """Each value is the mean of ``window`` of them, half before and half after its step."""
+    """Return means of ``window`` values, half before and half after each step."""
     steps, values = series
     mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
     first = window // 2
@@ -212,7 +212,7 @@ def _running_mean(series: Series, window: int) -> Series:
 
 
 def _look(model: History, steps: list[int]) -> dict[str, Any]:
-    """The twin is told apart by its dashes too, for print and for the colour-blind."""
+    """Return how a model's lines look; the twin's are dashed, for print and colour-blind."""
     return {
         "color": _colour(model),
         "ls": (0, (5, 1.5)) if model.name in _COLOURS else "-",
@@ -235,7 +235,7 @@ def _any(models: Sequence[History], *keys: str) -> bool:
 
 
 def _svg(prefix: str, height: float, draw: Any) -> str:
-    """What ``draw`` puts on a figure of ``height`` inches, as one ``<svg>`` element.
+    """Return what ``draw`` puts on a figure of ``height`` inches, as one ``<svg>`` element.
 
     ``prefix`` goes before every identifier inside, so that several can stand on one page.
     """

@@ -41,7 +41,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _closing(models: Sequence[History]) -> list[str]:
-    """What came of the run, or how far it is."""
+    """Say what came of the run, or how far it is."""
     results = [model.result for model in models if model.result is not None]
     out = [paragraph(_summary(model)) for model in models[:1] if model.result]
     out += [paragraph(_so_far(model), note=True) for model in models if model.result is None]
@@ -77,7 +77,7 @@ def _so_far(model: History) -> str:
 
 
 def _closing_table(results: Sequence[dict[str, Any]]) -> str:
-    """Figures of the finished models side by side."""
+    """Set figures of the finished models side by side."""
     two = len(results) == 2
     rows = []
 
@@ -121,7 +121,7 @@ def _curves(models: Sequence[History]) -> list[str]:
 
 
 def _ranks(model: History) -> list[str]:
-    """How the ranks were learned; nothing for a run that keeps them all."""
+    """Show how the ranks were learned; nothing for a run that keeps them all."""
     out = []
     if svg := size_svg(model):
         caption = (
@@ -171,7 +171,7 @@ def _rates(models: Sequence[History]) -> list[str]:
 
 
 def _layers(model: History) -> list[str]:
-    """The tensor-train layers one by one; before the end only their ranks are known."""
+    """List the tensor-train layers; before the end only their ranks are known."""
     if model.result is None:
         start, now = model.start_ranks, next(reversed(model.live_ranks.values()), {})
         rows = [[name or "(model)", _arrow(ranks, now[name])] for name, ranks in start.items()]
@@ -218,7 +218,7 @@ def _arrow(start: Sequence[int], end: Sequence[int]) -> str:
 
 
 def _ratio(over: float, under: float, digits: int = 1) -> str:
-    """Blank where there is nothing left to divide by."""
+    """Return a ratio as text, blank where there is nothing left to divide by."""
     return f"{over / under:,.{digits}f}" if under else ""
 
 

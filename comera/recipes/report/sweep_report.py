@@ -94,7 +94,7 @@ class Comparison:
 
 
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:
-    """What ``result.json`` in the folder of a finished run says."""
+    """Return what ``result.json`` in the folder of a finished run says."""
     facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
     facts.pop("layers")
@@ -108,7 +108,7 @@ def compare(
     reference: str,
     metric: str,
 ) -> Comparison:
-    """Means over the seeds, and differences to the reference seed by seed.
+    """Compute means over the seeds, and differences to the reference seed by seed.
 
     Runs of one seed see the same batches in the same order, so what seeds have in common drops
     out of the differences.
@@ -129,7 +129,7 @@ def compare(
 
 
 def pareto_front(comparison: Comparison) -> list[Row]:
-    """The variants that no other beats with as many parameters or fewer, the smallest first."""
+    """Return the variants that no other beats with as many parameters or fewer, smallest first."""
     sign = 1 if comparison.higher_is_better else -1
     front: list[Row] = []
     for row in sorted(comparison.rows, key=lambda row: (row.params, -sign * row.mean)):
@@ -168,7 +168,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def _pace(runs: Sequence[Trained]) -> float:
-    """Seconds a step."""
+    """Return the seconds of a step."""
     return sum(run.seconds for run in runs) / sum(run.steps for run in runs)
 
 
@@ -178,7 +178,7 @@ _WIDEST = 200
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The comparison for a terminal; its lines are not broken, however narrow that is."""
+    """Return the comparison for a terminal; its lines are not broken, however narrow that is."""
     header, rows = _cells(comparison)
     table = Table(title=_title(comparison))
     for k, name in enumerate(header):
@@ -208,7 +208,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
 
 
 def show_metric(metric: str, value: float) -> str:
-    """A metric as it is shown: an accuracy in percent."""
+    """Return a metric as it is shown: an accuracy in percent."""
     return f"{100 * value:.2f} %" if metric == "accuracy" else f"{value:.4f}"
 
 
@@ -223,7 +223,7 @@ def _title(comparison: Comparison) -> str:
 
 
 def _cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text."""
+    """Return header and rows as text."""
     percent = comparison.metric == "accuracy"
     scale, digits = (100, 2) if percent else (1, 4)
     header = [
@@ -277,7 +277,7 @@ def _markdown(comparison: Comparison) -> str:
 
 
 def _plot(comparison: Comparison, path: Path) -> None:
-    """The metric against the parameters, without a display and without pyplot's figures."""
+    """Draw the metric against the parameters, without a display and without pyplot's figures."""
     with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
