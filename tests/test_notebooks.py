@@ -17,7 +17,7 @@ def test_notebooks_are_found():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_stored_clean(path):
+def test_a_notebook_is_stored_without_outputs(path):
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -33,7 +33,7 @@ def test_is_stored_clean(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path, tmp_path, monkeypatch):
+def test_a_notebook_runs_within_a_minute_without_warnings(path, tmp_path, monkeypatch):
     nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     # The kernel inherits the environment; it must find this package from its temporary folder.
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))

@@ -34,7 +34,7 @@ def says(*parts):
         (64, 2, (8, 8)),
     ],
 )
-def test_balanced_modes(width, order, want):
+def test_balanced_modes_are_the_known_ones(width, order, want):
     assert balanced_modes(width, order) == want
 
 
@@ -113,7 +113,7 @@ def test_sizes_of_a_known_layer():
     assert shape.split == 3
 
 
-def test_default_rank():
+def test_a_shape_without_ranks_has_the_default_one():
     assert max(TTShape.fit(768, 768).ranks) == DEFAULT_RANK
     given_ranks = TTShape((8, 8), (8, 8), (2, 3, 2))
     assert TTShape.fit(64, 64, shape=given_ranks) is given_ranks
@@ -166,7 +166,7 @@ def test_a_vanished_layer_has_no_parameters(shape):
     assert shape.num_dense > 0
 
 
-def test_size_at_other_ranks():
+def test_size_at_other_ranks_is_that_of_the_cores():
     shape = TTShape((4, 3), (5,), (3, 2))
     for ranks in product((1, 2, 3), (1, 2, 5)):
         assert shape.size_at(ranks) == core_entries(TTShape((4, 3), (5,), ranks))

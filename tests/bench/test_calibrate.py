@@ -26,7 +26,7 @@ def test_a_profile_is_measured_saved_and_used(quick):
     assert str(quick) in said[-1]
 
 
-def test_from_the_command_line(quick, capsys):
+def test_the_command_prints_what_was_measured(quick, capsys):
     assert main(["calibrate"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out
 

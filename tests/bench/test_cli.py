@@ -36,7 +36,7 @@ def results(path):
     return json.loads(path.read_text())["results"]
 
 
-def test_linear(tmp_path, capsys):
+def test_linear_writes_its_times_and_settings(tmp_path, capsys):
     out = tmp_path / "out" / "linear.json"
     assert bench("linear", *LAYER, "--tokens", "20", "--threads", "1", f"--json={out}") == 0
     written = json.loads(out.read_text())
@@ -127,7 +127,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
         (["--curve", "width", "--points", "16,32", "--tokens", "8"], "width", [16, 32]),
     ],
 )
-def test_curves(options, axis, at, tmp_path, capsys):
+def test_curves_are_written_and_drawn(options, axis, at, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "pictures" / "curve.png"
     assert bench("linear", *LAYER, *options, f"--json={out}", f"--plot={plot}") == 0
     (result,) = results(out)
@@ -170,7 +170,7 @@ def test_the_hit_rate_leaves_even_points_out():
 
 
 @pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--bag", "4"]])
-def test_embedding(more, tmp_path):
+def test_embedding_times_every_way_to_train_a_table(more, tmp_path):
     out = tmp_path / "out.json"
     assert bench("embedding", *TABLE, *more, "--peers=none", f"--json={out}") == 0
     (result,) = results(out)
@@ -184,7 +184,7 @@ def test_embedding(more, tmp_path):
 
 
 @pytest.mark.parametrize(("axis", "points"), [("rows", [40, 90]), ("indices", [8, 32])])
-def test_embedding_by(axis, points, tmp_path):
+def test_embedding_times_a_curve_at_its_points(axis, points, tmp_path):
     out = tmp_path / "out.json"
     words = ["--curve", axis, "--points", *map(str, points), f"--json={out}"]
     assert bench("embedding", *TABLE, *words) == 0
@@ -211,7 +211,7 @@ def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 
-def test_step_beside_galore(tmp_path, capsys):
+def test_step_is_timed_beside_galore(tmp_path, capsys):
     peer("galore_torch")
     out = tmp_path / "out.json"
     assert bench("step", *MODEL, "--batch", "1,2", "--repeats", "1", f"--json={out}") == 0
@@ -225,7 +225,7 @@ def test_step_beside_galore(tmp_path, capsys):
     assert capsys.readouterr().out.count("every 200th does") == 2
 
 
-def test_objective_and_truncation(tmp_path, capsys):
+def test_objective_and_truncation_are_timed(tmp_path, capsys):
     out = tmp_path / "out.json"
     assert bench("objective", *MODEL, "--batch", "2", "--repeats", "1", f"--json={out}") == 0
     assert [result["baseline"] for result in results(out)] == ["step", "step"]
@@ -249,7 +249,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @linux
-def test_memory(monkeypatch, tmp_path, capsys):
+def test_memory_weighs_models_layers_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peak_memory.subprocess, "run", in_this_process)
     out = tmp_path / "out.json"
     assert bench("memory", *MODEL, "--batch", "1", "2", f"--json={out}") == 0
@@ -317,7 +317,7 @@ def test_help_reads_well(capsys):
     assert "--curve" in capsys.readouterr().out
 
 
-def test_optimizers(tmp_path, capsys):
+def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     out = tmp_path / "optimizers.json"
     sizes = "layers=1 width=16 ffn=24 heads=2 vocab=40 length=6 batch=2 rank=4 gap=3 repeats=2"
     words = [f"--{size}" for size in sizes.split()]
@@ -422,7 +422,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
         (["--table", "60", "0"], "table=0 must be at least 1"),
     ],
 )
-def test_bad_options_of_kernels(options, message, capsys):
+def test_bad_options_of_kernels_are_refused(options, message, capsys):
     assert bench("kernels", *KERNELS, *options) == 1
     assert message in capsys.readouterr().out
 

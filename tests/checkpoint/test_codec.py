@@ -122,7 +122,7 @@ def test_small_changes_are_kept_coarsely_but_nearer_to_the_weight():
 
 
 @pytest.mark.parametrize("weight", [torch.ones(20, 20), torch.zeros(20, 20)], ids=["one", "zero"])
-def test_weights_all_alike(weight):
+def test_weights_that_are_all_alike_are_read_as_written(weight):
     for base in (torch.zeros(20, 20), weight, torch.randn(20, 20)):
         tape = Tape()
         record, _, now = codec.write_change(
@@ -191,7 +191,7 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
     assert bool((v[1::2] > 0).all())
 
 
-def test_first_moments_alone():
+def test_first_moments_can_be_written_alone():
     first = torch.randn(64, 64)
     tape = Tape()
     record = write_moments(tape.writer, first, None, None, bits=3, rate=0.0, beta=2.0)

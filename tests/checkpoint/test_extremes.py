@@ -94,7 +94,7 @@ def test_weights_of_any_size_are_read_to_the_stated_error(dtype, shape, parts, r
      (1e-30, 1e30), (3e38, -3e38), (1e-40, 1.5e-40), (1, 1 + 1e-6, 1 + 2e-6)],
     ids=str,
 )  # fmt: skip
-def test_jumps_and_shrinking(dtype, sizes):
+def test_weights_that_jump_or_shrink_are_read_to_the_stated_error(dtype, sizes):
     weight = tensor_of("normal", (64, 64), 0).clamp(-1, 1)
     assert_read(*(finite(weight * size, dtype) for size in sizes))
     assert_read(*(finite(tensor_of("normal", (64, 64), k) * 0.25 * size, dtype)

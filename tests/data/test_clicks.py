@@ -118,7 +118,7 @@ def test_a_column_may_begin_after_the_training_rows(tmp_path):
     assert not clicks.batch(0, 60, 1)["continuous"].any()
 
 
-def test_criteo_as_distributed(tmp_path):
+def test_criteo_is_read_as_distributed(tmp_path):
     lines = criteo_lines()
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
     with gzip.open(tmp_path / "headed.txt.gz", "wt") as file:
@@ -235,7 +235,7 @@ def test_a_missing_or_unknown_file_says_what_is_expected(tmp_path):
         Clicks.prepare(ClickData(str(tmp_path / "b.csv"), label="x"))
 
 
-def test_real_criteo():
+def test_a_real_sample_of_criteo_is_read():
     path = real(DATA / "criteo_8k" / "train.tsv.gz")
     data = ClickData(str(path), "criteo", min_count=3)
     clicks = Clicks.prepare(data)

@@ -104,7 +104,7 @@ def test_the_merge_of_a_known_table():
 @pytest.mark.parametrize(
     ("cost", "shape"), [(tt_linear_cost, LINEAR[2]), (tt_embedding_cost, TABLES[2])]
 )
-def test_other_ranks(cost, shape):
+def test_costs_at_other_ranks_are_those_of_that_shape(cost, shape):
     ranks = tuple(max(1, rank - 1) for rank in shape.ranks)
     smaller = type(shape)(*(getattr(shape, name) for name in list(vars(shape))[:2]), ranks)
     assert cost(shape, 5, ranks) == cost(smaller, 5)
@@ -112,7 +112,7 @@ def test_other_ranks(cost, shape):
     assert cost(shape, 5, (0,) * len(ranks)).forward == 0
 
 
-def test_dense_costs():
+def test_dense_costs_are_those_of_plain_products():
     want, _ = multiply_adds(lambda: torch.randn(7, 6) @ torch.randn(6, 5))
     cost = dense_linear_cost(6, 5, 7)
     assert (cost.forward, cost.backward, cost.saved) == (want, 2 * want, 42)

@@ -119,7 +119,7 @@ def test_unknown_kinds_and_dtypes_are_named():
         replace(MINE, bandwidth=0)
 
 
-def test_titles():
+def test_a_title_says_whose_profile_it_is():
     assert MINE.title == "Some CPU @ 2 GHz, 3 threads"
     assert default_machine().title == "default profile (cpu)"
 

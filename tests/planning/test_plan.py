@@ -50,7 +50,7 @@ def test_the_same_call_returns_the_same_plan_at_once():
     assert time.perf_counter() - began < 200 * 1e-3  # about 20 us; a busy machine takes longer
 
 
-def test_without_a_backward_pass():
+def test_without_training_no_backward_pass_is_planned():
     plan = plan_linear(ATTENTION, 4096, machine=CPU, train=False)
     trained = plan_linear(ATTENTION, 4096, machine=CPU)
     assert plan.chosen.backward == ()
@@ -61,7 +61,7 @@ def test_without_a_backward_pass():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "cuda"])
-def test_every_dtype(dtype, machine):
+def test_every_dtype_can_be_planned(dtype, machine):
     plan = plan_linear(FEED_FORWARD, 4096, dtype=dtype, machine=machine)
     assert plan.chosen.seconds > 0
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
@@ -170,7 +170,7 @@ def test_what_cannot_be_planned_of_a_table_is_named():
         plan_linear(ATTENTION, 10, machine=CPU).candidate("thick")
 
 
-def test_numbers_with_units():
+def test_numbers_are_shown_with_three_digits_and_a_unit():
     assert [show_count(n) for n in (0, 999, 999.6, 94_371_840, 7.25e9, 3e15)] == [
         "0", "999", "1k", "94.4M", "7.25G", "3e+03T"
     ]  # fmt: skip

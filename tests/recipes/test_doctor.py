@@ -90,7 +90,7 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     choose._why_not_loaded.cache_clear()
 
 
-def test_without_cuda_python(monkeypatch):
+def test_without_cuda_python_it_says_what_to_install(monkeypatch):
     for name in ("cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, None)
     nvrtc.nvrtc_version.cache_clear()
@@ -112,6 +112,6 @@ def test_it_lists_what_has_been_compiled():
     assert "2 files" in row(text, "compiled kernels")[0]
 
 
-def test_the_command(capsys):
+def test_the_command_says_which_way_tensors_go(capsys):
     assert main(["doctor"]) == 0
     assert "which way tensors" in capsys.readouterr().out

@@ -17,7 +17,7 @@ def test_area_under_curve_equals_scipys_statistic(ties):
     assert area_under_curve(scores, labels) == pytest.approx(float(want))
 
 
-def test_figures_of_known_predictions():
+def test_known_predictions_have_the_known_figures():
     labels = torch.tensor([1.0, 0.0, 0.0, 0.0])
     share = click_metrics(torch.full((4,), math.log(1 / 3)), labels)
     assert share["nce"] == pytest.approx(1)  # always the share of clicks

@@ -166,7 +166,7 @@ def test_report_is_the_same_each_time(tmp_path):
     assert report(tmp_path)[0] == report(tmp_path)[0]
 
 
-def test_unfinished_run(tmp_path):
+def test_an_unfinished_run_is_reported_as_far_as_it_is(tmp_path):
     _, page = report(write_run(tmp_path, finished=False))
     assert "The compressed model is unfinished: step 30, training loss 6.0000" in page.text
     assert "evaluation accuracy 0.4000" in page.text
@@ -185,14 +185,14 @@ def test_finished_run_whose_twin_is_still_training(tmp_path):
     assert "dense / compressed" not in page.text
 
 
-def test_run_without_ranks(tmp_path):
+def test_a_run_without_rank_learning_has_no_section_on_ranks(tmp_path):
     _, page = report(write_run(tmp_path, ranks=False))
     assert page.tags.count("svg") == 3
     assert "Ranks" not in page.text.replace("Ranks are given", "")
     assert "encoder.fc1" in page.text
 
 
-def test_dense_run(tmp_path):
+def test_a_dense_run_is_reported_without_layers(tmp_path):
     write_lines(tmp_path, [logged(5, ranks=False)])
     (tmp_path / "config.yaml").write_text("tensorize: null\ntwo_stage: null\n")
     facts = result("dense", layers=False)

@@ -23,7 +23,7 @@ def embedding(**settings) -> TTEmbedding:
 TABLE_STORED = 16 + 36 + 2 + 4 * 6
 
 
-def test_totals_against_hand_counts():
+def test_totals_equal_counts_by_hand():
     model = nn.Sequential(embedding(), nn.Linear(6, 12), linear())
     report = compression_report(model, tokens=7)
     table, matrix = report.layers
@@ -91,7 +91,7 @@ def test_live_ranks_after_pruning_gates():
     assert "2 3 2 -> 1 1 2" in str(compression_report(layer))
 
 
-def test_vanished_layer():
+def test_a_layer_of_rank_zero_is_reported_as_empty():
     layer = linear(bias=False)
     with torch.no_grad():
         layer.gates[1].zero_()
@@ -145,7 +145,7 @@ def test_model_on_meta_gives_the_same_numbers():
     assert str(planned) == str(made)
 
 
-def test_model_without_tensor_trains():
+def test_a_model_without_tensor_trains_is_reported_as_dense():
     report = compression_report(nn.Linear(3, 5))
     assert (report.layers, report.params, report.dense_params) == ([], 20, 20)
     assert report.compression == report.layer_compression == 1

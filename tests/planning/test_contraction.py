@@ -11,7 +11,7 @@ from comera.planning.contraction import find_tree, schedule
 from comera.planning.network import linear_network, look_up_network
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import random_tensors, run
-from tests.planning.test_search import shapes
+from tests.planning.test_contraction_search import shapes
 
 PAPER = TTShape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12))
 
@@ -135,7 +135,7 @@ def test_gradients_nobody_wants_are_left_out():
     assert schedule(network, tree, root="gy", result="y", wanted=()).backward == ()
 
 
-def test_names_and_equations():
+def test_partial_products_have_names_and_equations():
     network = linear_network(TTShape((2, 3), (4,), (2, 3)), 5)
     plan = planned(network, (("x", ("core0", "core1")), "core2"))
     assert [(step.label, step.what) for step in plan.forward] == [

@@ -101,13 +101,13 @@ def test_what_is_counted_is_what_a_step_allocates(name, dtype):
 
 
 @pytest.mark.parametrize("proj_type", ["reverse_std", "full", "random"])
-def test_every_way_to_project(proj_type):
+def test_every_way_to_project_is_counted(proj_type):
     model = make_model()
     check(model, comera.GaLoreAdamW(groups(model, True, proj_type)))
 
 
 @pytest.mark.parametrize("galore", [False, True])
-def test_torchaos_eight_bits(galore):
+def test_eight_bits_of_torchao_are_counted(galore):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making
         ao = peer("torchao.optim")
@@ -118,7 +118,7 @@ def test_torchaos_eight_bits(galore):
     assert report.total.state < report.total.weights
 
 
-def test_another_default_dtype():
+def test_another_default_dtype_changes_no_count():
     torch.set_default_dtype(torch.float64)
     try:
         model = make_model(torch.float64)
@@ -159,7 +159,7 @@ def test_an_optimizer_that_cannot_be_tried_is_named():
         comera.memory_report(model, optimizer)
 
 
-def test_the_table():
+def test_the_table_has_a_line_for_each_group():
     model = make_model()
     optimizer = comera.GaLoreAdamW(groups(model, True))
     report = comera.memory_report(model, optimizer, "memory of <this>")

@@ -37,7 +37,7 @@ def test_a_model_gets_one_line_for_layers_that_are_alike():
     assert "<td>1 and 1 more</td>" in plan._repr_html_()
 
 
-def test_an_embedding_alone():
+def test_a_plan_of_an_embedding_alone_names_its_size():
     assert "embedding 5000 x 256" in str(comera.plan(model()[0], tokens=64))
 
 
