@@ -74,6 +74,7 @@ def weights(config, part="."):
     return (Path(config.out) / part / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_every_choice_trains_truncates_and_resumes_exactly(name, config, tmp_path, monkeypatch):
     config.optimizer = OptimizerConfig(name, gate_lr=0.05, core_lr=2e-3, dense_lr=1e-3)
     config.twin = name in ("adamw", "galore_adamw")

@@ -104,6 +104,7 @@ def test_an_error_of_the_import_is_shown_whole(tmp_path):
     assert "this torch is broken" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
 def test_every_way_to_start_is_the_command(tmp_path, words):
     done = started(tmp_path, [*words, "--help"])
