@@ -1,4 +1,4 @@
-"""Join the half-chains of all linear layers of a model in a few calls."""
+"""Contract the chains of all linear layers of a model in a few calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,22 +16,22 @@ from comera.nn.module import (
     tensor_trains,
     versions_of,
 )
-from comera.ops.factors import layout_of, merge_groups
+from comera.ops.factors import contract_groups, layout_of
 
 
 class GroupedMerge:
-    """A context in which the linear layers of a model share the work of joining their cores.
+    """A context in which the linear layers of a model share the work of contracting their cores.
 
-    By itself every :class:`~comera.TTLinear` joins its own cores in each forward pass: some dozen
-    small operations a layer, whatever the batch. Inside this context the layers of equal shape
-    are joined together when it is entered, and a forward pass uses what is there. Gradients flow
-    as always. ``comera.TrainStep`` enters it in each step. The gates of all layers are one vector
-    meanwhile, of which a rank objective reads too.
+    By itself every :class:`~comera.TTLinear` contracts its own cores in each forward pass: some
+    dozen small operations a layer, whatever the batch. Inside this context the cores of layers of
+    equal shape are contracted together when it is entered, and a forward pass uses what is there.
+    Gradients flow as always. ``comera.TrainStep`` enters it in each step. The gates of all layers
+    are one vector meanwhile, of which a rank objective reads too.
 
     Args:
         model: Its layers are found once, here; their ranks may change between two uses.
-        autocast: Dtype in which the layers will be used: what is joined is brought to it at once,
-            for layers that are called while autocast is on.
+        autocast: Dtype in which the layers will be used: factors are brought to it at once, for
+            layers that are called while autocast is on.
 
     Raises:
         ValueError: If a tensor train is sharded, as by ``fully_shard``.
@@ -39,7 +39,7 @@ class GroupedMerge:
     Note:
         Call ``backward`` once for each time it is entered; inside, where activation checkpointing
         is used. A parameter that is written to inside, by an optimizer or ``load_state_dict``, is
-        noticed, and everything is joined anew; not by a compiled model, and not where it is
+        noticed, and everything is contracted anew; not by a compiled model, and not where it is
         written to through ``.data``, replaced, or brought to another dtype or device: leave the
         context for that.
         The cores of a layer that the forward pass left out get a gradient of zeros, not None, as
@@ -77,22 +77,22 @@ class GroupedMerge:
         return self
 
     def _share(self) -> None:
-        """Join the gates and cores of all layers, and let the layers use what was made."""
+        """Contract the gates and cores of all layers, and let the layers use what was made."""
         for train, params in zip(self._trains, self._params, strict=True):
             train.lent = Lent(params, versions_of(params), self._share)
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            halves = merge_groups(cores, gates, *rest)
-            _lend(groups, halves, "shared_halves")
-            if self._autocast is not None and halves[0].dtype != torch.float64:
-                _lend(groups, [half.to(self._autocast) for half in halves], "narrow_halves")
+            factors = contract_groups(cores, gates, *rest)
+            _lend(groups, factors, "shared_factors")
+            if self._autocast is not None and factors[0].dtype != torch.float64:
+                _lend(groups, [factor.to(self._autocast) for factor in factors], "narrow_factors")
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
-            layer.shared_halves = None
+            layer.shared_factors = None
             if self._autocast is not None:  # else nothing may change for torch.compile
-                layer.narrow_halves = None
+                layer.narrow_factors = None
         take_back_gates(self._trains)
         for train in self._trains:
             train.lent = None
@@ -115,15 +115,15 @@ def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 
-def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None:
-    for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
+def _lend(groups: list[list[TTLinear]], factors: list[Tensor], name: str) -> None:
+    for layers, lefts, rights in zip(groups, factors[::2], factors[1::2], strict=True):
         pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
         for layer, pair in zip(layers, pairs, strict=True):
             setattr(layer, name, pair)
 
 
 def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
-    """Of :func:`~comera.ops.factors.merge_groups`, all but the gates."""
+    """Of :func:`~comera.ops.factors.contract_groups`, all but the gates."""
     tensors: tuple[list[Tensor], ...] = [], [], []
     layout: list[int] = []
     for layers in groups:

@@ -14,8 +14,8 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
 from comera.ops.context import autocast_dtype, machine_of
 from comera.ops.dispatch import Ways, on_this_machine
-from comera.ops.factors import merge_halves
-from comera.ops.linear.tt_linear import thin_linears, tt_to_dense, wide_linear
+from comera.ops.factors import contract_cores
+from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.crossover import dense_from
 from comera.shapes import TTShape, only_one, padded_rank
 
@@ -53,8 +53,8 @@ class TTLinear(TensorTrainModule):
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
-    shared_halves: tuple[Tensor, Tensor] | None = None
-    narrow_halves: tuple[Tensor, Tensor] | None = None
+    shared_factors: tuple[Tensor, Tensor] | None = None
+    narrow_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
 
@@ -100,22 +100,22 @@ class TTLinear(TensorTrainModule):
     def forward(self, input: Tensor) -> Tensor:
         return _LINEAR(self, input)
 
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """The joined input cores ``(in_features, R)`` and output cores ``(R, out_features)``.
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Contract input cores to ``(in_features, R)`` and output cores to ``(R, out_features)``.
 
-        R is padded as :func:`~comera.ops.factors.merge_halves` says; a bias is the last row of the
-        second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
+        R is padded as :func:`~comera.ops.factors.contract_cores` says; a bias is the last row of
+        the second. Inside a :class:`~comera.GroupedMerge` they are those it has made, in autocast's
         dtype if it was told of it.
         """
         self.renew_lent()
-        shared, narrow = self.shared_halves, self.narrow_halves
+        shared, narrow = self.shared_factors, self.narrow_factors
         if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
             shared = narrow
         if shared is not None and may_share(shared[0], self.cores[0]):
             left, right = shared
         else:
             biases = [] if self.bias is None else [self.bias]
-            left, right = merge_halves(
+            left, right = contract_cores(
                 list(self.cores), self.bond_gates(), biases, 1, self._modes.split, self.prune_below
             )
             left, right = left.flatten(0, 1), right.flatten(0, 1)
@@ -125,9 +125,9 @@ class TTLinear(TensorTrainModule):
             right = right[:, : self.out_features]
         return left, right
 
-    def is_thin(self, input: Tensor) -> bool:
+    def is_factorized(self, input: Tensor) -> bool:
         """Whether the batch meets two thin matrices, not the dense one formed from them."""
-        return _LINEAR.choose(self, input) is _thin
+        return _LINEAR.choose(self, input) is _factorized
 
     def identity(self) -> tuple[object, ...]:
         """Changes when a parameter is another one, has another shape, or is frozen, or moved."""
@@ -140,7 +140,7 @@ class TTLinear(TensorTrainModule):
         return *map(id, parts), shapes, trained, cores[0].dtype, cores[0].device
 
     def kind(self) -> tuple[object, ...]:
-        """What layers must agree in for their cores to be joined together."""
+        """What layers must agree in for their cores to be contracted together."""
         core = self.cores[0]
         return (
             self._modes.in_modes, self._modes.out_modes, self.ranks, self.prune_below, core.dtype,
@@ -159,8 +159,8 @@ class TTLinear(TensorTrainModule):
         }
 
     @property
-    def thin_width(self) -> int:
-        """R of :meth:`halves`, without joining them."""
+    def factor_width(self) -> int:
+        """R of :meth:`factors`, without contracting them."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
     @property
@@ -269,26 +269,25 @@ def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
     widths = layer.in_features + layer.out_features
     if 2 * layer._middle_rank * widths <= layer.num_dense or on_this_machine() is not None:
         return None
-    rows = input.numel() // max(1, input.shape[-1])
+    rows, core = input.numel() // max(1, input.shape[-1]), layer.cores[0]
     fewest = _dense_from(
         layer._modes.in_modes, layer._modes.out_modes, layer.ranks,
         layer.in_features, layer.out_features, layer.bias is not None,
-        str(layer.cores[0].dtype).removeprefix("torch."), input.device.type,
-        torch.is_grad_enabled(),
+        str(core.dtype).removeprefix("torch."), core.device.type, torch.is_grad_enabled(),
     )  # fmt: skip
     return None if rows < fewest else "the dense matrix pays for so many rows"
 
 
-@_LINEAR.way("thin", _dense_is_faster)
-def _thin(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.halves()
-    return thin_linears(input, [left], [right], layer.bias is not None)[0]
+@_LINEAR.way("factorized", _dense_is_faster)
+def _factorized(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.factors()
+    return factorized_linears(input, [left], [right], layer.bias is not None)[0]
 
 
-@_LINEAR.way("dense")
-def _wide(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.halves()
-    return wide_linear(input, left, right, layer.bias is not None)
+@_LINEAR.way("reconstructed")
+def _reconstructed(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.factors()
+    return reconstructed_linear(input, left, right, layer.bias is not None)
 
 
 def _dense_from(
