@@ -1,5 +1,5 @@
 // Multiplies a batch by thin matrices: t = x . left, y = t . right, for one or several pairs of
-// halves that share x, in one launch; their gradients in two.
+// factors that share x, in one launch; their gradients in two.
 //
 //   x [M, I]   left [I, R]   right [R, O]   t, u [M, R]   y [M, O]
 //   forward          t = x . left, ones in its last column for a bias, which is the last row of

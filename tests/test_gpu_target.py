@@ -43,7 +43,7 @@ def test_checks_of_memory_and_races_are_skipped_where_there_is_no_sanitizer(tmp_
     )
 
 
-TESTED = {"merge": "test_merge", "ttm": "test_look_up", "low_rank": "test_low_rank"}
+TESTED = {"contract": "test_contract", "ttm": "test_lookup", "low_rank": "test_low_rank"}
 """What names of kernels begin with, by the files that run them alone."""
 
 
@@ -75,7 +75,7 @@ def test_what_a_tool_finds_fails_the_target(sanitizer):
 def test_a_tool_that_takes_too_long_is_named(sanitizer):
     done = make("sanitize", *sanitizer("sleep 20"), "SANITIZER_SECONDS=1")
     assert done.returncode != 0
-    assert "memcheck of merge_* did not end within 1 seconds" in done.stdout
+    assert "memcheck of contract_* did not end within 1 seconds" in done.stdout
 
 
 @pytest.mark.parametrize("file", TESTED.values())

@@ -26,10 +26,10 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
 from comera.ops.context import machine_of, static_shapes
-from comera.ops.cores import merge_chain
-from comera.ops.linear.tt_linear import thin_linears
-from comera.ops.table.lookup import look_up
-from comera.ops.table.table_factors import merge_table_halves
+from comera.ops.cores import contract_chain
+from comera.ops.linear.tt_linear import factorized_linears
+from comera.ops.table.lookup import lookup
+from comera.ops.table.table_factors import contract_table
 
 OPERATORS = ("merge", "look_up", "linear")
 
@@ -223,15 +223,15 @@ def _merges(
 
     def ours(_: int) -> list[Tensor]:
         with merged:
-            return [half for layer in trains for half in layer.halves()]
+            return [half for layer in trains for half in layer.factors()]
 
     def plain(_: int) -> list[Tensor]:
         found = []
         for layer, left_IR in zip(trains, lefts, strict=True):
             split, cores = layer.shape.split, list(layer.cores)
             gates, below = list(layer.gates), layer.prune_below
-            left = merge_chain(cores[:split], gates[:split], below)[0]
-            right = merge_chain(cores[split:], gates[split:], below)[..., 0]
+            left = contract_chain(cores[:split], gates[:split], below)[0]
+            right = contract_chain(cores[split:], gates[split:], below)[..., 0]
             padding = left_IR.shape[1] - left.shape[1] - 1
             assert layer.bias is not None
             bias = layer.bias[None]
@@ -263,7 +263,7 @@ def _look_ups(
         rows, width, rank=rank, shape=_TABLE_MODES.get(table), device=device, dtype=dtype
     )
     with torch.no_grad():
-        halves = merge_table_halves(list(layer.cores))
+        halves = contract_table(list(layer.cores))
     left_VPR, right_WRQ = (half.detach().requires_grad_() for half in halves)
     (_, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     for count in indices:
@@ -272,7 +272,7 @@ def _look_ups(
         picked = [torch.randint(0, rows, (count,)).to(device) for _ in range(copies)]
 
         def ours(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
-            found = look_up(picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width)
+            found = lookup(picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width)
             return [found[0]]
 
         def plain(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
@@ -297,7 +297,7 @@ def _linears(
         for I, O in widths:  # noqa: E741
             layer = TTLinear(I, O, rank=rank, device=device, dtype=dtype)
             with torch.no_grad():
-                halves = layer.halves()
+                halves = layer.factors()
             left_IR, right_RO = (half.detach().requires_grad_() for half in halves)
             nbytes = count * (I + O) * dtype.itemsize
             copies = _copies(device, nbytes)
@@ -307,7 +307,7 @@ def _linears(
             ]
 
             def ours(k: int, xs=xs, left_IR=left_IR, right_RO=right_RO) -> list[Tensor]:
-                return thin_linears(xs[k], [left_IR], [right_RO], True)
+                return factorized_linears(xs[k], [left_IR], [right_RO], True)
 
             def plain(k: int, xs=xs, left_IR=left_IR, right_RO=right_RO) -> list[Tensor]:
                 return [F.linear(F.linear(xs[k], left_IR.T), right_RO.T, right_RO[-1])]

@@ -14,7 +14,7 @@ from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
 from comera.ops.context import machine_of
-from comera.ops.linear.tt_linear import thin_linears, wide_linear
+from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear
 from comera.planning.network import linear_network
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_linear
@@ -77,7 +77,7 @@ def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "thin": lambda x: _thin(layer, x),
         "sequential": lambda x: _sequential(layer, plan, x),
-        "dense": lambda x: wide_linear(x, *layer.halves(), bias=True),
+        "dense": lambda x: reconstructed_linear(x, *layer.factors(), bias=True),
         _DENSE: dense,
     }
     for name in ("sequential", "dense"):
@@ -106,8 +106,8 @@ def _forward_backward(
 
 
 def _thin(layer: TTLinear, x: Tensor) -> Tensor:
-    left, right = layer.halves()
-    return thin_linears(x, [left], [right], bias=True)[0]
+    left, right = layer.factors()
+    return factorized_linears(x, [left], [right], bias=True)[0]
 
 
 def _sequential(layer: TTLinear, plan: Plan, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.module import is_hooked
 from comera.nn.table import HotRows
 from comera.ops.operator import is_concrete
-from comera.ops.table.slices import Asked, read_halves_of
+from comera.ops.table.slices import Request, read_factors_of
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
@@ -56,14 +56,14 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         self._at: dict[tuple[str, ...], tuple[Any, Tensor]] = {}  # see _places
 
     def forward(self, bags: Bags) -> dict[str, Tensor]:
-        asked = self._by_name(bags)
+        request = self._by_name(bags)
         found: dict[str, Tensor] = {}
         for names in self._groups():
             if len(names) == 1:
                 with _named(names[0]):
-                    found[names[0]] = self.get_submodule(names[0])(*asked[names[0]])
+                    found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
             else:
-                found |= self._together(names, asked)
+                found |= self._together(names, request)
         return {name: found[name] for name in self}
 
     def _by_name(self, bags: Bags) -> dict[str, tuple[Any, ...]]:
@@ -93,22 +93,22 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         return list(groups.values())
 
     def _together(
-        self, names: list[str], asked: Mapping[str, tuple[Any, ...]]
+        self, names: list[str], request: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
         tables = [table for name in names if isinstance(table := self[name], TTEmbeddingBag)]
         reads, bags = [], []
         for name, table in zip(names, tables, strict=True):
             with _named(name):
-                flat, starts, weights = table._asked(*asked[name])
+                flat, starts, weights = table._request(*request[name])
             assert not isinstance(table.hot, HotRows)
             train = list(table.cores), table.bond_gates(), table.prune_below
             sizes = table.num_embeddings, table.hot_rows
-            reads.append(Asked(table._kept_at(flat), *train, *sizes))
+            reads.append(Request(table._kept_at(flat), *train, *sizes))
             bags.append((starts, weights, table.hot))
         parts = {
             name: TableBags(read.indices_N, starts, weights, read.left_VPR, read.right_WRQ, hot)
             for name, read, (starts, weights, hot) in zip(
-                names, read_halves_of(reads), bags, strict=True
+                names, read_factors_of(reads), bags, strict=True
             )
         }
         sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))

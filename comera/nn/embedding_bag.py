@@ -98,12 +98,12 @@ class TTEmbeddingBag(TTTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        flat, starts, weights = self._asked(input, offsets, per_sample_weights)
+        flat, starts, weights = self._request(input, offsets, per_sample_weights)
         if self.mode == "max":
             return self._maxima(flat, starts)
         return self._bags(flat, starts, weights)
 
-    def _asked(
+    def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return all entries, where each bag begins, and the entries' weights, none for ``max``."""

@@ -18,9 +18,9 @@ from comera.ops.attention import attend
 from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.dispatch import Ways
 from comera.ops.factors import Factors
-from comera.ops.linear.factored_attention import PROJECTIONS, head_factors, thin_projections
-from comera.ops.linear.feed_forward import ACTIVATIONS, thin_feed_forward
-from comera.ops.linear.tt_linear import thin_linears
+from comera.ops.linear.factored_attention import PROJECTIONS, factorized_projections, head_factors
+from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
+from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.product import affine
 
 
@@ -35,11 +35,11 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         ``(*, out_features)`` of each layer.
     """
     layers = list(layers)
-    trains = _thin(x, layers)
+    trains = _factorized_layers(x, layers)
     if trains is None:
         return [layer(x) for layer in layers]
-    lefts, rights = zip(*(layer.halves() for layer in trains), strict=True)
-    return thin_linears(x, lefts, rights, trains[0].bias is not None)
+    lefts, rights = zip(*(layer.factors() for layer in trains), strict=True)
+    return factorized_linears(x, lefts, rights, trains[0].bias is not None)
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
@@ -59,11 +59,11 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    trains = _thin(x, [first, second])
+    trains = _factorized_layers(x, [first, second])
     if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
     bias = trains[0].bias is not None
-    return thin_feed_forward(x, trains[0].halves(), trains[1].halves(), bias, activation)
+    return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), bias, activation)
 
 
 def self_attention(
@@ -106,10 +106,10 @@ def self_attention(
         raise ValueError(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
-    trains = _thin(x_BTD, [query, key, value, out])
-    narrow = trains is not None and max(m.thin_width for m in trains) * num_heads <= width
+    trains = _factorized_layers(x_BTD, [query, key, value, out])
+    narrow = trains is not None and max(m.factor_width for m in trains) * num_heads <= width
     if trains is not None and narrow and not products_are_fp8():
-        return _attention_in_rank_space(x_BTD, trains, num_heads, keep_BT, dropout)
+        return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:
         split = y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -120,7 +120,7 @@ def self_attention(
     return out(mixed.unflatten(0, (batch, num_heads)).transpose(1, 2).flatten(-2))
 
 
-def _attention_in_rank_space(
+def _factored_attention(
     x_BTD: Tensor, trains: Sequence[TTLinear], num_heads: int, keep_BT: Tensor, dropout: float
 ) -> Tensor:
     """Attend within the bonds of factorized projections.
@@ -128,7 +128,7 @@ def _attention_in_rank_space(
     Heads share keys and values, which are ``x A_k`` and ``x A_v``, of the width of a bond.
     """
     batch, length, width = x_BTD.shape
-    halves = [train.halves() for train in trains]
+    factors = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
 
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _attention_in_rank_space(
         return z.reshape(batch * length, num_heads * v.shape[2])
 
     x, lefts, rights = autocast_together(
-        x_BTD.flatten(0, 1), [left for left, _ in halves], [right for _, right in halves]
+        x_BTD.flatten(0, 1), [left for left, _ in factors], [right for _, right in factors]
     )
     factors = [Factors(left, right, bias) for left, right in zip(lefts, rights, strict=True)]
     y = _FACTORED(x, factors, num_heads, mixed)
@@ -161,13 +161,13 @@ def _not_by_kernel(x: Tensor, factors: Sequence[Factors], *_: Any) -> str | None
 _FACTORED = Ways("factored_attention", _sample)
 
 
-@_FACTORED.way("projections by a kernel", _not_by_kernel, kernel="thin_linears")
+@_FACTORED.way("projections by a kernel", _not_by_kernel, kernel="factorized_linears")
 def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
     lefts, rights = [f.left for f in factors], [f.right for f in factors]
     bias = factors[0].has_bias
     scores, values = head_factors(*rights[:3], lefts[3], num_heads)
-    q, k, v, _ = thin_projections(x, lefts[:3], scores, bias)
-    (y,) = thin_linears(mixed(q, k, v), [values], rights[3:], bias)
+    q, k, v, _ = factorized_projections(x, lefts[:3], scores, bias)
+    (y,) = factorized_linears(mixed(q, k, v), [values], rights[3:], bias)
     return y
 
 
@@ -203,14 +203,14 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     return affine(x, left, ones)
 
 
-def _thin(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
+def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
     """Return the layers if all are tensor trains, better left factorized and without hooks."""
     trains = [layer for layer in layers if type(layer) is TTLinear]
     if not trains or len(trains) < len(layers):
         return None
     bias = trains[0].bias is not None
     for layer in trains:
-        if is_hooked(layer) or (layer.bias is not None) != bias or not layer.is_thin(x):
+        if is_hooked(layer) or (layer.bias is not None) != bias or not layer.is_factorized(x):
             return None
     if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
         return None  # a frozen layer needs fewer products by itself

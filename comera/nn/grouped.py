@@ -16,7 +16,7 @@ from comera.nn.module import (
     tensor_trains,
     versions_of,
 )
-from comera.ops.factors import layout_of, merge_groups
+from comera.ops.factors import contract_groups, layout_of
 
 
 class GroupedMerge:
@@ -84,16 +84,16 @@ class GroupedMerge:
         lend_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            halves = merge_groups(cores, gates, *rest)
-            _lend(groups, halves, "shared_halves")
-            if self._autocast is not None and halves[0].dtype != torch.float64:
-                _lend(groups, [half.to(self._autocast) for half in halves], "narrow_halves")
+            factors = contract_groups(cores, gates, *rest)
+            _lend(groups, factors, "shared_factors")
+            if self._autocast is not None and factors[0].dtype != torch.float64:
+                _lend(groups, [factor.to(self._autocast) for factor in factors], "narrow_factors")
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
-            layer.shared_halves = None
+            layer.shared_factors = None
             if self._autocast is not None:  # else nothing may change for torch.compile
-                layer.narrow_halves = None
+                layer.narrow_factors = None
         take_back_gates(self._trains)
         for train in self._trains:
             train.lent = None
@@ -116,8 +116,8 @@ def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 
-def _lend(groups: list[list[TTLinear]], halves: list[Tensor], name: str) -> None:
-    for layers, lefts, rights in zip(groups, halves[::2], halves[1::2], strict=True):
+def _lend(groups: list[list[TTLinear]], factors: list[Tensor], name: str) -> None:
+    for layers, lefts, rights in zip(groups, factors[::2], factors[1::2], strict=True):
         pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
         for layer, pair in zip(layers, pairs, strict=True):
             setattr(layer, name, pair)

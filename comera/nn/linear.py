@@ -14,8 +14,8 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
 from comera.ops.context import autocast_dtype, machine_of
 from comera.ops.dispatch import Ways, on_this_machine
-from comera.ops.factors import merge_halves
-from comera.ops.linear.tt_linear import thin_linears, tt_to_dense, wide_linear
+from comera.ops.factors import contract_cores
+from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.crossover import dense_from
 from comera.shapes import TTShape, only_one, padded_rank
 
@@ -53,8 +53,8 @@ class TTLinear(TensorTrainModule):
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
-    shared_halves: tuple[Tensor, Tensor] | None = None
-    narrow_halves: tuple[Tensor, Tensor] | None = None
+    shared_factors: tuple[Tensor, Tensor] | None = None
+    narrow_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
 
@@ -100,7 +100,7 @@ class TTLinear(TensorTrainModule):
     def forward(self, input: Tensor) -> Tensor:
         return _LINEAR(self, input)
 
-    def halves(self) -> tuple[Tensor, Tensor]:
+    def factors(self) -> tuple[Tensor, Tensor]:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
         Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
@@ -108,14 +108,14 @@ class TTLinear(TensorTrainModule):
         made, in autocast's dtype if it knows of that.
         """
         self.renew_lent()
-        shared, narrow = self.shared_halves, self.narrow_halves
+        shared, narrow = self.shared_factors, self.narrow_factors
         if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
             shared = narrow
         if shared is not None and may_share(shared[0], self.cores[0]):
             left, right = shared
         else:
             biases = [] if self.bias is None else [self.bias]
-            left, right = merge_halves(
+            left, right = contract_cores(
                 list(self.cores), self.bond_gates(), biases, 1, self._modes.split, self.prune_below
             )
             left, right = left.flatten(0, 1), right.flatten(0, 1)
@@ -125,9 +125,9 @@ class TTLinear(TensorTrainModule):
             right = right[:, : self.out_features]
         return left, right
 
-    def is_thin(self, input: Tensor) -> bool:
+    def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
-        return _LINEAR.choose(self, input) is _thin
+        return _LINEAR.choose(self, input) is _factorized
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
@@ -159,7 +159,7 @@ class TTLinear(TensorTrainModule):
         }
 
     @property
-    def thin_width(self) -> int:
+    def factor_width(self) -> int:
         """The bond between the two factors as they are multiplied with, padding included."""
         return padded_rank(self._middle_rank, self.bias is not None)
 
@@ -269,26 +269,25 @@ def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
     widths = layer.in_features + layer.out_features
     if 2 * layer._middle_rank * widths <= layer.num_dense or on_this_machine() is not None:
         return None
-    rows = input.numel() // max(1, input.shape[-1])
+    rows, core = input.numel() // max(1, input.shape[-1]), layer.cores[0]
     fewest = _dense_from(
         layer._modes.in_modes, layer._modes.out_modes, layer.ranks,
         layer.in_features, layer.out_features, layer.bias is not None,
-        str(layer.cores[0].dtype).removeprefix("torch."), input.device.type,
-        torch.is_grad_enabled(),
+        str(core.dtype).removeprefix("torch."), core.device.type, torch.is_grad_enabled(),
     )  # fmt: skip
     return None if rows < fewest else "the dense matrix pays for so many rows"
 
 
-@_LINEAR.way("thin", _dense_is_faster)
-def _thin(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.halves()
-    return thin_linears(input, [left], [right], layer.bias is not None)[0]
+@_LINEAR.way("factorized", _dense_is_faster)
+def _factorized(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.factors()
+    return factorized_linears(input, [left], [right], layer.bias is not None)[0]
 
 
-@_LINEAR.way("dense")
-def _wide(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.halves()
-    return wide_linear(input, left, right, layer.bias is not None)
+@_LINEAR.way("reconstructed")
+def _reconstructed(layer: TTLinear, input: Tensor) -> Tensor:
+    left, right = layer.factors()
+    return reconstructed_linear(input, left, right, layer.bias is not None)
 
 
 def _dense_from(

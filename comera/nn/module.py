@@ -322,7 +322,7 @@ class TensorTrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what a :class:`~comera.GroupedMerge` shares: a copy has its own parameters."""
-        lent = ("lent", "shared_gates", "shared_halves", "narrow_halves")
+        lent = ("lent", "shared_gates", "shared_factors", "narrow_factors")
         return {key: value for key, value in self.__dict__.items() if key not in lent}
 
     def __repr__(self) -> str:

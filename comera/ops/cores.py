@@ -1,10 +1,10 @@
-"""Join neighbouring cores along their bonds, gates applied on the way.
+"""Contract neighbouring cores along their bonds, gates applied on the way.
 
-The half-chains of a layer are small next to its batch, so they are joined first; everything
+The chains of a layer are small next to its batch, so they are contracted first; everything
 the batch then meets is a thin matrix. The backward pass absorbs one core at a time and shares
 the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
 
-Chains of equal shape are joined together, so that a model of many layers costs as few calls as
+Chains of equal shape are contracted together, so that a model of many layers costs as few calls as
 one: ``G`` such chains are held as one tensor ``(G, L, N, R)`` for each position.
 
 Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, multiplied.
@@ -35,7 +35,7 @@ class Chains:
         num_layers: How many there are.
         split: How many cores of a layer carry the input.
         threshold: A gate at or below it is a pruned rank.
-        padded: Whether the bond between the halves is padded, for a bias and for fast products.
+        padded: Whether the bond between the factors is padded, for a bias and for fast products.
     """
 
     cores: Sequence[Tensor]
@@ -59,7 +59,7 @@ class Chains:
         return [core.shape[0] for core in self.cores[: self.length]] + [1]
 
     @property
-    def half_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of ``left (G, I, R)`` and ``right (G, R, O)``."""
         modes, split = self.modes, self.split
         return (
@@ -69,7 +69,7 @@ class Chains:
 
     @property
     def width(self) -> int:
-        """Of the bond between the halves, what pads it included."""
+        """Of the bond between the factors, what pads it included."""
         rank = self.cores[self.split].shape[0]
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
@@ -91,7 +91,7 @@ class Chains:
         )  # fmt: skip
 
 
-def merge_chain(
+def contract_chain(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
@@ -104,17 +104,17 @@ def merge_chain(
         threshold: A gate at or below it is a pruned rank.
 
     Returns:
-        A tensor of the cores' dtype. Narrow dtypes are joined in float32 and rounded once.
+        A tensor of the cores' dtype. Narrow dtypes are contracted in float32 and rounded once.
     """
     wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
         gated = [core.to(wide) for core in cores]
         for k, gate in enumerate(gates):
             gated[k] = rank_gate_reference(gated[k], gate, threshold)
-        merged = gated[0]
+        contracted = gated[0]
         for core in gated[1:]:
-            merged = torch.tensordot(merged, core, 1)
-        return merged.flatten(1, -2).to(cores[0].dtype)
+            contracted = torch.tensordot(contracted, core, 1)
+        return contracted.flatten(1, -2).to(cores[0].dtype)
 
 
 def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:
@@ -184,14 +184,14 @@ def gate_grads(
     return gate_chains(grads, open_gates), per_gate
 
 
-def join(cores: Sequence[Tensor]) -> Tensor:
+def contract_chains(cores: Sequence[Tensor]) -> Tensor:
     """Contract all cores ``(G, L, N, R)`` of each chain into one."""
-    merged = _partial_products(cores, len(cores))[-1]
+    contracted = _partial_products(cores, len(cores))[-1]
     modes = math.prod(core.shape[2] for core in cores)
-    return merged.reshape(merged.shape[0], cores[0].shape[1], modes, cores[-1].shape[3])
+    return contracted.reshape(contracted.shape[0], cores[0].shape[1], modes, cores[-1].shape[3])
 
 
-def join_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
+def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
     """Each core's gradient; the remaining gradient shrinks by one core at a time."""
     partial, grads = _partial_products(cores, len(cores) - 1), []
     G = cores[0].shape[0]

@@ -1,11 +1,11 @@
-"""Join the two halves of tensor-train matrices, those of all layers of one shape together.
+"""Contract the two factors of tensor-train matrices, those of all layers of one shape together.
 
 What comes out is what a batch multiplies by: ``left`` and ``right`` with the bond between them
 padded to a multiple of eight, which matrix products are fastest at, and the bias as the last row
 of ``right``. Where the batch has a one in that column, adding the bias and summing its gradient
 happen inside products that run anyway.
 
-Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the halves.
+Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from comera.ops.context import without_autocast
 from comera.ops.cores import (
     Chains,
+    contract_chains,
+    contract_chains_grads,
     gate_chains,
     gate_grads,
-    join,
-    join_grads,
     stack_chains,
     stack_gates,
     unstack_chains,
@@ -47,7 +47,7 @@ class Factors(NamedTuple):
     has_bias: bool
 
 
-def merge_halves(
+def contract_cores(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -56,7 +56,7 @@ def merge_halves(
     threshold: float,
     padded: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Join the first ``split`` cores of each layer, and the others.
+    """Contract the first ``split`` cores of each layer, and the others.
 
     Args:
         cores: ``(left bond, mode, right bond)``, listed layer by layer; all layers have the same
@@ -73,7 +73,7 @@ def merge_halves(
         zero, but for the last row of ``right``, which holds the bias.
     """
     layout = layout_of(cores, gates, biases, num_layers, split, padded)
-    left_GIR, right_GRO = merge_groups(cores, gates, biases, layout, [threshold])
+    left_GIR, right_GRO = contract_groups(cores, gates, biases, layout, [threshold])
     return left_GIR, right_GRO
 
 
@@ -85,19 +85,19 @@ def layout_of(
     split: int,
     padded: bool = True,
 ) -> list[int]:
-    """What :func:`merge_groups` has to know of a group."""
+    """What :func:`contract_groups` has to know of a group."""
     return [len(cores), len(gates), len(biases), num_layers, split, int(padded)]
 
 
-@operator("comera::merge_halves")
-def merge_groups(
+@operator("comera::contract_cores")
+def contract_groups(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],
     biases: Sequence[Tensor],
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """As :func:`merge_halves`, for several groups of layers of one shape each.
+    """As :func:`contract_cores`, for several groups of layers of one shape each.
 
     Args:
         cores: Of all groups, one group after the other, as are ``gates`` and ``biases``.
@@ -112,10 +112,10 @@ def merge_groups(
     return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
 
 
-@merge_groups.register_fake
+@contract_groups.register_fake
 def _(cores, gates, biases, layout, thresholds):
     groups = _groups(cores, gates, biases, layout, thresholds)
-    return [cores[0].new_empty(shape) for group in groups for shape in group.half_shapes]
+    return [cores[0].new_empty(shape) for group in groups for shape in group.factor_shapes]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -139,11 +139,11 @@ def _backward(ctx, grads: Sequence[Tensor]):
     return grad_cores, grad_gates, grad_biases, None, None
 
 
-merge_groups.register_autograd(_backward, setup_context=_setup_context)
+contract_groups.register_autograd(_backward, setup_context=_setup_context)
 
 
-@operator("comera::merge_halves_backward")
-def _merge_backward(
+@operator("comera::contract_cores_backward")
+def _contract_backward(
     grads: Sequence[Tensor],
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],
@@ -153,16 +153,16 @@ def _merge_backward(
     """Gradients of all cores one after the other, then those of all gates."""
     groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
     if CONTRACT.refusal(groups) is None:
-        from comera.ops.kernels.contract_kernel import merge_backward
+        from comera.ops.kernels.contract_kernel import contract_backward
 
-        return list(merge_backward(groups, grads))
+        return list(contract_backward(groups, grads))
     # A graph that was compiled where kernels run may be called where they do not.
     of_cores, of_gates = _grads_by_torch(groups, grads)
     flat_cores = [grad.flatten() for grad in of_cores]
     return [torch.cat(flat_cores), torch.cat(of_gates or [cores[0].new_empty(0)]).float()]
 
 
-@_merge_backward.register_fake
+@_contract_backward.register_fake
 def _(grads, cores, gates, layout, thresholds):
     wide = cores[0].new_empty(sum(gate.numel() for gate in gates), dtype=torch.float32)
     return [cores[0].new_empty(sum(core.numel() for core in cores)), wide]
@@ -177,7 +177,7 @@ def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
     return _kernel_refuses(groups)
 
 
-@_CONTRACT_BACK.way("kernel", _back_refuses, kernel="merge_halves")
+@_CONTRACT_BACK.way("kernel", _back_refuses, kernel="contract_cores")
 def _grads_by_kernel(
     groups: Sequence[Chains],
     grads: Sequence[Tensor],
@@ -186,7 +186,7 @@ def _grads_by_kernel(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    flat = _merge_backward(grads, cores, gates, layout, thresholds)
+    flat = _contract_backward(grads, cores, gates, layout, thresholds)
     return _apart(flat[0], cores), _apart(flat[1], gates)
 
 
@@ -197,7 +197,7 @@ def _grads_by_torch(
     grad_cores: list[Tensor] = []
     grad_gates: list[Tensor] = []
     for group, grad_left, grad_right in zip(groups, grads[::2], grads[1::2], strict=True):
-        of_cores, of_gates = _merge_grads(group, grad_left, grad_right)
+        of_cores, of_gates = _contract_grads(group, grad_left, grad_right)
         grad_cores += of_cores
         grad_gates += of_gates
     return grad_cores, grad_gates
@@ -255,19 +255,19 @@ def _kernel_refuses(groups: Sequence[Chains]) -> str | None:
     return unfit(groups)
 
 
-@CONTRACT.way("kernel", _kernel_refuses, kernel="merge_halves")
+@CONTRACT.way("kernel", _kernel_refuses, kernel="contract_cores")
 def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
-    from comera.ops.kernels.contract_kernel import merge
+    from comera.ops.kernels.contract_kernel import contract
 
-    return merge(groups)
+    return contract(groups)
 
 
 @CONTRACT.way("torch")
 def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
-    return [half for group in groups for half in _merge(group)]
+    return [factor for group in groups for factor in _contract(group)]
 
 
-def _merge(group: Chains) -> tuple[Tensor, Tensor]:
+def _contract(group: Chains) -> tuple[Tensor, Tensor]:
     """By torch operations."""
     cores, split = group.cores, group.split
     with without_autocast(cores[0]):
@@ -276,13 +276,13 @@ def _merge(group: Chains) -> tuple[Tensor, Tensor]:
         more = group.width - cores[split].shape[0]
         gated[split - 1] = F.pad(gated[split - 1], (0, more))  # copies, even where more is 0
         gated[split] = F.pad(gated[split], (0, 0, 0, 0, 0, more))
-        left, right = join(gated[:split])[:, 0], join(gated[split:])[..., 0]
+        left, right = contract_chains(gated[:split])[:, 0], contract_chains(gated[split:])[..., 0]
         if group.biases:
             right[:, -1, : group.biases[0].shape[0]] = torch.stack(list(group.biases))
         return left.to(cores[0].dtype), right.to(cores[0].dtype)
 
 
-def _merge_grads(
+def _contract_grads(
     group: Chains, grad_left_GIR: Tensor, grad_right_GRO: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of cores and gates by torch operations, which can be differentiated again."""
@@ -292,8 +292,8 @@ def _merge_grads(
         gated = gate_chains(stacked, open_gates)
         rank, wide = stacked[split].shape[1], stacked[0].dtype
         grads = [
-            *join_grads(grad_left_GIR[:, None, :, :rank].to(wide), gated[:split]),
-            *join_grads(grad_right_GRO[:, :rank, :, None].to(wide), gated[split:]),
+            *contract_chains_grads(grad_left_GIR[:, None, :, :rank].to(wide), gated[:split]),
+            *contract_chains_grads(grad_right_GRO[:, :rank, :, None].to(wide), gated[split:]),
         ]
         grads, per_gate = gate_grads(grads, stacked, open_gates)
         return (

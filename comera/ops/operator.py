@@ -1,7 +1,7 @@
 """Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
 
 ``torch.library`` flattens and checks every argument in Python, forward and backward: 0.4 ms for
-the cores of one layer, as much as joining them takes. Eager mode needs none of that and goes
+the cores of one layer, as much as contracting them takes. Eager mode needs none of that and goes
 through a plain ``torch.autograd.Function`` around the same three functions.
 """
 
@@ -16,7 +16,7 @@ class Operator:
     """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
 
     Args:
-        name: With its namespace, e.g. ``"comera::merge_halves"``.
+        name: With its namespace, e.g. ``"comera::contract_cores"``.
         run: Computes it. Its annotations are the schema; no output is an input or a view of one.
         tags: As in :func:`torch.library.custom_op`.
     """

@@ -18,7 +18,7 @@ from comera.nn.grouped import GroupedMerge
 from comera.nn.module import check_whole, tensor_trains
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
-from comera.ops.linear.fp8 import why_not_scaled
+from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.unwrap import AnyOptimizer
 from comera.rank.learning import RankLearning
@@ -301,7 +301,7 @@ def _check_loss(loss: Tensor) -> None:
 
 
 def _can_scale(device: torch.device) -> bool:
-    why_not = why_not_scaled(device)
+    why_not = why_not_fp8(device)
     if why_not is not None:
         log.warning("precision='fp8' trains in 'bf16' here: %s", why_not)
     return why_not is None

@@ -404,9 +404,9 @@ def test_the_floor_of_a_linear_layer_is_that_of_its_batch(tmp_path):
 
 
 def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
-    right = kernel_speed.thin_linears
+    right = kernel_speed.factorized_linears
     monkeypatch.setattr(
-        kernel_speed, "thin_linears", lambda *arguments: [1.01 * y for y in right(*arguments)]
+        kernel_speed, "factorized_linears", lambda *arguments: [1.01 * y for y in right(*arguments)]
     )
     assert bench("kernels", *KERNELS, "--only", "linear") == 1
     assert "is not timed: it disagrees with plain torch" in capsys.readouterr().out

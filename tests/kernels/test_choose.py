@@ -56,7 +56,7 @@ def ways(monkeypatch):
 
     def make(name="joining", more=None):
         found = Ways(name, lambda new: (new(2),))
-        refuses = lambda like: kernel_refuses("merge", like) or more  # noqa: E731
+        refuses = lambda like: kernel_refuses("contract", like) or more  # noqa: E731
         found.way("kernel", refuses, kernel=name)(lambda like: "kernel")
         found.way("torch")(lambda like: "torch")
         return found
@@ -99,7 +99,9 @@ def test_a_fallback_says_its_reason_once(card, ways, change, dtype, refusal, rea
 def test_ref_and_tensors_on_a_cpu_say_nothing(card, ways, monkeypatch):
     joining = ways()
     assert joining(torch.zeros(1)) == "torch"
-    assert choose.why_not("merge", torch.device("cpu"), torch.float32) == "the tensors are on a CPU"
+    assert (
+        choose.why_not("contract", torch.device("cpu"), torch.float32) == "the tensors are on a CPU"
+    )
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     assert joining(on_a_card()) == joining(torch.zeros(1)) == "torch"
     assert joining.refusal(on_a_card()) == joining.refusal(torch.zeros(1)) == "COMERA_KERNELS=ref"
@@ -159,7 +161,7 @@ def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
     device = torch.device("cuda", 0)
 
     def choice(x):
-        return x + (1 if choose.why_not("merge", device, torch.float32) == reason else 0)
+        return x + (1 if choose.why_not("contract", device, torch.float32) == reason else 0)
 
     assert compiled(choice)(torch.zeros(1)) == 1
     assert asked == [1]

@@ -17,7 +17,7 @@ import contextlib, threading
 import torch
 from comera.ops.kernels import driver, launch
 from comera.ops.kernels import contract_kernel
-from tests.kernels.test_merge import chains, make
+from tests.kernels.test_contract import chains, make
 
 torch.cuda.init = lambda: None
 torch.cuda.device = lambda number: contextlib.nullcontext()
@@ -58,7 +58,7 @@ def stand_in(tmp_path_factory):
 
 @needs_nvrtc
 def test_launches_reach_the_driver_as_they_were_meant(stand_in):
-    nvrtc.cubin("merge", "sm_90")  # NVRTC itself looks for a driver, so not beside the stand-in
+    nvrtc.cubin("contract", "sm_90")  # NVRTC itself looks for a driver, so not beside the stand-in
     lines = stand_in(
         """
 group, launch_it = chains(make("3+3", 2)), contract_kernel.launch
@@ -72,29 +72,29 @@ grads = contract_kernel.merge_backward([group], [left, right])
     shared = 4 * (16 * 33 + 32 * 65)
     forward, halves, cores = [line.split() for line in lines[2:]]
     # Two layers; heads of 2 and 2; cores with bonds 2 5 6 | 6 5 2 inwards are six tiles of eight.
-    assert forward[:6] == ["LAUNCH", "merge_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
-    assert halves[1:6] == ["merge_back_halves_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
-    assert cores[1:6] == ["merge_back_cores_f32", "12,1,1", "128,1,1", str(shared), "0xabc0"]
+    assert forward[:6] == ["LAUNCH", "contract_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
+    assert halves[1:6] == ["contract_back_factors_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
+    assert cores[1:6] == ["contract_back_cores_f32", "12,1,1", "128,1,1", str(shared), "0xabc0"]
     assert [line[6] for line in (forward, halves, cores)] == ["1", "1", "1"]  # groups
     assert halves[7] == cores[7]  # scratch memory
 
 
 @needs_nvrtc
 def test_arguments_keep_their_kinds_and_a_new_thread_enters_the_context_once(stand_in):
-    nvrtc.cubin("merge", "sm_90")
+    nvrtc.cubin("contract", "sm_90")
     lines = stand_in(
         """
 def go():
     for number in (7, 8):
         launch.launch(
-            "merge", "merge_bf16", card, (3, 2), 128, 50000, torch.zeros(3), None, number, 0.5
+            "contract", "contract_bf16", card, (3, 2), 128, 50000, torch.zeros(3), None, number, 0.5
         )
 go()
 other = threading.Thread(target=go)
 other.start(), other.join()
-launch.launch("merge", "merge_bf16", card, 0, 128, 0)  # no blocks: nothing to launch
+launch.launch("contract", "contract_bf16", card, 0, 128, 0)  # no blocks: nothing to launch
 for shared in (49999, 60000, 50000):
-    launch.launch("merge", "merge_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5)
+    launch.launch("contract", "contract_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5)
 """,
         "ppif",
     )
@@ -103,7 +103,7 @@ for shared in (49999, 60000, 50000):
     launches = [line.split() for line in lines if line.startswith("LAUNCH")]
     for launched, number in zip(launches, [7, 8, 7, 8], strict=True):
         *start, pointer, nothing, whole, other = launched
-        assert start == ["LAUNCH", "merge_bf16", "3,2,1", "128,1,1", "50000", "0xabc0"]
+        assert start == ["LAUNCH", "contract_bf16", "3,2,1", "128,1,1", "50000", "0xabc0"]
         assert int(pointer, 16)
         assert (nothing, whole, other) == ("(nil)", str(number), "0.5")
     assert [line.split()[1] for line in lines if line not in map(" ".join, launches)] == [

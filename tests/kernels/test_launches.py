@@ -42,6 +42,8 @@ def test_launches_of_a_captured_step_stay_within_their_budget(
             step(data)
     assert counter.count + len(started) <= budget
     kinds = [name.rsplit("_", 1)[0] for name in started]
-    assert kinds.count("merge") == kinds.count("merge_back_cores") == 2  # the layers', the table's
+    assert (
+        kinds.count("contract") == kinds.count("contract_back_cores") == 2
+    )  # the layers', the table's
     assert kinds.count("low_rank_forward") == 6 * 4 + 1  # q, k and v together, and the pooler
     assert kinds.count("low_rank_back_rows") == kinds.count("low_rank_back_columns") == 6 * 4 + 1

@@ -163,7 +163,7 @@ def test_the_operator_takes_any_layout(bias, math, emulated):
     leaves = [tensor.detach().requires_grad_() for tensor in product.tensors]
     count = len(product.lefts)
     x, lefts, rights = leaves[0], leaves[1 : 1 + count], leaves[1 + count :]
-    *ys, t = tt_linear._thin_linears(x.view(9, 10, -1), lefts, rights, bias)
+    *ys, t = tt_linear._factorized_linears(x.view(9, 10, -1), lefts, rights, bias)
     assert [y.shape for y in ys] == [(9, 10, right.shape[1]) for right in rights]
     grads = [grad.reshape(9, 10, -1) for grad in product.grads]
     x, *halves = torch.autograd.grad(ys, leaves, grads)
@@ -246,7 +246,7 @@ def test_only_what_is_wanted_is_computed(frozen, emulated, monkeypatch):
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     started, launch = [], low_rank_kernel.launch
     monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
-    *ys, _ = tt_linear._thin_linears(product.x, product.lefts, product.rights, True)
+    *ys, _ = tt_linear._factorized_linears(product.x, product.lefts, product.rights, True)
     grads = torch.autograd.grad(ys, wanted, product.grads)
     assert len(started) == (3 if frozen == "x" else 2)
     want = product.want()[2 * len(product.lefts) :]
@@ -271,7 +271,7 @@ def test_no_rows(emulated):
 def test_a_layer_that_has_vanished_has_no_kernel(emulated):
     left, right = torch.empty(24, 0), torch.empty(0, 20)
     assert tt_linear.kernel_refuses(torch.ones(3, 24), [left], [right]) == choose.NO_RANK
-    (y,) = tt_linear.thin_linears(torch.ones(3, 24), [left], [right], False)
+    (y,) = tt_linear.factorized_linears(torch.ones(3, 24), [left], [right], False)
     assert not y.any()
 
 
@@ -288,14 +288,14 @@ def test_bonds_that_kernels_do_not_take(ranks, reason, emulated, recwarn):
     lefts = [torch.randn(24, rank) for rank in ranks]
     rights = [torch.randn(rank, 20) for rank in ranks]
     assert tt_linear.kernel_refuses(x, lefts, rights) == reason
-    assert len(tt_linear.thin_linears(x, lefts, rights, False)) == len(ranks)
+    assert len(tt_linear.factorized_linears(x, lefts, rights, False)) == len(ranks)
     assert not [w for w in recwarn if w.category is KernelWarning]  # on a CPU nothing is missed
 
 
 def test_several_dtypes_do_not_go_together(emulated):
     product = Product("grouped")
     reason = tt_linear.kernel_refuses(product.x.bfloat16(), product.lefts, product.rights)
-    assert reason == "the batch and the halves are of several dtypes or devices"
+    assert reason == "the batch and the factors are of several dtypes or devices"
     reason = tt_linear.kernel_refuses(product.x.double(), [h.double() for h in product.lefts], [])
     assert reason == "kernels take float32 and bfloat16, not float64"
 
@@ -303,7 +303,7 @@ def test_several_dtypes_do_not_go_together(emulated):
 def test_a_second_derivative_goes_through_torch_operations(emulated):
     product = Product("odd")
     leaves = [t.requires_grad_() for t in product.tensors]
-    *ys, _ = tt_linear._thin_linears(product.x, product.lefts, product.rights, True)
+    *ys, _ = tt_linear._factorized_linears(product.x, product.lefts, product.rights, True)
     (grad,) = torch.autograd.grad(ys[0].square().sum(), product.x, create_graph=True)
     second = torch.autograd.grad(grad.square().sum(), leaves)
     assert all(each.abs().sum() > 0 for each in second)
@@ -313,7 +313,7 @@ def test_registered_soundly(emulated):
     product = Product("odd and grouped")
     halves = [half.requires_grad_() for half in (*product.lefts, *product.rights)]
     arguments = product.x.requires_grad_(), halves[:2], halves[2:], True
-    torch.library.opcheck(tt_linear._thin_linears.custom_op, arguments)
+    torch.library.opcheck(tt_linear._factorized_linears.custom_op, arguments)
 
 
 def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypatch):
@@ -324,11 +324,11 @@ def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypa
     for needs in [(True, True, True), (False, True, True), (True, False, False)]:
         arguments = (product.grads, product.x, t, *halves, *needs)
         monkeypatch.setattr(choose, "mode", lambda: "emulate")
-        got = torch.ops.comera.thin_linears_backward(*arguments)
+        got = torch.ops.comera.factorized_linears_backward(*arguments)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = torch.ops.comera.thin_linears_backward(*arguments)
+            fake = torch.ops.comera.factorized_linears_backward(*arguments)
         monkeypatch.setattr(choose, "mode", lambda: "ref")
-        want = torch.ops.comera.thin_linears_backward(*arguments)
+        want = torch.ops.comera.factorized_linears_backward(*arguments)
         assert [g.shape for g in got] == [g.shape for g in fake] == [g.shape for g in want]
         assert_near(got, want, torch.float32, factor=2)
 

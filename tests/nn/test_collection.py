@@ -217,9 +217,9 @@ def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
     grads = torch.autograd.grad(loss(want), list(collection.parameters()))
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
     calls = []
-    together = table_factors.merge_groups
+    together = table_factors.contract_groups
     monkeypatch.setattr(
-        table_factors, "merge_groups", lambda *a: calls.append(len(a[-1])) or together(*a)
+        table_factors, "contract_groups", lambda *a: calls.append(len(a[-1])) or together(*a)
     )
     got = collection(asked)
     assert calls == [5, 1, 1]  # those read together, then max and that with a hot rank

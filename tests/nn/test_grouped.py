@@ -36,9 +36,9 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
 
 def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     model, calls = make(), []
-    original = grouped.merge_groups
+    original = grouped.contract_groups
     monkeypatch.setattr(
-        grouped, "merge_groups", lambda *args: calls.append(args[3]) or original(*args)
+        grouped, "contract_groups", lambda *args: calls.append(args[3]) or original(*args)
     )
     with comera.GroupedMerge(model):
         model(torch.zeros(2, dtype=torch.long))
@@ -51,11 +51,11 @@ def test_frozen_layers_ask_for_no_gradient_beside_others():
     merged = comera.GroupedMerge(model)
     for layer in (model[5], model[6]):  # each the only one of its shape
         with merged:
-            assert layer.shared_halves[0].requires_grad
+            assert layer.shared_factors[0].requires_grad
         layer.requires_grad_(False)
         with merged:
-            assert not layer.shared_halves[0].requires_grad
-            assert model[1].shared_halves[0].requires_grad
+            assert not layer.shared_factors[0].requires_grad
+            assert model[1].shared_factors[0].requires_grad
 
 
 def test_under_autocast_all_halves_of_a_shape_are_narrowed_at_once():
@@ -65,18 +65,18 @@ def test_under_autocast_all_halves_of_a_shape_are_narrowed_at_once():
         want = twin(tokens)
         want.float().square().mean().backward()
     with comera.GroupedMerge(model, torch.bfloat16):
-        assert model[1].shared_halves[0].dtype == torch.float32
+        assert model[1].shared_factors[0].dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
-            assert all(half.dtype == torch.bfloat16 for half in model[1].halves())
+            assert all(half.dtype == torch.bfloat16 for half in model[1].factors())
             got = model(tokens)
             with torch.autocast("cpu", enabled=False):
-                assert all(half.dtype == torch.float32 for half in model[1].halves())
+                assert all(half.dtype == torch.float32 for half in model[1].factors())
         assert model(tokens).dtype == torch.float32
         got.float().square().mean().backward()
     torch.testing.assert_close(got, want)
     grads = [[p.grad for p in each.parameters()] for each in (model, twin)]
     torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-4)
-    assert model[1].narrow_halves is None
+    assert model[1].narrow_factors is None
 
 
 def test_nothing_is_left_behind():
@@ -84,7 +84,7 @@ def test_nothing_is_left_behind():
     merged = comera.GroupedMerge(model)
     with pytest.raises(RuntimeError, match="stop"), merged:
         raise RuntimeError("stop")
-    assert all(m.shared_halves is None for m in model.modules() if isinstance(m, comera.TTLinear))
+    assert all(m.shared_factors is None for m in model.modules() if isinstance(m, comera.TTLinear))
 
 
 def test_truncation_between_two_uses():
@@ -134,7 +134,7 @@ def test_a_copy_made_inside_is_a_copy_of_the_parameters():
         model(tokens).sum().backward()
         twin = copy.deepcopy(model)
         torch.testing.assert_close(twin(tokens), model(tokens))
-    assert all(m.shared_halves is None for m in twin.modules() if isinstance(m, comera.TTLinear))
+    assert all(m.shared_factors is None for m in twin.modules() if isinstance(m, comera.TTLinear))
 
 
 def changed_by_an_optimizer(model):
@@ -198,8 +198,8 @@ def test_a_rank_objective_reads_gates_changed_inside():
 
 def test_what_has_not_changed_is_joined_once(monkeypatch):
     model, calls = make(), []
-    original = grouped.merge_groups
-    monkeypatch.setattr(grouped, "merge_groups", lambda *a: calls.append(1) or original(*a))
+    original = grouped.contract_groups
+    monkeypatch.setattr(grouped, "contract_groups", lambda *a: calls.append(1) or original(*a))
     with comera.GroupedMerge(model):
         for _ in range(3):
             model(torch.arange(5))

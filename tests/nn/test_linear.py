@@ -238,7 +238,7 @@ def test_the_dense_branch_gives_the_same(widths, bias, monkeypatch):
     results = []
     for rows in (0, 1 << 30):
         monkeypatch.setattr("comera.nn.linear._dense_from", lambda *_, rows=rows: rows)
-        assert layer.is_thin(x) == (rows > 0)
+        assert layer.is_factorized(x) == (rows > 0)
         y = layer(x)
         grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
         results.append([y.detach(), *grads])
@@ -248,9 +248,9 @@ def test_the_dense_branch_gives_the_same(widths, bias, monkeypatch):
 def test_the_planner_decides_by_rank_and_batch():
     low, high = TTLinear(768, 768, rank=30), TTLinear(768, 768, rank=768)
     many = torch.empty(1 << 20, 768, device="meta")
-    assert low.is_thin(many)
-    assert not high.is_thin(many)
-    assert high.is_thin(many[:1])
+    assert low.is_factorized(many)
+    assert not high.is_factorized(many)
+    assert high.is_factorized(many[:1])
 
 
 def test_an_exported_layer_takes_any_batch():
@@ -259,7 +259,7 @@ def test_an_exported_layer_takes_any_batch():
     rows = torch.export.Dim("rows")
     made = torch.export.export(layer, (torch.randn(8, 64),), dynamic_shapes=({0: rows},))
     x = torch.randn(100_000, 64)
-    assert not layer.is_thin(x)
+    assert not layer.is_factorized(x)
     torch.testing.assert_close(made.module()(x), layer(x))
 
 

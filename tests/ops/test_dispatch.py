@@ -65,12 +65,12 @@ CPU_OR_NOT = {
 }
 READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
-    "thin_linears": KERNEL_OR_TORCH,
-    "thin_linears_backward": KERNEL_OR_TORCH,
-    "thin_feed_forward": KERNEL_OR_TORCH,
-    "thin_feed_forward_backward": KERNEL_OR_TORCH,
-    "thin_projections": KERNEL_OR_TORCH,
-    "thin_projections_backward": KERNEL_OR_TORCH,
+    "factorized_linears": KERNEL_OR_TORCH,
+    "factorized_linears_backward": KERNEL_OR_TORCH,
+    "factorized_feed_forward": KERNEL_OR_TORCH,
+    "factorized_feed_forward_backward": KERNEL_OR_TORCH,
+    "factorized_projections": KERNEL_OR_TORCH,
+    "factorized_projections_backward": KERNEL_OR_TORCH,
     "contract_cores": KERNEL_OR_TORCH,
     "contract_cores_backward": KERNEL_OR_TORCH,
     # In a graph for a card it is left to the operator, which is asked when the graph runs.
@@ -78,20 +78,20 @@ EXPECTED = {
     + ("one by one", "all at once, as layers", "one by one", "all at once, as layers"),
     "factored_attention": (T,) * 4 + ("projections by a kernel",) * 2
     + (T, "projections by a kernel", T, "projections by a kernel"),
-    "ttm_look_up": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
-    "ttm_look_up_backward": (
+    "ttm_lookup": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
+    "ttm_lookup_backward": (
         "by slots", "by slots", "by slots", "by slots", K, K, "by slots",
         "sort what a kernel has read, then by slots", "by slots", K,
     ),
     "rows_of_a_table": ("lookup", "every row for itself", *("lookup",) * 8),
-    "half_of_a_table": (READ, WHOLE, READ, WHOLE, *(WHOLE,) * 6),
+    "factor_of_a_table": (READ, WHOLE, READ, WHOLE, *(WHOLE,) * 6),
     "product": ("oneDNN", T, T, T, T, T, T, T, "oneDNN", T),
     "stacked_product": (
         "as a product of two matrices", T, T, T, T, T, T, T, "as a product of two matrices", T,
     ),
     "attend": ("in pieces", T, "in pieces", T, T, T, T, T, "in pieces", T),
     "linears": ("in the batch's dtype",) * 10,
-    "linear": ("thin",) * 10,
+    "linear": ("factorized",) * 10,
     **{
         name: (some, every, some, some, every, every, every, every, some, every)
         for name, (some, every) in CPU_OR_NOT.items()
@@ -122,7 +122,7 @@ def test_which_way_is_taken(name, column, monkeypatch):
     assert got == EXPECTED[name][COLUMNS.index(column)]
 
 
-@pytest.mark.parametrize("name", ["thin_linears_backward", "contract_cores_backward"])
+@pytest.mark.parametrize("name", ["factorized_linears_backward", "contract_cores_backward"])
 def test_a_second_derivative_takes_no_kernel(name):
     with torch.enable_grad():
         reasons = TABLE[name].reasons(*sample(name, CARD))
@@ -146,10 +146,10 @@ def test_inside_the_context_bfloat16_is_multiplied_in_eight_bits():
 
 def test_many_rows_take_the_dense_matrix_but_in_no_exported_graph(monkeypatch):
     layer, x = comera.TTLinear(64, 64, rank=60, order=2), torch.empty(100_000, 64)
-    assert TABLE["linear"].chosen(layer, x) == "dense"
-    assert TABLE["linear"].chosen(layer, x[:2]) == "thin"
+    assert TABLE["linear"].chosen(layer, x) == "reconstructed"
+    assert TABLE["linear"].chosen(layer, x[:2]) == "factorized"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert TABLE["linear"].chosen(layer, x) == "thin"
+    assert TABLE["linear"].chosen(layer, x) == "factorized"
 
 
 def test_a_product_without_values_is_a_node_and_one_with_gradients_is_torchs():

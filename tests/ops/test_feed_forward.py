@@ -5,13 +5,13 @@ from comera.ops.linear import feed_forward as module
 from comera.ops.linear.feed_forward import (
     ACTIVATIONS,
     _feed_forward,
-    thin_feed_forward,
-    thin_feed_forward_reference,
+    factorized_feed_forward,
+    factorized_feed_forward_reference,
 )
 
 
 def make(dtype=torch.float64, batch=(3, 5), bias=True):
-    """x and the halves of two layers, 6 -> 20 -> 7, padded as ``merge_halves`` pads them."""
+    """x and the halves of two layers, 6 -> 20 -> 7, padded as ``contract_cores`` pads them."""
     x = torch.randn(*batch, 6, dtype=dtype)
     sizes = {"left1": (6, 8), "right1": (8, 20), "left2": (20, 16), "right2": (16, 7)}
     halves = {name: torch.randn(size, dtype=dtype) / 3 for name, size in sizes.items()}
@@ -44,8 +44,8 @@ def grads(y, inputs):
 def test_output_and_gradients_match_plain_products(activation, batch, at_once, monkeypatch):
     monkeypatch.setattr(module, "_HIDDEN_NUMBERS", at_once)
     inputs = make(batch=batch)
-    got = run(thin_feed_forward, inputs, True, activation)
-    want = run(thin_feed_forward_reference, inputs, activation)
+    got = run(factorized_feed_forward, inputs, True, activation)
+    want = run(factorized_feed_forward_reference, inputs, activation)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
 
@@ -53,7 +53,7 @@ def test_output_and_gradients_match_plain_products(activation, batch, at_once, m
 def test_without_a_bias():
     inputs = make(bias=False)
     x, left1, right1, left2, right2 = inputs
-    got = run(thin_feed_forward, inputs, False, "gelu")
+    got = run(factorized_feed_forward, inputs, False, "gelu")
     want = torch.nn.functional.gelu(x @ left1 @ right1) @ left2 @ right2
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
@@ -62,7 +62,7 @@ def test_without_a_bias():
 def test_nothing_of_the_hidden_width_is_kept():
     inputs, kept = make(batch=(100,)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        run(thin_feed_forward, inputs, True, "gelu")
+        run(factorized_feed_forward, inputs, True, "gelu")
     assert kept
     assert (100, 20) not in kept
 
@@ -70,9 +70,9 @@ def test_nothing_of_the_hidden_width_is_kept():
 def test_autocast():
     inputs = make(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        y = run(thin_feed_forward, inputs, True, "gelu")
+        y = run(factorized_feed_forward, inputs, True, "gelu")
     assert y.dtype == torch.bfloat16
-    want = run(thin_feed_forward_reference, inputs, "gelu")
+    want = run(factorized_feed_forward_reference, inputs, "gelu")
     for got, exact in zip([y, *grads(y, inputs)], [want, *grads(want, inputs)], strict=True):
         error = (got - exact).abs().max() / exact.abs().max()
         assert error < 8 * torch.finfo(torch.bfloat16).eps
@@ -85,7 +85,7 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
     narrow = [t.detach().bfloat16().requires_grad_() for t in wide]
     exact = [t.detach().float().requires_grad_() for t in narrow]
     for inputs in (narrow, exact):
-        run(thin_feed_forward, inputs, True, "relu").sum().backward()
+        run(factorized_feed_forward, inputs, True, "relu").sum().backward()
     error = (narrow[2].grad - exact[2].grad).norm() / exact[2].grad.norm()
     assert error < 2 * torch.finfo(torch.bfloat16).eps
 

@@ -3,8 +3,8 @@ import tensorly
 import torch
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.table.lookup import look_up, look_up_backward
-from comera.ops.table.table_factors import merge_table_halves
+from comera.ops.table.lookup import lookup, lookup_backward
+from comera.ops.table.table_factors import contract_table
 from comera.ops.table.tt_embedding import (
     tt_embedding,
     tt_embedding_reference,
@@ -202,15 +202,15 @@ def test_registered_soundly(hot, bags, lies):
     problem = Problem("3 cores", **HOT[hot], dtype=torch.float32)
     offsets = torch.tensor([0, 3, 3]) if bags else None
     weights = torch.randn(5, requires_grad=True) if bags else None
-    left, right = merge_table_halves(problem.cores)
+    left, right = contract_table(problem.cores)
     right = right.contiguous() if lies == "as kernels make it" else right
     halves = [half.detach().requires_grad_() for half in (left, right)]
     indices = torch.tensor([0, 1, 7, 7, 22])
     tensors = (*halves, problem.hot, problem.basis, weights, offsets)
     sizes = problem.rows, problem.width
-    torch.library.opcheck(look_up.custom_op, (indices, *tensors, *sizes))
+    torch.library.opcheck(lookup.custom_op, (indices, *tensors, *sizes))
     frozen = [None if t is None else t.detach() for t in tensors]
-    out, *sorted_keys = look_up(indices, *frozen, *sizes)
+    out, *sorted_keys = lookup(indices, *frozen, *sizes)
     grad = torch.randn_like(out)
     saved = (grad, indices, *sorted_keys, *frozen, problem.rows, bags)
-    torch.library.opcheck(look_up_backward, saved)
+    torch.library.opcheck(lookup_backward, saved)

@@ -5,7 +5,12 @@ import tensorly
 import torch
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.linear.tt_linear import _thin_linears, tt_linear, tt_linear_reference, tt_to_dense
+from comera.ops.linear.tt_linear import (
+    _factorized_linears,
+    tt_linear,
+    tt_linear_reference,
+    tt_to_dense,
+)
 from comera.shapes import TTShape
 
 SHAPES = {
@@ -207,7 +212,7 @@ def test_registered_soundly(batch, bias, count):
     x = torch.randn(*batch, 6, requires_grad=True)
     lefts = [torch.randn(6, 8, requires_grad=True) for _ in range(count)]
     rights = [torch.randn(8, 5 + k, requires_grad=True) for k in range(count)]
-    torch.library.opcheck(_thin_linears.custom_op, (x, lefts, rights, bias))
-    *ys, t = _thin_linears(x, lefts, rights, bias)
+    torch.library.opcheck(_factorized_linears.custom_op, (x, lefts, rights, bias))
+    *ys, t = _factorized_linears(x, lefts, rights, bias)
     assert [y.shape for y in ys] == [(*batch, 5 + k) for k in range(count)]
     assert t.shape == (math.prod(batch), 8 * count)

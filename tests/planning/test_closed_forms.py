@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.nn.linear import TTLinear
-from comera.ops.factors import merge_halves
-from comera.ops.table.table_factors import merge_table_halves
+from comera.ops.factors import contract_cores
+from comera.ops.table.table_factors import contract_table
 from comera.shapes import TTMShape, TTShape
 from tests.planning.closed_forms import (
     dense_embedding_cost,
@@ -53,7 +53,7 @@ def test_linear_forward_is_what_the_reference_order_multiplies(shape):
         return x @ left @ right
 
     want, y = multiply_adds(run)
-    left, right = merge_halves(cores, [], [], 1, shape.split, 0.0)
+    left, right = contract_cores(cores, [], [], 1, shape.split, 0.0)
     torch.testing.assert_close(y, x @ left[0] @ right[0])
     assert tt_linear_cost(shape, 7).forward == want
 
@@ -91,7 +91,7 @@ def test_look_ups_cost_one_small_product_each(shape, tokens):
     middle = shape.ranks[shape.split - 1]
     cost, one_more = tt_embedding_cost(shape, tokens), tt_embedding_cost(shape, tokens + 1)
     assert one_more.forward - cost.forward == middle * shape.num_cols
-    halves = sum(half.numel() for half in merge_table_halves(cores_of(shape)))
+    halves = sum(half.numel() for half in contract_table(cores_of(shape)))
     assert cost.saved == tokens + halves
 
 

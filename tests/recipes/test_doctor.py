@@ -60,7 +60,7 @@ def test_without_a_card_it_says_which_way_operators_go(mode, monkeypatch):
             "ref": ["torch", "kernel: COMERA_KERNELS=ref", "-"],
         }[mode]
     )
-    assert ways(text, "ttm_look_up", "float64")[0] == "distinct rows"
+    assert ways(text, "ttm_lookup", "float64")[0] == "distinct rows"
     assert ways(text, "dropout_add", "float32") == ["a mask of bytes", "-", "torch"]
     captured = ways(text, "dropout_add", "float32 in a captured step")
     assert captured == ["torch", "a mask of bytes: shapes are static", "-"]
@@ -86,7 +86,7 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is asked, and nothing falls back
         shown = ways(printed(), "contract_cores", "float32", "cuda")
-    assert shown == ["torch", "kernel: merge.cu does not compile", "-"]
+    assert shown == ["torch", "kernel: contract.cu does not compile", "-"]
     choose._why_not_loaded.cache_clear()
 
 
@@ -102,13 +102,13 @@ def test_without_cuda_python_it_says_what_to_install(monkeypatch):
 
 @needs_nvrtc
 def test_it_lists_what_has_been_compiled():
-    assert row(printed(), "ttm_look_up.cu")[1] == "-"
-    nvrtc.cubin("ttm_look_up", "sm_90")
-    path = nvrtc.cubin_path("ttm_look_up", "sm_80")
-    path.with_name("ttm_look_up-sm_80-ofanothersource.cubin").write_bytes(b"")
+    assert row(printed(), "ttm_lookup.cu")[1] == "-"
+    nvrtc.cubin("ttm_lookup", "sm_90")
+    path = nvrtc.cubin_path("ttm_lookup", "sm_80")
+    path.with_name("ttm_lookup-sm_80-ofanothersource.cubin").write_bytes(b"")
     text = printed()
-    assert row(text, "ttm_look_up.cu")[1] == "sm_90"
-    assert row(text, "merge.cu")[1] == "-"
+    assert row(text, "ttm_lookup.cu")[1] == "sm_90"
+    assert row(text, "contract.cu")[1] == "-"
     assert "2 files" in row(text, "compiled kernels")[0]
 
 

@@ -14,7 +14,7 @@ from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
-from comera.ops.linear.fp8 import why_not_scaled
+from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml
@@ -344,5 +344,5 @@ def test_a_run_chooses_its_precision(config, precision, dtype):
     task = prepare_task(config, device)
     step = build.build_step(build.make_model(config, task, device), config, task)
     assert step.autocast == dtype
-    assert step.scaled == (precision == "fp8" and why_not_scaled(device) is None)
+    assert step.scaled == (precision == "fp8" and why_not_fp8(device) is None)
     assert bool(step(task.get_batch(0)).isfinite())

@@ -11,7 +11,7 @@ import comera
 from comera.models.transformer import Encoder
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, emulate, lookup_kernel
-from comera.ops.table.lookup import look_up as look_up_op
+from comera.ops.table.lookup import lookup as lookup_op
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
 from comera.train.clock import StepClock
@@ -27,7 +27,7 @@ def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch)
     left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)
     assert lookup_kernel.refuses(left, right) is None
     indices, offsets = torch.ones(5000, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-    got, _, _ = look_up_op(indices, left, right, None, None, None, offsets, 6, 16)
+    got, _, _ = lookup_op(indices, left, right, None, None, None, offsets, 6, 16)
     want = 5000 * (left[0].double() @ right[1].double()).reshape(1, 16)
     assert (got - want).norm() <= 1e-6 * want.norm()
 
@@ -35,9 +35,9 @@ def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch)
 def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
     torch._dynamo.reset()
     torch._dynamo.utils.warn_once_cache.clear()
-    look_up = torch.compile(comera.TTEmbedding(24, 36, rank=5), backend="eager")
+    lookup = torch.compile(comera.TTEmbedding(24, 36, rank=5), backend="eager")
     with static_shapes():
-        assert look_up(torch.tensor([1, 2])).shape == (2, 36)
+        assert lookup(torch.tensor([1, 2])).shape == (2, 36)
 
 
 def test_steps_after_a_failed_capture_stay_on_its_stream(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 import comera
 from comera.bench.encoders import Encoders, learned_ranks, train_step
 from comera.ops.context import static_shapes
-from comera.ops.linear.fp8 import why_not_scaled
+from comera.ops.linear.fp8 import why_not_fp8
 from comera.train.capture import WARM_UP
 from comera.train.host_state import make_capturable_
 
@@ -75,8 +75,8 @@ def test_replayed_steps_equal_eager_ones(settings):
 
 def test_products_in_eight_bits_are_captured():
     device = torch.device("cuda", torch.cuda.current_device())
-    if why_not_scaled(device) is not None:
-        pytest.skip(why_not_scaled(device))
+    if why_not_fp8(device) is not None:
+        pytest.skip(why_not_fp8(device))
     settings = {"early": 100, "precision": "fp8", "dropout": 0.0}
     captured, eager = make_step(device="cuda", **settings), eager_step(**settings)
     data = batches(FIRST + 8)

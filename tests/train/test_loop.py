@@ -232,11 +232,11 @@ def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
 
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
-    original = grouped.merge_groups
+    original = grouped.contract_groups
     monkeypatch.setattr(
-        grouped, "merge_groups", lambda *args: joined.append("together") or original(*args)
+        grouped, "contract_groups", lambda *args: joined.append("together") or original(*args)
     )
-    monkeypatch.setattr("comera.nn.linear.merge_halves", lambda *args: joined.append("alone"))
+    monkeypatch.setattr("comera.nn.linear.contract_cores", lambda *args: joined.append("alone"))
 
     def many(model):
         before = len(joined)

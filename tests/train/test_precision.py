@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.ops.context import static_shapes
-from comera.ops.linear.fp8 import why_not_scaled
+from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes.run_config import TrainConfig
 from comera.train import step as step_module
 from comera.train.host_state import make_capturable_
@@ -17,7 +17,7 @@ from comera.train.host_state import make_capturable_
 from .tape import Tapes
 
 pytestmark = pytest.mark.skipif(
-    why_not_scaled(torch.device("cpu")) is not None, reason="torch multiplies no eight bits here"
+    why_not_fp8(torch.device("cpu")) is not None, reason="torch multiplies no eight bits here"
 )
 
 WIDTH, CLASSES = 32, 6
@@ -93,7 +93,7 @@ def test_bad_precision():
 
 
 def test_where_it_cannot_run_it_is_bfloat16_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(step_module, "why_not_scaled", lambda device: "this card is too old")
+    monkeypatch.setattr(step_module, "why_not_fp8", lambda device: "this card is too old")
     narrow, half = make_step(precision="fp8"), make_step(precision="bf16")
     for k in range(3):
         assert torch.equal(narrow(get_batch(k)), half(get_batch(k)))

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-CONTRACT, LOOKUP, LOW_RANK = "merge", "ttm_look_up", "low_rank_linear"
+CONTRACT, LOOKUP, LOW_RANK = "contract", "ttm_lookup", "low_rank_linear"
 """The sources, without their suffix."""
 
 MODES = ("auto", "ref", "emulate")

@@ -1,7 +1,8 @@
-"""The kernels that join half-chains: all layers of a model in one launch forward, two backward.
+"""The kernels that contract chains: all layers of a model in one launch forward, two backward.
 
 The addresses of cores, gates and biases travel as arguments of the launch, by value: nothing is
-copied to the card before it, and a CUDA graph keeps them. ``kernels/merge.cu`` says how it works.
+copied to the card before it, and a CUDA graph keeps them. ``kernels/contract.cu`` says how they
+work.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from comera.ops.cores import Chains
 from comera.ops.kernels.choose import CONTRACT, DTYPES
 from comera.ops.kernels.launch import launch
 
-# As in merge.cu.
+# As in contract.cu.
 _MOST_GROUPS, _MOST_POINTERS, _MOST_CORES = 16, 1536, 16
 _THREADS, _TILE = 128, 8
 _SHARED = 4 * (16 * (32 + 1) + 32 * (64 + 1))
@@ -58,22 +59,22 @@ def unfit(groups: Sequence[Chains]) -> str | None:
     return None
 
 
-def merge(groups: Sequence[Chains]) -> list[Tensor]:
-    """``left`` and ``right`` of each group, as :func:`~comera.ops.factors.merge_halves` says."""
+def contract(groups: Sequence[Chains]) -> list[Tensor]:
+    """``left`` and ``right`` of each group, as :func:`~comera.ops.factors.contract_cores` says."""
     like = groups[0].cores[0]
-    halves = [like.new_empty(shape) for group in groups for shape in group.half_shapes]
-    for part in _parts(groups, halves):
+    factors = [like.new_empty(shape) for group in groups for shape in group.factor_shapes]
+    for part in _parts(groups, factors):
         work = like.new_empty(part.work(backward=False), dtype=torch.float32)
-        part.launch("merge", part.blocks, part.arguments(backward=False), work)
-    return halves
+        part.launch("contract", part.blocks, part.arguments(backward=False), work)
+    return factors
 
 
-def merge_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Gradients of all cores, one after the other in one tensor, and those of all gates.
 
     Args:
-        groups: What was joined.
-        grads: Of the halves, two for each group.
+        groups: What was contracted.
+        grads: Of the factors, two for each group.
     """
     like = groups[0].cores[0]
     grads = [grad.to(like.dtype).contiguous() for grad in grads]
@@ -83,8 +84,8 @@ def merge_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[T
     for part in _parts(groups, grads):
         work = like.new_empty(part.work(backward=True), dtype=torch.float32)
         arguments = part.arguments(backward=True)
-        part.launch("merge_back_halves", part.blocks, arguments, work)
-        part.launch("merge_back_cores", part.tiles, arguments, work, core_grads, gate_grads)
+        part.launch("contract_back_factors", part.blocks, arguments, work)
+        part.launch("contract_back_cores", part.tiles, arguments, work, core_grads, gate_grads)
     return core_grads, gate_grads
 
 
@@ -94,7 +95,7 @@ class _Member:
 
     Attributes:
         chains: The layers.
-        left: Their halves or the gradients of these.
+        left: Their factors or the gradients of these.
         right: See ``left``.
         core_grad: Place of their first core's gradient among all.
         gate_grad: Likewise of their first gate's.
@@ -107,7 +108,7 @@ class _Member:
     gate_grad: int
 
     def kept(self, right: bool) -> tuple[int, int]:
-        """Numbers of partial products that a half keeps, and of those and their gradients."""
+        """Numbers of partial products that a factor keeps, and of those and their gradients."""
         chains = self.chains
         modes, bonds = chains.modes, chains.bonds
         if right:
@@ -187,12 +188,12 @@ class _Part:
         )  # fmt: skip
 
 
-def _parts(groups: Sequence[Chains], halves: Sequence[Tensor]) -> Iterator[_Part]:
+def _parts(groups: Sequence[Chains], factors: Sequence[Tensor]) -> Iterator[_Part]:
     """All groups, in as many launches as their addresses and shapes need: nearly always one."""
     members: list[_Member] = []
     room = _MOST_POINTERS
     core_grad = gate_grad = 0
-    for group, left, right in zip(groups, halves[::2], halves[1::2], strict=True):
+    for group, left, right in zip(groups, factors[::2], factors[1::2], strict=True):
         group = _contiguous(group)
         each = group.pointers // group.num_layers
         first = 0

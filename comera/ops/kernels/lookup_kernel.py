@@ -1,9 +1,9 @@
-"""The kernels that read rows of a table from its two halves; ``kernels/ttm_look_up.cu``.
+"""The kernels that read rows of a table from its two factors; ``kernels/ttm_lookup.cu``.
 
 All sizes are fixed by the arguments, so that a CUDA graph can hold a look-up: rows are neither made
 distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks, however
 the entries are shared out among the bags. The backward pass sorts the entries and sums gradients of
-equal rows before they meet a half, which is what frequent rows need.
+equal rows before they meet a factor, which is what frequent rows need.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 from comera.ops.kernels.choose import DTYPES, LOOKUP, kernel_refuses
 from comera.ops.kernels.launch import launch
 
-# As in ttm_look_up.cu.
+# As in ttm_lookup.cu.
 _DEPTH, _PIECE, _CHUNK = 32, 32, 16
 _MOST_THREADS, _BACK_THREADS = 256, 128
 
@@ -30,11 +30,11 @@ class _Table(ctypes.Structure):
 
 
 def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
-    """Say why kernels read no rows of a table with these halves, or None.
+    """Say why kernels read no rows of a table with these factors, or None.
 
     Args:
-        left_VPR: Left half.
-        right_WRQ: Right half.
+        left_VPR: Left factor.
+        right_WRQ: Right factor.
         others: What is read along: hot rows, their basis, weights.
     """
     return kernel_refuses(LOOKUP, left_VPR) or _unfit(left_VPR, right_WRQ, *others)
@@ -43,11 +43,11 @@ def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str 
 def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
     tensors = (right_WRQ, *(other for other in others if other is not None))
     if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
-        return "halves, hot rows and weights are of several dtypes or devices"
+        return "factors, hot rows and weights are of several dtypes or devices"
     needed = max(_shared_of_rows(left_VPR, right_WRQ), _shared_of_grads(left_VPR, right_WRQ))
     if needed > _MOST_SHARED:
         shown = f"{tuple(left_VPR.shape)} and {tuple(right_WRQ.shape)}"
-        return f"halves of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
+        return f"factors of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
     return None
 
 
@@ -69,7 +69,7 @@ def read(
     num_embeddings: int,
     embedding_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`~comera.ops.table.lookup.look_up`, of int64 indices; the keys are not sorted."""
+    """As :func:`~comera.ops.table.lookup.lookup`, of int64 indices; the keys are not sorted."""
     entries = indices_N.shape[0]
     bags = entries if offsets_B is None else offsets_B.shape[0]
     out = left_VPR.new_empty(bags, embedding_dim)
@@ -124,7 +124,7 @@ def row_grads(
     offsets_B: Tensor | None,
     num_embeddings: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the left half, the right half and the hot rows, from keys as they come.
+    """Gradients of the left factor, the right factor and the hot rows, from keys as they come.
 
     In float64, in which they were summed, and parts of one tensor.
     """

@@ -1,10 +1,10 @@
-"""The kernels that multiply a batch by thin halves: one launch forward, two backward.
+"""The kernels that multiply a batch by thin factors: one launch forward, two backward.
 
-Several pairs of halves that share their batch are multiplied together. Nothing is added up in an
+Several pairs of factors that share their batch are multiplied together. Nothing is added up in an
 order that may change: results are the same each time. ``kernels/low_rank_linear.cu`` says how it
 works.
 
-Shape suffixes: M = rows of the batch, I = input width, R = bond between the halves, O = output
+Shape suffixes: M = rows of the batch, I = input width, R = bond between the factors, O = output
 width.
 """
 
@@ -26,7 +26,7 @@ _MOST_RANK = 128
 """Beyond it the products do enough with what they read for cuBLAS to be the better way."""
 
 _BLOCKS = 512
-"""So many sum the gradients of halves: a few for each multiprocessor of a large card. A number of
+"""So many sum the gradients of factors: a few for each multiprocessor of a large card. A number of
 its own for each card would give each card sums in another order."""
 
 _FEWEST_ROWS = 256
@@ -53,9 +53,9 @@ class _Layer(ctypes.Structure):
 
 
 def unfit(x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> str | None:
-    """Say why kernels do not multiply by these halves on any card, or None."""
+    """Say why kernels do not multiply by these factors on any card, or None."""
     if any(t.dtype != x_MI.dtype or t.device != x_MI.device for t in (*lefts, *rights)):
-        return "the batch and the halves are of several dtypes or devices"
+        return "the batch and the factors are of several dtypes or devices"
     ranks = [left.shape[1] for left in lefts]
     if max(ranks) > _MOST_RANK:
         return f"a bond of {max(ranks)} is above {_MOST_RANK}, where cuBLAS is the better way"
@@ -100,19 +100,19 @@ def multiply_backward(
     rights: Sequence[Tensor],
     ts: Sequence[Tensor],
     with_x: bool,
-    with_halves: bool,
+    with_factors: bool,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Gradients of x, the left and the right halves; None and no halves where not wanted.
+    """Gradients of x, the left and the right factors; None and no factors where not wanted.
 
     Args:
-        grads: ``(M, O)`` for each pair, of its result; for pairs that have no right half
+        grads: ``(M, O)`` for each pair, of its result; for pairs that have no right factor
             ``(M, R)``, of ``x @ left``.
         x_MI: As for :func:`multiply`, and so are ``lefts`` and ``rights``.
         lefts: See ``x_MI``.
         rights: See ``x_MI``.
-        ts: What :func:`multiply` wrote, of the pairs that have a right half.
+        ts: What :func:`multiply` wrote, of the pairs that have a right factor.
         with_x: Whether the gradient of x is wanted.
-        with_halves: Whether those of the halves are.
+        with_factors: Whether those of the factors are.
     """
     x_MI, lefts, rights = _rows(x_MI), _all_rows(lefts), _all_rows(rights)
     grads = _all_rows([grad.to(x_MI.dtype) for grad in grads])
@@ -127,18 +127,18 @@ def multiply_backward(
         pair.u, pair.u_row = u.data_ptr(), u.stride(0)
     shared, math, rows = _shared(layer, x_MI), _math(x_MI), x_MI.shape[0]
     widths = [x_MI.shape[1], *(right.shape[1] for right in rights)]
-    jobs = sum(-(-width // _TILE) for width in widths) if with_halves else 0
+    jobs = sum(-(-width // _TILE) for width in widths) if with_factors else 0
     splits, rows_each = _splits(rows, jobs)
     counters = x_MI.new_empty(jobs if splits > 1 else 0, dtype=torch.int32)
     launch(
         LOW_RANK, f"low_rank_back_rows_{math}", x_MI.device, -(-rows // _TILE), _THREADS, shared,
         layer, counters, counters.shape[0],
     )  # fmt: skip
-    if not with_halves:
+    if not with_factors:
         return grad_x, [], []
     make = torch.empty_like if rows else torch.zeros_like
-    halves = [make(half, memory_format=torch.contiguous_format) for half in (*lefts, *rights)]
-    grad_lefts, grad_rights = halves[: len(lefts)], halves[len(lefts) :]
+    factors = [make(factor, memory_format=torch.contiguous_format) for factor in (*lefts, *rights)]
+    grad_lefts, grad_rights = factors[: len(lefts)], factors[len(lefts) :]
     for pair, grad in zip(layer.pair, grad_lefts, strict=False):
         pair.left_grad = grad.data_ptr()
     for pair, grad in zip(layer.pair, grad_rights, strict=False):

@@ -64,9 +64,9 @@ def _head_factors_backward(
     left_o: Tensor,
     num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    halves = right_q, right_k, right_v, left_o
-    of_q, of_k, of_v, of_o = (half.new_empty(half.shape) for half in halves)
-    q, k, v, o = _by_head(*halves, num_heads)
+    factors = right_q, right_k, right_v, left_o
+    of_q, of_k, of_v, of_o = (factor.new_empty(factor.shape) for factor in factors)
+    q, k, v, o = _by_head(*factors, num_heads)
     to_q, to_k, to_v, to_o = _by_head(of_q, of_k, of_v, of_o, num_heads)
     scores = grad_scores.unflatten(1, (num_heads, -1)).transpose(0, 1)
     values = grad_values.unflatten(0, (num_heads, -1))
@@ -79,12 +79,12 @@ def _head_factors_backward(
 
 @_head_factors_backward.register_fake
 def _(grad_scores, grad_values, right_q, right_k, right_v, left_o, num_heads):
-    return tuple(half.new_empty(half.shape) for half in (right_q, right_k, right_v, left_o))
+    return tuple(factor.new_empty(factor.shape) for factor in (right_q, right_k, right_v, left_o))
 
 
 def _setup_factors(ctx, inputs, output) -> None:
-    *halves, ctx.num_heads = inputs
-    ctx.save_for_backward(*halves)
+    *factors, ctx.num_heads = inputs
+    ctx.save_for_backward(*factors)
 
 
 def _back_factors(ctx, grad_scores: Tensor, grad_values: Tensor):
@@ -96,17 +96,17 @@ def _back_factors(ctx, grad_scores: Tensor, grad_values: Tensor):
 head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
 
 
-@operator("comera::thin_projections")
-def thin_projections(
+@operator("comera::factorized_projections")
+def factorized_projections(
     x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool
 ) -> list[Tensor]:
     """One layer's output and the thin products of others, in one pass over x.
 
     Args:
         x_MI: The batch.
-        lefts: ``(I, R)`` each, left halves as
-            :func:`~comera.ops.factors.merge_halves` makes them.
-        right_RO: Right half of the first.
+        lefts: ``(I, R)`` each, left factors as
+            :func:`~comera.ops.factors.contract_cores` makes them.
+        right_RO: Right factor of the first.
         bias: Whether the last column of each thin product is one instead.
 
     Returns:
@@ -121,11 +121,11 @@ def _refuses(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, *_: Any) -
 
 
 PROJECTIONS = Ways(
-    "thin_projections", lambda new: (new(1024, 768), [new(768, 32)] * 3, new(32, 384), True)
+    "factorized_projections", lambda new: (new(1024, 768), [new(768, 32)] * 3, new(32, 384), True)
 )
 
 
-@PROJECTIONS.way("kernel", _refuses, kernel="thin_linears")
+@PROJECTIONS.way("kernel", _refuses, kernel="factorized_linears")
 def _by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
     ts = [x_MI.new_empty(x_MI.shape[0], left.shape[1]) for left in lefts]
     (y,) = multiply(x_MI, lefts, [right_RO], ts, bias)
@@ -141,28 +141,28 @@ def _by_torch(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: boo
     return [ts[0] @ right_RO, *ts[1:], ts[0]]
 
 
-@thin_projections.register_fake
+@factorized_projections.register_fake
 def _(x_MI, lefts, right_RO, bias):
     widths = [right_RO.shape[1], *(left.shape[1] for left in (*lefts[1:], lefts[0]))]
     return [x_MI.new_empty(x_MI.shape[0], width) for width in widths]
 
 
-@torch.library.custom_op("comera::thin_projections_backward", mutates_args=())
-def _thin_projections_backward(
+@torch.library.custom_op("comera::factorized_projections_backward", mutates_args=())
+def _factorized_projections_backward(
     grads: Sequence[Tensor],
     x_MI: Tensor,
     lefts: Sequence[Tensor],
     right_RO: Tensor,
     t_MR: Tensor,
 ) -> list[Tensor]:
-    """Of x, the left halves and the right one."""
+    """Of x, the left factors and the right one."""
     return _PROJECTIONS_BACK(x_MI, lefts, right_RO, grads, t_MR)
 
 
-_PROJECTIONS_BACK = Ways("thin_projections_backward", PROJECTIONS.sample)
+_PROJECTIONS_BACK = Ways("factorized_projections_backward", PROJECTIONS.sample)
 
 
-@_PROJECTIONS_BACK.way("kernel", _refuses, kernel="thin_linears")
+@_PROJECTIONS_BACK.way("kernel", _refuses, kernel="factorized_linears")
 def _gradients_by_kernel(
     x_MI: Tensor,
     lefts: Sequence[Tensor],
@@ -190,7 +190,7 @@ def _gradients_by_torch(
     return [u @ torch.cat(list(lefts), 1).T, *(x_MI.T @ each for each in us), t_MR.T @ grads[0]]
 
 
-@_thin_projections_backward.register_fake
+@_factorized_projections_backward.register_fake
 def _(grads, x_MI, lefts, right_RO, t_MR):
     return [each.new_empty(each.shape) for each in (x_MI, *lefts, right_RO)]
 
@@ -209,11 +209,11 @@ def _back_projections(ctx, grads: Sequence[Tensor | None]):
             x_MI.new_zeros(x_MI.shape[0], width) if grad is None else grad.to(x_MI.dtype)
             for grad, width in zip(grads, widths, strict=False)
         ]
-        grad_x, *halves = _thin_projections_backward(grads, x_MI, lefts, right_RO, t_MR)
-    return grad_x, halves[:-1], halves[-1], None
+        grad_x, *factors = _factorized_projections_backward(grads, x_MI, lefts, right_RO, t_MR)
+    return grad_x, factors[:-1], factors[-1], None
 
 
-thin_projections.register_autograd(_back_projections, setup_context=_setup_projections)
+factorized_projections.register_autograd(_back_projections, setup_context=_setup_projections)
 
 
 def _by_head(

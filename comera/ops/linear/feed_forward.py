@@ -35,41 +35,41 @@ _HIDDEN_NUMBERS = 1 << 21
 """Numbers of the hidden activation at a time on a CPU: a few megabytes, the size of a cache."""
 
 
-def thin_feed_forward_reference(
-    x_BI: Tensor, halves1: tuple[Tensor, Tensor], halves2: tuple[Tensor, Tensor], activation: str
+def factorized_feed_forward_reference(
+    x_BI: Tensor, factors1: tuple[Tensor, Tensor], factors2: tuple[Tensor, Tensor], activation: str
 ) -> Tensor:
-    """The same as :func:`thin_feed_forward` in plain products, both layers with a bias."""
-    (left1, right1), (left2, right2) = halves1, halves2
+    """The same as :func:`factorized_feed_forward` in plain products, both layers with a bias."""
+    (left1, right1), (left2, right2) = factors1, factors2
     hidden = getattr(torch.nn.functional, activation)(x_BI @ left1 @ right1 + right1[-1])
     return hidden @ left2 @ right2 + right2[-1]
 
 
-def thin_feed_forward(
+def factorized_feed_forward(
     x_BI: Tensor,
-    halves1: tuple[Tensor, Tensor],
-    halves2: tuple[Tensor, Tensor],
+    factors1: tuple[Tensor, Tensor],
+    factors2: tuple[Tensor, Tensor],
     bias: bool,
     activation: str,
 ) -> Tensor:
-    """``act(x @ W1 + b1) @ W2 + b2`` for two layers given by their halves.
+    """``act(x @ W1 + b1) @ W2 + b2`` for two layers given by their factors.
 
     Args:
         x_BI: ``(*, I)``.
-        halves1: ``(I, R)`` and ``(R, F)`` as :func:`~comera.ops.factors.merge_halves` makes them.
-        halves2: ``(F, R)`` and ``(R, O)``.
-        bias: Whether the last row of both right halves is a bias.
+        factors1: ``(I, R)`` and ``(R, F)``, as :func:`~comera.ops.factors.contract_cores` has them.
+        factors2: ``(F, R)`` and ``(R, O)``.
+        bias: Whether the last row of both right factors is a bias.
         activation: A key of ``ACTIVATIONS``.
 
     Returns:
         ``(*, O)``. It can be differentiated once.
     """
     x_BI, lefts, rights = autocast_together(
-        x_BI, [halves1[0], halves2[0]], [halves1[1], halves2[1]]
+        x_BI, [factors1[0], factors2[0]], [factors1[1], factors2[1]]
     )
     return _feed_forward(x_BI, lefts[0], rights[0], lefts[1], rights[1], bias, activation)[0]
 
 
-@operator("comera::thin_feed_forward")
+@operator("comera::factorized_feed_forward")
 def _feed_forward(
     x_BI: Tensor,
     left1: Tensor,
@@ -79,7 +79,7 @@ def _feed_forward(
     bias: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y``, and the thin products with both left halves, a bias' columns of ones in them."""
+    """``y``, and the thin products with both left factors, a bias' columns of ones in them."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
     y, t1, t2 = _FORWARD(x, left1, right1, left2, right2, bias, activation)
     return y.reshape(*x_BI.shape[:-1], right2.shape[1]), t1, t2
@@ -96,10 +96,10 @@ def _kernel_refuses(
     return kernel_refuses(x, [left1], [right1]) or kernel_refuses(x, [left2], [right2])
 
 
-_FORWARD = Ways("thin_feed_forward", _sample)
+_FORWARD = Ways("factorized_feed_forward", _sample)
 
 
-@_FORWARD.way("kernel", _kernel_refuses, kernel="thin_linears")
+@_FORWARD.way("kernel", _kernel_refuses, kernel="factorized_linears")
 def _by_kernel(
     x: Tensor,
     left1: Tensor,
@@ -148,7 +148,7 @@ def _(x_BI, left1, right1, left2, right2, bias, activation):
     return y, x_BI.new_empty(rows, left1.shape[1]), x_BI.new_empty(rows, left2.shape[1])
 
 
-@torch.library.custom_op("comera::thin_feed_forward_backward", mutates_args=())
+@torch.library.custom_op("comera::factorized_feed_forward_backward", mutates_args=())
 def _feed_forward_backward(
     grad_y: Tensor,
     x: Tensor,
@@ -163,10 +163,10 @@ def _feed_forward_backward(
     return _BACKWARD(x, left1, right1, left2, right2, grad_y, t1, t2, activation)
 
 
-_BACKWARD = Ways("thin_feed_forward_backward", _sample)
+_BACKWARD = Ways("factorized_feed_forward_backward", _sample)
 
 
-@_BACKWARD.way("kernel", _kernel_refuses, kernel="thin_linears")
+@_BACKWARD.way("kernel", _kernel_refuses, kernel="factorized_linears")
 def _gradients_by_kernel(
     x: Tensor,
     left1: Tensor,

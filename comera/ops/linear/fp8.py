@@ -26,7 +26,7 @@ _STEP = 16
 _FIRST_CARD = (8, 9)
 
 
-class Scaled(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """A matrix in eight bits.
 
     Attributes:
@@ -38,9 +38,9 @@ class Scaled(NamedTuple):
     scale: Tensor
 
     @property
-    def T(self) -> "Scaled":
+    def T(self) -> "Fp8Matrix":
         """Transposed, as a copy: products read rows only."""
-        return Scaled(self.values.T.contiguous(), self.scale)
+        return Fp8Matrix(self.values.T.contiguous(), self.scale)
 
 
 def padded_to_step(size: int) -> int:
@@ -48,7 +48,7 @@ def padded_to_step(size: int) -> int:
     return -(-size // _STEP) * _STEP
 
 
-def scaled(x_MN: Tensor, dtype: torch.dtype) -> Scaled:
+def to_fp8(x_MN: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     """A matrix that is not empty in eight bits, ``VALUES`` or ``GRADIENTS``."""
     largest = torch.finfo(dtype).max
     # Above zero, so that a matrix of zeros stays one; NaN stays NaN.
@@ -56,13 +56,13 @@ def scaled(x_MN: Tensor, dtype: torch.dtype) -> Scaled:
     narrow = (x_MN.float() / scale).clamp_(-largest, largest).to(dtype)
     rows, columns = map(padded_to_step, x_MN.shape)
     if narrow.shape == (rows, columns):
-        return Scaled(narrow.contiguous(), scale)
+        return Fp8Matrix(narrow.contiguous(), scale)
     values = torch.zeros(rows, columns, dtype=torch.uint8, device=x_MN.device)
     values[: x_MN.shape[0], : x_MN.shape[1]] = narrow.view(torch.uint8)
-    return Scaled(values.view(dtype), scale)
+    return Fp8Matrix(values.view(dtype), scale)
 
 
-def scaled_product(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor:
+def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
     """``a @ b.T``, padding included: both are read row by row."""
     # torch.nn.functional.scaled_mm is the public one; torch 2.11 does not have it on a CPU.
     return torch._scaled_mm(
@@ -70,14 +70,14 @@ def scaled_product(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor
     )
 
 
-def scaled_product_reference(a_MK: Scaled, b_NK: Scaled, out_dtype: torch.dtype) -> Tensor:
-    """The same as :func:`scaled_product` by numbers that are widened first."""
+def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
+    """The same as :func:`fp8_product` by numbers that are widened first."""
     a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
     return (a @ b.T).to(out_dtype)
 
 
 @functools.cache
-def why_not_scaled(device: torch.device) -> str | None:
+def why_not_fp8(device: torch.device) -> str | None:
     """Why products in eight bits do not run on a device, in words; None if they do."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -91,47 +91,47 @@ def why_not_scaled(device: torch.device) -> str | None:
     try:
         for dtype in (VALUES, GRADIENTS):
             one = torch.ones(_STEP, _STEP, device=device)
-            scaled_product(scaled(one, dtype), scaled(one, VALUES), torch.bfloat16)
+            fp8_product(to_fp8(one, dtype), to_fp8(one, VALUES), torch.bfloat16)
     except (RuntimeError, NotImplementedError, TypeError) as problem:
         return f"torch._scaled_mm fails on {device}: {str(problem).splitlines()[0]}"
     return None
 
 
-def scaled_thin_linears(
+def fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """``x @ left @ right`` for each pair of halves; arguments as those of ``thin_linears``.
+    """``x @ left @ right`` for each pair of factors; arguments as those of ``factorized_linears``.
 
     Returns:
         ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
     """
-    return _scaled_thin_linears(x_BI, lefts, rights, bias)[: len(lefts)]
+    return _fp8_linears(x_BI, lefts, rights, bias)[: len(lefts)]
 
 
-@operator("comera::scaled_thin_linears")
-def _scaled_thin_linears(
+@operator("comera::fp8_linears")
+def _fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """Every ``y``, then in eight bits x and ``t = x @ left``, both left and right halves."""
+    """Every ``y``, then in eight bits x and ``t = x @ left``, both left and right factors."""
     with without_autocast(x_BI):
         batch, dtype = x_BI.shape[:-1], x_BI.dtype
         rows = math.prod(batch)
-        x = scaled(x_BI.reshape(rows, -1), VALUES)
-        left_RI = scaled(_beside(lefts).T, VALUES)
-        t = scaled(scaled_product(x, left_RI, dtype), VALUES)
+        x = to_fp8(x_BI.reshape(rows, -1), VALUES)
+        left_RI = to_fp8(_beside(lefts).T, VALUES)
+        t = to_fp8(fp8_product(x, left_RI, dtype), VALUES)
         ys, kept, end = [], [], 0
         for right in rights:
             begin, end = end, end + padded_to_step(right.shape[0])
-            right_RO = scaled(_without_bias(right, bias), VALUES)
-            tj = Scaled(t.values[:, begin:end].contiguous(), t.scale)
-            y = scaled_product(tj, right_RO.T, dtype)[:rows, : right.shape[1]]
+            right_RO = to_fp8(_without_bias(right, bias), VALUES)
+            tj = Fp8Matrix(t.values[:, begin:end].contiguous(), t.scale)
+            y = fp8_product(tj, right_RO.T, dtype)[:rows, : right.shape[1]]
             y = y + right[-1] if bias else y.contiguous()
             ys.append(y.reshape(*batch, right.shape[1]))
             kept += [*right_RO]
         return [*ys, *x, *t, *left_RI, *kept]
 
 
-@_scaled_thin_linears.register_fake
+@_fp8_linears.register_fake
 def _(x_BI, lefts, rights, bias):
     batch, width = x_BI.shape[:-1], padded_to_step(x_BI.shape[-1])
     rows = padded_to_step(math.prod(batch))
@@ -164,7 +164,7 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
     count, saved = len(ctx.bonds), ctx.saved_tensors
     if all(gy is None for gy in grads[:count]):
         return None, [None] * count, [None] * count, None
-    pairs = [Scaled(*saved[k : k + 2]) for k in range(0, len(saved), 2)]
+    pairs = [Fp8Matrix(*saved[k : k + 2]) for k in range(0, len(saved), 2)]
     x, t, left_RI, *rights = pairs
     rows, width = math.prod(ctx.shape[:-1]), ctx.shape[-1]
     like = saved[1]
@@ -176,22 +176,22 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             if gy is None:
                 gy = like.new_zeros(rows, out, dtype=ctx.dtype)
             gy = gy.reshape(rows, out).to(ctx.dtype)
-            narrow = scaled(gy, GRADIENTS)
-            us.append(scaled_product(narrow, right_RO, ctx.dtype))
-            tj = Scaled(t_RB.values[begin:end], t.scale)
-            grad = scaled_product(tj, narrow.T, ctx.dtype)[:bond, :out]
+            narrow = to_fp8(gy, GRADIENTS)
+            us.append(fp8_product(narrow, right_RO, ctx.dtype))
+            tj = Fp8Matrix(t_RB.values[begin:end], t.scale)
+            grad = fp8_product(tj, narrow.T, ctx.dtype)[:bond, :out]
             if ctx.bias:
                 grad = torch.cat([grad[:-1], gy.sum(0, keepdim=True)])
             grad_rights.append(grad.contiguous())
-        u = scaled(torch.cat(us, 1), GRADIENTS)
-        grad_x = scaled_product(u, left_RI.T, ctx.dtype)[:rows, :width].reshape(ctx.shape)
-        grad_left_RI = scaled_product(u.T, x.T, ctx.dtype)[:, :width]
+        u = to_fp8(torch.cat(us, 1), GRADIENTS)
+        grad_x = fp8_product(u, left_RI.T, ctx.dtype)[:rows, :width].reshape(ctx.shape)
+        grad_left_RI = fp8_product(u.T, x.T, ctx.dtype)[:, :width]
         parts = grad_left_RI.split([right.values.shape[0] for right in rights])
         grad_lefts = [part[:bond].T for part, bond in zip(parts, ctx.bonds, strict=True)]
     return grad_x, grad_lefts, grad_rights, None
 
 
-_scaled_thin_linears.register_autograd(_backward, setup_context=_setup_context)
+_fp8_linears.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _without_bias(right_RO: Tensor, bias: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Multiply by matrices held as tensor trains, without ever forming them.
 
-The input cores join to a thin ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
+The input cores contract to a thin ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
 meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; the backward pass keeps
-x, the thin ``x @ left`` and the halves, nothing else (CoMERA, arXiv 2405.14377, section 4).
+x, the thin ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
 """
 
 import math
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, products_are_fp8, without_autocast
-from comera.ops.cores import merge_chain
+from comera.ops.cores import contract_chain
 from comera.ops.dispatch import Ways
-from comera.ops.factors import merge_halves
+from comera.ops.factors import contract_cores
 from comera.ops.kernels import choose
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
@@ -65,21 +65,21 @@ def tt_linear(
         ValueError: If x has another width than the layer.
     """
     biases = [] if bias_O is None else [bias_O]
-    left_GIR, right_GRO = merge_halves(list(cores), list(gates), biases, 1, split, threshold)
+    left_GIR, right_GRO = contract_cores(list(cores), list(gates), biases, 1, split, threshold)
     left_IR, right_RO = left_GIR[0, :in_features], right_GRO[0, :, :out_features]
-    return thin_linears(x_BI, [left_IR], [right_RO], bias_O is not None)[0]
+    return factorized_linears(x_BI, [left_IR], [right_RO], bias_O is not None)[0]
 
 
-def thin_linears(
+def factorized_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """``x @ left @ right`` for each pair of halves, all in one pass over x.
+    """``x @ left @ right`` for each pair of factors, all in one pass over x.
 
     Args:
         x_BI: ``(*, I)``.
-        lefts: ``(I, R)`` each, as :func:`~comera.ops.factors.merge_halves` makes them.
+        lefts: ``(I, R)`` each, as :func:`~comera.ops.factors.contract_cores` makes them.
         rights: ``(R, O)`` each; O may differ.
-        bias: Whether the last row of each right half is a bias.
+        bias: Whether the last row of each right factor is a bias.
 
     Returns:
         ``(*, O)`` for each pair, at autocast's dtype where autocast is on. As in torch's own
@@ -112,16 +112,16 @@ def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
 def _in_fp8(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    from comera.ops.linear.fp8 import scaled_thin_linears  # few cards ever multiply so
+    from comera.ops.linear.fp8 import fp8_linears  # few cards ever multiply so
 
-    return scaled_thin_linears(x_BI, lefts, rights, bias)
+    return fp8_linears(x_BI, lefts, rights, bias)
 
 
 @_PRECISION.way("in the batch's dtype")
 def _in_its_dtype(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    return _thin_linears(x_BI, lefts, rights, bias)[:-1]
+    return _factorized_linears(x_BI, lefts, rights, bias)[:-1]
 
 
 def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
@@ -133,8 +133,8 @@ def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
         )
 
 
-def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> Tensor:
-    """The same as :func:`thin_linears` of one pair, through the dense matrix.
+def reconstructed_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> Tensor:
+    """The same as :func:`factorized_linears` of one pair, through the dense matrix.
 
     The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
     """
@@ -144,8 +144,8 @@ def wide_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> 
     return y.view(*x_BI.shape[:-1], y.shape[-1])
 
 
-@operator("comera::thin_linears")
-def _thin_linears(
+@operator("comera::factorized_linears")
+def _factorized_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
@@ -153,13 +153,13 @@ def _thin_linears(
     return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
 
 
-_LINEARS = Ways("thin_linears", _sample)
+_LINEARS = Ways("factorized_linears", _sample)
 
 
 def kernel_refuses(
     x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any
 ) -> str | None:
-    """Say why kernels do not multiply a batch by these halves, or None."""
+    """Say why kernels do not multiply a batch by these factors, or None."""
     reason = choose.kernel_refuses(choose.LOW_RANK, x_MI)
     if reason is not None:
         return reason
@@ -168,7 +168,7 @@ def kernel_refuses(
     return unfit(x_MI, lefts, rights)
 
 
-@_LINEARS.way("kernel", kernel_refuses, kernel="thin_linears")
+@_LINEARS.way("kernel", kernel_refuses, kernel="factorized_linears")
 def _by_kernel(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
@@ -193,7 +193,7 @@ def _by_torch(
     return [*ys, t]
 
 
-@_thin_linears.register_fake
+@_factorized_linears.register_fake
 def _(x_BI, lefts, rights, bias):
     batch = x_BI.shape[:-1]
     ys = [x_BI.new_empty(*batch, right.shape[1]) for right in rights]
@@ -208,8 +208,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grads: Sequence[Tensor | None]):
-    x_BI, t, *halves = ctx.saved_tensors
-    lefts, rights = halves[: ctx.count], halves[ctx.count :]
+    x_BI, t, *factors = ctx.saved_tensors
+    lefts, rights = factors[: ctx.count], factors[ctx.count :]
     *grad_ys, grad_t = grads
     need_x, need_lefts, need_rights, _ = ctx.needs_input_grad
     needs = need_x, any(need_lefts), any(need_rights)
@@ -222,13 +222,13 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             for gy, right in zip(grad_ys, rights, strict=True)
         ]
         found = _LINEARS_BACK(x, lefts, rights, gys, grad_t, t, *needs)
-        grad_x, *grads_of_halves = found
-        grad_lefts = grads_of_halves[: ctx.count] if needs[1] else [None] * ctx.count
-        grad_rights = grads_of_halves[ctx.count :] if needs[2] else [None] * ctx.count
+        grad_x, *grads_of_factors = found
+        grad_lefts = grads_of_factors[: ctx.count] if needs[1] else [None] * ctx.count
+        grad_rights = grads_of_factors[ctx.count :] if needs[2] else [None] * ctx.count
         return grad_x.reshape(x_BI.shape) if need_x else None, grad_lefts, grad_rights, None
 
 
-_LINEARS_BACK = Ways("thin_linears_backward", _sample)
+_LINEARS_BACK = Ways("factorized_linears_backward", _sample)
 
 
 def _back_refuses(
@@ -239,7 +239,7 @@ def _back_refuses(
     return kernel_refuses(x, lefts, rights)
 
 
-@_LINEARS_BACK.way("kernel", _back_refuses, kernel="thin_linears")
+@_LINEARS_BACK.way("kernel", _back_refuses, kernel="factorized_linears")
 def _gradients_by_kernel(
     x: Tensor,
     lefts: Sequence[Tensor],
@@ -249,7 +249,7 @@ def _gradients_by_kernel(
     t: Tensor,
     *needs: bool,
 ) -> list[Tensor]:
-    return _thin_linears_backward(gys, x, t, lefts, rights, *needs)
+    return _factorized_linears_backward(gys, x, t, lefts, rights, *needs)
 
 
 @_LINEARS_BACK.way("torch")
@@ -264,7 +264,7 @@ def _gradients(
     need_lefts: bool,
     need_rights: bool,
 ) -> list[Tensor]:
-    """Return those of x, then of all left and all right halves; empty ones for what is not wanted.
+    """Return those of x, then of all left and all right factors; empty ones for what is not wanted.
 
     ``grad_t`` is given only where this backward pass is itself differentiated.
     """
@@ -285,8 +285,8 @@ def _gradients(
     ]
 
 
-@operator("comera::thin_linears_backward")
-def _thin_linears_backward(
+@operator("comera::factorized_linears_backward")
+def _factorized_linears_backward(
     gys: Sequence[Tensor],
     x: Tensor,
     t: Tensor,
@@ -313,15 +313,16 @@ def _thin_linears_backward(
     return [of_x, *grad_lefts, *grad_rights]
 
 
-@_thin_linears_backward.register_fake
+@_factorized_linears_backward.register_fake
 def _(gys, x, t, lefts, rights, need_x, need_lefts, need_rights):
-    of_halves = [
-        x.new_empty(half.shape if need_lefts or need_rights else 0) for half in (*lefts, *rights)
+    of_factors = [
+        x.new_empty(factor.shape if need_lefts or need_rights else 0)
+        for factor in (*lefts, *rights)
     ]
-    return [x.new_empty(x.shape if need_x else 0), *of_halves]
+    return [x.new_empty(x.shape if need_x else 0), *of_factors]
 
 
-_thin_linears.register_autograd(_backward, setup_context=_setup_context)
+_factorized_linears.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
@@ -329,7 +330,7 @@ def _beside(parts: Sequence[Tensor]) -> Tensor:
 
 
 def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
-    """The ``(out, in)`` matrix of a tensor train, by joining all its cores; differentiable."""
-    left = merge_chain(cores[:split])
-    right = merge_chain(cores[split:])
+    """The ``(out, in)`` matrix of a tensor train, by contracting all its cores; differentiable."""
+    left = contract_chain(cores[:split])
+    right = contract_chain(cores[split:])
     return (left[0] @ right[..., 0]).T

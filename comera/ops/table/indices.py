@@ -1,11 +1,11 @@
 """Where the distinct rows of a look-up stand, so that each is made once and made in groups.
 
-A row of a tensor-train table is a slice of the left half times a slice of the right one. Entries
+A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
 are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
 their right slice form groups, which are one product each. What is wanted of entries is a gather
 from these slots, and a gradient of slots a sum over segments of the sorted entries.
 
-Shape suffixes: N = entries, S = slots, T = groups, V and W = slices of the left and right half.
+Shape suffixes: N = entries, S = slots, T = groups, V and W = slices of the left and right factor.
 """
 
 from dataclasses import dataclass

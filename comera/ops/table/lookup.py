@@ -1,12 +1,12 @@
-"""The operator that reads rows of a table from its two halves, and sums of rows over bags.
+"""The operator that reads rows of a table from its two factors, and sums of rows over bags.
 
-Two redundancies go: every distinct row is made once however often it is asked for, and the halves
-are joined once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is ever laid
-out beside the distinct ones.
+Two redundancies go: every distinct row is made once however often it is asked for, and cores are
+contracted to factors once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is
+ever laid out beside the distinct ones.
 
 Shape suffixes: N = entries, B = bags (or entries, where there are none), V = left and W = right
-part of a row's number, P and Q = left and right part of the width, R = the bond between the halves,
-D = width, H = hot rows, K = their coordinates: D where they are dense, fewer where they are
+part of a row's number, P and Q = left and right part of the width, R = the bond between them, D =
+width, H = hot rows, K = their coordinates: D where they are dense, fewer where they are
 coordinates in a basis.
 """
 
@@ -37,8 +37,8 @@ from comera.ops.table.indices import (
 )
 
 
-@operator("comera::ttm_look_up")
-def look_up(
+@operator("comera::ttm_lookup")
+def lookup(
     indices_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
@@ -53,8 +53,8 @@ def look_up(
 
     Args:
         indices_N: Rows to read.
-        left_VPR: Left half.
-        right_WRQ: Right half: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
+        left_VPR: Left factor.
+        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
         hot_HK: Rows before those of the train.
         basis_KD: Of the hot rows.
         weights_N: Of every entry in its bag; None for ones.
@@ -80,10 +80,10 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024), new(320, 8, 32), new(100, 32, 8), None, None, None, None, 32_000, 64
 
 
-LOOKUP = Ways("ttm_look_up", _sample)
+LOOKUP = Ways("ttm_lookup", _sample)
 
 
-@LOOKUP.way("kernel", lambda *args: refuses(*args[1:6]), kernel="ttm_look_up")
+@LOOKUP.way("kernel", lambda *args: refuses(*args[1:6]), kernel="ttm_lookup")
 def _by_kernel(
     indices_N: Tensor,
     left_VPR: Tensor,
@@ -124,7 +124,7 @@ def _by_slots(
     return _bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
 
 
-@look_up.register_fake
+@lookup.register_fake
 def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
       embedding_dim):  # fmt: skip
     count = (indices_N if offsets_B is None else offsets_B).shape[0]
@@ -132,8 +132,8 @@ def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, nu
     return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
 
 
-@torch.library.custom_op("comera::ttm_look_up_backward", mutates_args=())
-def look_up_backward(
+@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
+def lookup_backward(
     grad_BD: Tensor,
     indices_N: Tensor,
     keys_N: Tensor,
@@ -158,10 +158,10 @@ def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 64), each, each, each, *_sample(new)[1:-1], False
 
 
-LOOKUP_BACKWARD = Ways("ttm_look_up_backward", _sample_backward)
+LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward)
 
 
-@LOOKUP_BACKWARD.way("kernel", lambda *args: refuses_backward(*args[4:9]), kernel="ttm_look_up")
+@LOOKUP_BACKWARD.way("kernel", lambda *args: refuses_backward(*args[4:9]), kernel="ttm_lookup")
 def _back_by_kernel(
     grad_BD: Tensor,
     indices_N: Tensor,
@@ -244,7 +244,7 @@ def _back_by_slots(
         cold = F.pad(cold, (0, width - cold.shape[1]))
     tall = slots.group * left_VPR.shape[1]
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
-    grad_left, grad_right = _half_grads(slots, cold, left_VPR, right_WRQ)
+    grad_left, grad_right = _factor_grads(slots, cold, left_VPR, right_WRQ)
     return (
         grad_left,
         _lying_as(right_WRQ, grad_right),
@@ -265,12 +265,12 @@ _SUM = 0
 """torch's number of that mode of a bag."""
 
 
-@look_up_backward.register_fake
+@lookup_backward.register_fake
 def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
       offsets_B, num_embeddings, with_weights):  # fmt: skip
-    halves = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
+    factors = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
     hot = _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
-    return *halves, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
+    return *factors, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -291,7 +291,7 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     if torch.is_grad_enabled():  # this backward pass is itself differentiated
         return None, *_differentiable_grads(grad_BD, indices_N, tensors), None, None, None
     with_weights = ctx.given[4] and ctx.needs_input_grad[5]
-    grads = look_up_backward(
+    grads = lookup_backward(
         grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
     )
     given = [*ctx.given[:4], with_weights]
@@ -307,8 +307,8 @@ def _differentiable_grads(
     left, right, hot, basis, weights, offsets = (
         None if x is None else x.view_as(x) for x in tensors
     )
-    assert left is not None, "a table has a left half"
-    assert right is not None, "a table has a right half"
+    assert left is not None, "a table has a left factor"
+    assert right is not None, "a table has a right factor"
     y_BD = every_row(indices_N, left, right, hot, basis, grad_BD.shape[1])
     if offsets is not None:  # torch's own bags can be differentiated once
         rows_ND = y_BD if weights is None else y_BD * weights[:, None]
@@ -348,7 +348,7 @@ def every_row(
     return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
 
 
-look_up.register_autograd(_backward, setup_context=_setup_context)
+lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, int, int]:
@@ -368,8 +368,8 @@ def _pieces(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
-    Those of the right half lie turned, as
-    :func:`~comera.ops.table.table_factors.merge_table_halves` makes them: products of many
+    Those of the right factor lie turned, as
+    :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
     small matrices take up to four times as long where the rows of what they make are as short as Q.
     """
     (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
@@ -415,10 +415,10 @@ def _rows(
         return torch.cat([hot_rows(slots.hot, hot_HK, basis_KD), cold])
 
 
-def _half_grads(
+def _factor_grads(
     slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both halves from those of the rows of all groups, ``(T, group * P, Q)``."""
+    """Gradients of both factors from those of the rows of all groups, ``(T, group * P, Q)``."""
     (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.

@@ -1,7 +1,7 @@
-"""Join the cores of a tensor-train table to its two halves, rows and columns apart.
+"""Contract the cores of a tensor-train table to its two factors, rows and columns apart.
 
 Shape suffixes: V = left and W = right part of a row's number, P and Q = left and right part of the
-width, R = the bond between the halves.
+width, R = the bond between the factors.
 """
 
 import math
@@ -13,29 +13,29 @@ from torch import Tensor
 from comera.ops.context import without_autocast
 from comera.ops.cores import (
     Chains,
+    contract_chains,
+    contract_chains_grads,
     gate_chains,
     gate_grads,
-    join,
-    join_grads,
     stack_chains,
     stack_gates,
     unstack_chains,
     unstack_gates,
 )
 from comera.ops.dispatch import Ways
-from comera.ops.factors import CONTRACT, layout_of, merge_groups
+from comera.ops.factors import CONTRACT, contract_groups, layout_of
 from comera.ops.operator import operator
 
 Table = tuple[Sequence[Tensor], Sequence[Tensor], float]
 """Cores, gates and the threshold of a table."""
 
 
-def merge_table_halves(
+def contract_table(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``.
 
-    Where torch makes it, the right half lies in memory as ``(W, Q, R)``: rows are made, and their
+    Where torch makes it, the right factor lies in memory as ``(W, Q, R)``: rows are made, and their
     gradients taken, of slices whose bond is innermost.
 
     Args:
@@ -46,14 +46,14 @@ def merge_table_halves(
     Returns:
         Two tensors in the dtype of the cores.
     """
-    return merge_tables([(cores, gates, threshold)])[0]
+    return contract_tables([(cores, gates, threshold)])[0]
 
 
-def merge_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
-    """:func:`merge_table_halves` of each table; by kernels all at once.
+def contract_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
+    """:func:`contract_table` of each table; by kernels all at once.
 
     Args:
-        tables: What :func:`merge_table_halves` takes of each, all of one dtype and device.
+        tables: What :func:`contract_table` takes of each, all of one dtype and device.
     """
     chains = [
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
@@ -69,9 +69,9 @@ def _not_together(chains: Sequence[Chains], tables: Sequence[Table]) -> str | No
     return CONTRACT.refusal_of_graph(chains[0].cores[0], chains)
 
 
-@_TABLES.way("all at once, as layers", _not_together, kernel="merge_halves")
+@_TABLES.way("all at once, as layers", _not_together, kernel="contract_cores")
 def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
-    halves = merge_groups(
+    factors = contract_groups(
         [core for chain in chains for core in chain.cores],
         [gate for chain in chains for gate in chain.gates],
         [],
@@ -79,7 +79,7 @@ def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[T
         [chain.threshold for chain in chains],
     )
     found = []
-    for (cores, _, _), left_1IR, right_1RO in zip(tables, halves[::2], halves[1::2], strict=True):
+    for (cores, _, _), left_1IR, right_1RO in zip(tables, factors[::2], factors[1::2], strict=True):
         split = len(cores) // 2
         left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
         found.append((left, _right_apart(right, cores[split:], turned=False)))
@@ -88,21 +88,24 @@ def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[T
 
 @_TABLES.way("one by one")
 def _one_by_one(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
-    return [_merge_table_halves(list(c), list(g), threshold) for c, g, threshold in tables]
+    return [_contract_table(list(c), list(g), threshold) for c, g, threshold in tables]
 
 
-@operator("comera::merge_table_halves")
-def _merge_table_halves(
+@operator("comera::contract_table")
+def _contract_table(
     cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
 ) -> tuple[Tensor, Tensor]:
     split = len(cores) // 2
     with without_autocast(cores[0]):
         gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
-        left, right = join(gated[:split])[0, 0], join(gated[split:])[0, ..., 0]
+        left, right = (
+            contract_chains(gated[:split])[0, 0],
+            contract_chains(gated[split:])[0, ..., 0],
+        )
         return _left_apart(left, cores[:split]), _right_apart(right, cores[split:], turned=True)
 
 
-@_merge_table_halves.register_fake
+@_contract_table.register_fake
 def _(cores, gates, threshold):
     split = len(cores) // 2
     (V, P), (W, Q) = _sizes(cores[:split]), _sizes(cores[split:])
@@ -127,14 +130,14 @@ def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
         wide = stacked[0].dtype
         left = _left_together(grad_left_VPR.to(wide), cores[:split])
         right = _right_together(grad_right_WRQ.to(wide), cores[split:])
-        grads = join_grads(left[None, None], gated[:split])
-        grads += join_grads(right[None, ..., None], gated[split:])
+        grads = contract_chains_grads(left[None, None], gated[:split])
+        grads += contract_chains_grads(right[None, ..., None], gated[split:])
         grads, per_gate = gate_grads(grads, stacked, open_gates)
         grad_gates = unstack_gates(per_gate, live, gates, 1)
         return unstack_chains(grads, cores, 1), grad_gates, None
 
 
-_merge_table_halves.register_autograd(_backward, setup_context=_setup_context)
+_contract_table.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sizes(cores: Sequence[Tensor]) -> tuple[int, int]:
@@ -142,12 +145,12 @@ def _sizes(cores: Sequence[Tensor]) -> tuple[int, int]:
     return math.prod(core.shape[1] for core in cores), math.prod(core.shape[2] for core in cores)
 
 
-def _left_apart(merged: Tensor, cores: Sequence[Tensor]) -> Tensor:
+def _left_apart(contracted: Tensor, cores: Sequence[Tensor]) -> Tensor:
     """Undo the interleaving of modes: ``(v1 p1 v2 p2, R)`` to ``(V, P, R)``."""
     count, modes = len(cores), _modes(cores)
     order = [*range(0, 2 * count, 2), *range(1, 2 * count, 2), 2 * count]
-    rank = merged.shape[-1]
-    return _new(merged.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
+    rank = contracted.shape[-1]
+    return _new(contracted.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
 
 
 def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
@@ -158,13 +161,13 @@ def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
 
 
-def _right_apart(merged: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
+def _right_apart(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
     """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
     count, modes = len(cores), _modes(cores)
     rows, columns = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
     order = [*rows, *columns, 0] if turned else [*rows, 0, *columns]
-    rank, (W, Q) = merged.shape[0], _sizes(cores)
-    made = _new(merged.view(rank, *modes).permute(order), cores)
+    rank, (W, Q) = contracted.shape[0], _sizes(cores)
+    made = _new(contracted.view(rank, *modes).permute(order), cores)
     return made.view(W, Q, rank).mT if turned else made.view(W, rank, Q)
 
 

@@ -1,9 +1,9 @@
 """Read rows of an embedding table that is held as a tensor-train matrix, or sums of them over bags.
 
-The cores join to two halves; a row is the product of one slice of each.
+The cores contract to two factors; a row is the product of one slice of each.
 
 Shape suffixes: N = entries, B = bags, V = left and W = right part of a row's number, P and Q = left
-and right part of the width, R = the bond between the halves, D = width, H = hot rows, K = their
+and right part of the width, R = the bond between the factors, D = width, H = hot rows, K = their
 coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Ways
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, count_hot, every_row, look_up
-from comera.ops.table.slices import Asked, read_halves
-from comera.ops.table.table_factors import merge_table_halves
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, count_hot, every_row, lookup
+from comera.ops.table.slices import Request, read_factors
+from comera.ops.table.table_factors import contract_table
 
 
 def tt_embedding_reference(
@@ -68,8 +68,10 @@ def tt_embedding(
         IndexError: If an index is out of range (checked on the CPU).
     """
     check_range(indices, num_embeddings)  # it knows the shape, the operator does not
-    asked = Asked(indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK))
-    flat, left_VPR, right_WRQ, num_read = read_halves(asked)
+    request = Request(
+        indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK)
+    )
+    flat, left_VPR, right_WRQ, num_read = read_factors(request)
     rows = _ROWS(flat, left_VPR, right_WRQ, hot_HK, basis_KD, None, None, num_read, embedding_dim)
     return rows.reshape(*indices.shape, embedding_dim)
 
@@ -107,8 +109,8 @@ def tt_embedding_bag(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    asked = Asked(indices_N, cores, gates, threshold, num_embeddings, count_hot(hot_HK))
-    indices_N, left_VPR, right_WRQ, num_read = read_halves(asked)
+    request = Request(indices_N, cores, gates, threshold, num_embeddings, count_hot(hot_HK))
+    indices_N, left_VPR, right_WRQ, num_read = read_factors(request)
     return sums_of_rows(
         indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HK, basis_KD, num_read,
         embedding_dim,
@@ -126,7 +128,7 @@ def sums_of_rows(
     num_embeddings: int,
     embedding_dim: int,
 ) -> Tensor:
-    """:func:`tt_embedding_bag` of a table whose halves are known."""
+    """:func:`tt_embedding_bag` of a table whose factors are known."""
     return _ROWS(
         indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B.long(),
         num_embeddings, embedding_dim,
@@ -143,9 +145,9 @@ def _sizes_depend_on_values(indices_N: Tensor, *args: Any) -> str | None:
     return LOOKUP_BACKWARD.refusal(None, indices_N, None, None, *args)
 
 
-@_ROWS.way("lookup", _sizes_depend_on_values, kernel="ttm_look_up")
+@_ROWS.way("lookup", _sizes_depend_on_values, kernel="ttm_lookup")
 def _looked_up(*args: Any) -> Tensor:
-    return look_up(*args)[0]
+    return lookup(*args)[0]
 
 
 @_ROWS.way("every row for itself")
@@ -171,7 +173,7 @@ def ttm_to_dense(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
     """The whole ``(rows, columns)`` table, padding included; differentiable."""
-    left_VPR, right_WRQ = merge_table_halves(cores, gates, threshold)
+    left_VPR, right_WRQ = contract_table(cores, gates, threshold)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
 
@@ -181,11 +183,11 @@ class TableBags:
     """What is asked of one table.
 
     Attributes:
-        indices_N: Rows by their numbers in these halves, bag after bag.
+        indices_N: Rows by their numbers in these factors, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
-        weights_N: Of every entry, in the dtype of the halves; None for ones.
-        left_VPR: Left half, or the slices of it that are read.
-        right_WRQ: Right half, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
+        weights_N: Of every entry, in the dtype of the factors; None for ones.
+        left_VPR: Left factor, or the slices of it that are read.
+        right_WRQ: Right factor, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
         hot_HD: Rows that stand before those of the train; None for none.
     """
 
@@ -203,13 +205,13 @@ def tt_embedding_bags(
     """Weighted sums over bags of rows, of each table.
 
     Args:
-        tables: Their halves agree in P and Q, in dtype and device; bonds are padded to the largest
+        tables: Their factors agree in P and Q, in dtype and device; bonds are padded to the largest
             R. Every index is a row of its table: that is not checked here.
         embedding_dim: Width of a row; P * Q may be more.
         places_5T: What :func:`places` returns, on the device of the tables.
 
     Returns:
-        ``(B, embedding_dim)`` for each table, in the dtype of the halves.
+        ``(B, embedding_dim)`` for each table, in the dtype of the factors.
     """
     rank = max(table.left_VPR.shape[2] for table in tables)
     left_VPR = torch.cat([_padded(table.left_VPR, 2, rank) for table in tables])
@@ -257,17 +259,17 @@ def _rows_of_the_whole(
     return torch.where(cold_N < 0, hot_before_N + indices_N, found_N) if num_hot else found_N
 
 
-def _padded(half: Tensor, dim: int, rank: int) -> Tensor:
+def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
     """Its bond with zeros up to a rank."""
-    more = rank - half.shape[dim]
-    return F.pad(half, (0, 0) * (2 - dim) + (0, more)) if more else half
+    more = rank - factor.shape[dim]
+    return F.pad(factor, (0, 0) * (2 - dim) + (0, more)) if more else factor
 
 
-def _cat(halves: Sequence[Tensor]) -> Tensor:
+def _cat(factors: Sequence[Tensor]) -> Tensor:
     """One below the other, bonds innermost in memory where they were."""
-    if halves[0].is_contiguous():
-        return torch.cat(list(halves))
-    return torch.cat([half.mT for half in halves]).mT
+    if factors[0].is_contiguous():
+        return torch.cat(list(factors))
+    return torch.cat([factor.mT for factor in factors]).mT
 
 
 def _before(sizes: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 import tensorly
 import torch
 
-from comera.ops.cores import merge_chain
+from comera.ops.cores import contract_chain
 
 CHAINS = {  # bonds, then the modes of each core
     "one core": ((1, 4), [(3,)]),
@@ -42,7 +42,7 @@ def grads(merged, cores, gates):
 @pytest.mark.parametrize("chain", CHAINS)
 def test_value_and_gradients_match_tensorly(chain, gated):
     cores, gates = make(chain, gated)
-    got = merge_chain(cores, gates, 0.01)
+    got = contract_chain(cores, gates, 0.01)
     trains = [core.flatten(1, -2) for core in cores]
     for k, gate in enumerate(gates):
         trains[k] = trains[k] @ torch.diag(gate * (gate > 0.01))
@@ -61,13 +61,13 @@ def test_value_and_gradients_match_tensorly(chain, gated):
 def test_narrow_cores_are_rounded_once(dtype):
     cores, gates = make("four cores", "all", dtype)
     wide = [core.detach().float() for core in cores]
-    got = merge_chain(cores, gates, 0.01)
-    assert torch.equal(got, merge_chain(wide, gates, 0.01).to(dtype))
+    got = contract_chain(cores, gates, 0.01)
+    assert torch.equal(got, contract_chain(wide, gates, 0.01).to(dtype))
     got.sum().backward()
     assert all(core.grad.dtype == dtype for core in cores)
     assert all(gate.grad.dtype == torch.float32 for gate in gates)
 
 
 def test_a_train_through_an_empty_bond_is_zero():
-    merged = merge_chain([torch.ones(1, 2, 0), torch.ones(0, 3, 4)])
+    merged = contract_chain([torch.ones(1, 2, 0), torch.ones(0, 3, 4)])
     assert torch.equal(merged, torch.zeros(1, 6, 4))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.kernels import choose
-from comera.ops.linear.factored_attention import head_factors, thin_projections
+from comera.ops.linear.factored_attention import factorized_projections, head_factors
 
 
 def random(*shape):
@@ -42,14 +42,14 @@ def test_thin_projections(ranks, bias):
     if bias:  # whose column of left gets no gradient that anybody takes
         ones = torch.ones(7, 1, dtype=torch.float64)
         ts = [torch.cat([t[:, :-1], ones], 1) for t in ts]
-    *got, t = thin_projections(x, lefts, right, bias)
+    *got, t = factorized_projections(x, lefts, right, bias)
     torch.testing.assert_close(t, ts[0])
     check(got, [ts[0] @ right, *ts[1:]], [x, right, *([] if bias else lefts)])
 
 
 def test_a_part_of_which_nothing_is_used():
     x, right, lefts = random(7, 6), random(3, 8), [random(6, 3), random(6, 2)]
-    y, t, _ = thin_projections(x, lefts, right, False)
+    y, t, _ = factorized_projections(x, lefts, right, False)
     for used, want in ((y, x @ lefts[0] @ right), (t, x @ lefts[1])):
         got = torch.autograd.grad(used.sum(), [x, right, *lefts], retain_graph=True)
         want = torch.autograd.grad(
@@ -63,4 +63,6 @@ def test_registered_soundly(monkeypatch):
     halves = random(2, 6), random(3, 6), random(4, 6), random(6, 5)
     torch.library.opcheck(head_factors.custom_op, (*halves, 2))
     lefts = [random(6, 3), random(6, 2)]
-    torch.library.opcheck(thin_projections.custom_op, (random(7, 6), lefts, random(3, 8), True))
+    torch.library.opcheck(
+        factorized_projections.custom_op, (random(7, 6), lefts, random(3, 8), True)
+    )

@@ -9,27 +9,27 @@ from torch.nn import functional as F
 import comera
 from comera.nn.fused import feed_forward, linears
 from comera.ops.context import fp8_products
-from comera.ops.linear import fp8 as scaled_module
+from comera.ops.linear import fp8 as fp8_module
 from comera.ops.linear.fp8 import (
     GRADIENTS,
     VALUES,
-    Scaled,
-    scaled,
-    scaled_product,
-    scaled_product_reference,
-    scaled_thin_linears,
-    why_not_scaled,
+    Fp8Matrix,
+    fp8_linears,
+    fp8_product,
+    fp8_product_reference,
+    to_fp8,
+    why_not_fp8,
 )
-from comera.ops.linear.tt_linear import thin_linears
+from comera.ops.linear.tt_linear import factorized_linears
 
 pytestmark = pytest.mark.skipif(
-    why_not_scaled(torch.device("cpu")) is not None, reason="torch multiplies no eight bits here"
+    why_not_fp8(torch.device("cpu")) is not None, reason="torch multiplies no eight bits here"
 )
 
 
 def wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is left of a matrix in eight bits, in float64."""
-    narrow = scaled(x, dtype)
+    narrow = to_fp8(x, dtype)
     return (narrow.values.double() * narrow.scale)[: x.shape[0], : x.shape[1]]
 
 
@@ -43,7 +43,7 @@ def distance(a, b):
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_a_matrix_keeps_its_leading_bits(dtype, bits, size, magnitude):
     x = (torch.randn(size) * magnitude).bfloat16()
-    narrow = scaled(x, dtype)
+    narrow = to_fp8(x, dtype)
     assert narrow.values.dtype == dtype
     assert all(n % 16 == 0 for n in narrow.values.shape)
     error = (wide(x, dtype) - x.double()).abs()
@@ -60,18 +60,18 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden():
     for value in (float("nan"), float("inf")):
         x = torch.ones(16, 16)
         x[3, 3] = value
-        y = scaled_product(scaled(x, VALUES), scaled(torch.ones(16, 16), VALUES), torch.float32)
+        y = fp8_product(to_fp8(x, VALUES), to_fp8(torch.ones(16, 16), VALUES), torch.float32)
         assert not y.isfinite().all()
 
 
 @pytest.mark.parametrize("kinds", [(VALUES, VALUES), (GRADIENTS, VALUES), (VALUES, GRADIENTS)])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 def test_a_product_is_that_of_the_rounded_numbers(kinds, out):
-    a, b = scaled(torch.randn(20, 50), kinds[0]), scaled(torch.randn(36, 50), kinds[1])
-    want = scaled_product_reference(a, b, torch.float64)
+    a, b = to_fp8(torch.randn(20, 50), kinds[0]), to_fp8(torch.randn(36, 50), kinds[1])
+    want = fp8_product_reference(a, b, torch.float64)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[out]
     torch.testing.assert_close(
-        scaled_product(a, b, out).double(), want, rtol=tolerance, atol=tolerance
+        fp8_product(a, b, out).double(), want, rtol=tolerance, atol=tolerance
     )
 
 
@@ -122,7 +122,7 @@ def test_linears_equal_wide_products_of_rounded_numbers(rows, width, bonds, outs
         for left in lefts:  # as halves are made: a bias meets a column of zeros
             left[:, -1] *= not bias
     gys = [torch.randn(rows, out).bfloat16() for out in outs]
-    ys = scaled_thin_linears(x, lefts, rights, bias)
+    ys = fp8_linears(x, lefts, rights, bias)
     grads = torch.autograd.grad(ys, [x, *lefts, *rights], gys)
     with torch.no_grad():
         want, want_grads = reference(x, lefts, rights, bias, gys)
@@ -130,7 +130,7 @@ def test_linears_equal_wide_products_of_rounded_numbers(rows, width, bonds, outs
     for got, right in zip([*ys, *grads], [*want, *want_grads], strict=True):
         assert got.dtype == torch.bfloat16
         assert distance(got, right) < 2e-2
-    ours = thin_linears(x, lefts, rights, bias)
+    ours = factorized_linears(x, lefts, rights, bias)
     exact = torch.autograd.grad(ours, [x, *lefts, *rights], gys)
     for k, (got, right) in enumerate(zip([*ys, *grads], [*ours, *exact], strict=True)):
         if bias and len(ys) < k <= len(ys) + len(lefts):
@@ -141,7 +141,7 @@ def test_linears_equal_wide_products_of_rounded_numbers(rows, width, bonds, outs
 def test_an_output_that_is_not_used_has_no_gradient():
     x = torch.randn(16, 16).bfloat16().requires_grad_()
     halves = [torch.randn(16, 16).bfloat16().requires_grad_() for _ in range(4)]
-    y, _ = scaled_thin_linears(x, halves[:2], halves[2:], False)
+    y, _ = fp8_linears(x, halves[:2], halves[2:], False)
     grads = torch.autograd.grad(y.sum(), [x, *halves])
     assert not grads[2].any()
     assert not grads[4].any()
@@ -189,7 +189,7 @@ def test_gradients_reach_all_parameters():
 
 def test_it_is_one_node_of_a_compiled_graph():
     def run(x, left, right):
-        return scaled_thin_linears(x, [left], [right], True)[0].float().sum()
+        return fp8_linears(x, [left], [right], True)[0].float().sum()
 
     tensors = [torch.randn(size).bfloat16() for size in ((10, 20), (20, 8), (8, 12))]
     tensors = [x.requires_grad_() for x in tensors]
@@ -201,7 +201,7 @@ def test_it_is_one_node_of_a_compiled_graph():
 def test_opcheck():
     tensors = [torch.randn(size).bfloat16() for size in ((10, 20), (20, 8), (8, 12))]
     x, left, right = (x.requires_grad_() for x in tensors)
-    operator = torch.ops.comera.scaled_thin_linears.default
+    operator = torch.ops.comera.fp8_linears.default
     checks = ("test_faketensor",)  # others compare numbers of eight bits, which torch cannot
     torch.library.opcheck(operator, (x, [left], [right], True), test_utils=checks)
 
@@ -209,42 +209,42 @@ def test_opcheck():
 @pytest.mark.gpu
 def test_a_card_multiplies_as_the_reference():
     device = torch.device("cuda")
-    if why_not_scaled(device) is not None:
-        pytest.skip(why_not_scaled(device))
+    if why_not_fp8(device) is not None:
+        pytest.skip(why_not_fp8(device))
     for kinds in ((VALUES, VALUES), (GRADIENTS, VALUES), (VALUES, GRADIENTS)):
         a, b = torch.randn(33, 50, device=device), torch.randn(36, 50, device=device)
-        pair = scaled(a, kinds[0]), scaled(b, kinds[1])
-        want = scaled_product_reference(*pair, torch.float64)
-        got = scaled_product(*pair, torch.bfloat16)
+        pair = to_fp8(a, kinds[0]), to_fp8(b, kinds[1])
+        want = fp8_product_reference(*pair, torch.float64)
+        got = fp8_product(*pair, torch.bfloat16)
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture
 def fresh():
-    why_not_scaled.cache_clear()
+    why_not_fp8.cache_clear()
     yield
-    why_not_scaled.cache_clear()
+    why_not_fp8.cache_clear()
 
 
 def test_why_not(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    why = why_not_scaled(torch.device("cuda", 0))
+    why = why_not_fp8(torch.device("cuda", 0))
     assert why == "A100 has compute capability 8.0, and 8.9 or newer multiplies in eight bits"
 
     def fails(*_):
         raise RuntimeError("no kernel for this\nand more")
 
-    monkeypatch.setattr(scaled_module, "scaled_product", fails)
-    assert "_scaled_mm fails on cpu: no kernel for this" in why_not_scaled(torch.device("cpu"))
-    why_not_scaled.cache_clear()
+    monkeypatch.setattr(fp8_module, "fp8_product", fails)
+    assert "_scaled_mm fails on cpu: no kernel for this" in why_not_fp8(torch.device("cpu"))
+    why_not_fp8.cache_clear()
     monkeypatch.delattr(torch, "_scaled_mm")
-    assert "has no torch._scaled_mm" in why_not_scaled(torch.device("cpu"))
+    assert "has no torch._scaled_mm" in why_not_fp8(torch.device("cpu"))
 
 
 def test_transposed_is_the_same_matrix():
-    narrow = scaled(torch.randn(16, 32), VALUES)
+    narrow = to_fp8(torch.randn(16, 32), VALUES)
     turned = narrow.T
-    assert isinstance(turned, Scaled)
+    assert isinstance(turned, Fp8Matrix)
     assert turned.values.is_contiguous()
     assert torch.equal(turned.values.float(), narrow.values.float().T)

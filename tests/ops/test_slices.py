@@ -9,7 +9,7 @@ import comera
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
 from comera.ops.table import lookup, slices
-from comera.ops.table.slices import Asked, read_halves
+from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.tt_embedding import tt_embedding_bag
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
 
@@ -28,7 +28,7 @@ def few_slices(monkeypatch):
 
 def asked(problem, indices):
     hot = 0 if problem.hot is None else problem.hot.shape[0]
-    return Asked(indices, problem.cores, problem.gates, 0.01, problem.rows, hot)
+    return Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot)
 
 
 @pytest.mark.usefixtures("few_slices")
@@ -71,7 +71,7 @@ def test_weighted_bags():
 def test_no_more_slices_than_are_read():
     problem = Problem("4 cores")
     assert problem.shape.row_modes == (2, 3, 2, 2)
-    read = read_halves(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
+    read = read_factors(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
     assert read.left_VPR.shape[0] == 2
     assert read.right_WRQ.shape[0] == 2
 
@@ -80,7 +80,7 @@ def test_no_more_slices_than_are_read():
 @pytest.mark.parametrize("wrong", [24, -1, 10**12])
 def test_an_index_out_of_range_is_named(wrong):
     with pytest.raises(IndexError, match=rf"index {wrong} at 1 is out of range .* 24 rows"):
-        read_halves(asked(Problem("4 cores"), torch.tensor([0, wrong])))
+        read_factors(asked(Problem("4 cores"), torch.tensor([0, wrong])))
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
@@ -92,7 +92,7 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     def choose(_, half):
         return slices._in_slices if {tuple(c.shape) for c in half} == shapes else slices._whole
 
-    monkeypatch.setattr(slices._HALF, "choose", choose)
+    monkeypatch.setattr(slices._FACTOR, "choose", choose)
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
 
@@ -101,8 +101,8 @@ def test_large_tables_and_small_batches(rows):
     """What is read costs memory and time, not what is there."""
     table = comera.TTEmbedding(rows, 64, rank=32)
     indices = torch.tensor([0, rows - 1, 12345, rows // 2])
-    read = read_halves(
-        Asked(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
+    read = read_factors(
+        Request(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
     )
     assert read.left_VPR.shape[0] <= 4
     with static_shapes():
@@ -122,7 +122,7 @@ def test_both_halves_as_a_whole(why, monkeypatch):
     V = math.prod(table.shape.row_modes[:2])
 
     def left_slices(cores, indices):
-        return read_halves(Asked(indices, cores, [], 0.01, rows, 0)).left_VPR.shape[0]
+        return read_factors(Request(indices, cores, [], 0.01, rows, 0)).left_VPR.shape[0]
 
     cores = list(table.cores)
     assert left_slices(cores, indices) == 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.table.table_factors import _merge_table_halves, merge_table_halves
+from comera.ops.table.table_factors import _contract_table, contract_table
 from comera.shapes import TTMShape
 
 SHAPES = {
@@ -50,7 +50,7 @@ def grads(halves, cores, gates):
 @pytest.mark.parametrize("name", SHAPES)
 def test_halves_and_gradients_match_the_reference(name, gated):
     cores, gates = make(name, gated)
-    got, want = merge_table_halves(cores, gates, 0.01), reference(cores, gates, 0.01)
+    got, want = contract_table(cores, gates, 0.01), reference(cores, gates, 0.01)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(
         grads(got, cores, gates), grads(want, cores, gates), rtol=1e-10, atol=1e-10
@@ -61,7 +61,7 @@ def test_gradients_can_be_differentiated_again():
     cores, gates = make("3 cores", True)
 
     def merge(*tensors):
-        return merge_table_halves(tensors[: len(cores)], tensors[len(cores) :], 0.01)
+        return contract_table(tensors[: len(cores)], tensors[len(cores) :], 0.01)
 
     assert torch.autograd.gradcheck(merge, (*cores, *gates))
     assert torch.autograd.gradgradcheck(merge, (*cores, *gates))
@@ -71,7 +71,7 @@ def test_gradients_can_be_differentiated_again():
 def test_narrow_cores_are_rounded_once(dtype):
     cores, gates = make("4 cores", True, dtype)
     wide = [core.detach().float() for core in cores]
-    got = merge_table_halves(cores, gates, 0.01)
+    got = contract_table(cores, gates, 0.01)
     for half, want in zip(got, reference(wide, gates, 0.01), strict=True):
         torch.testing.assert_close(half, want.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
     sum(half.sum() for half in got).backward()
@@ -82,7 +82,7 @@ def test_narrow_cores_are_rounded_once(dtype):
 @pytest.mark.parametrize("name", SHAPES)
 def test_halves_are_new_and_have_their_bonds_innermost(name):
     cores, _ = make(name, False)
-    left, right = merge_table_halves(cores)
+    left, right = contract_table(cores)
     assert left.is_contiguous()
     assert right.mT.is_contiguous()
     for half in (left, right):
@@ -93,4 +93,4 @@ def test_halves_are_new_and_have_their_bonds_innermost(name):
 @pytest.mark.parametrize("name", ["2 cores", "5 cores", "no columns"])
 def test_registered_soundly(name, gated):
     cores, gates = make(name, gated, torch.float32)
-    torch.library.opcheck(_merge_table_halves.custom_op, (cores, gates, 0.01))
+    torch.library.opcheck(_contract_table.custom_op, (cores, gates, 0.01))

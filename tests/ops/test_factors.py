@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from comera.ops.cores import merge_chain
-from comera.ops.factors import layout_of, merge_groups, merge_halves
+from comera.ops.cores import contract_chain
+from comera.ops.factors import contract_cores, contract_groups, layout_of
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
@@ -53,8 +53,8 @@ class Group:
         for number in range(self.num_layers):
             cores, gates = self.layer(number)
             split = self.split
-            left = merge_chain(cores[:split], gates[:split], 0.01)[0]
-            right = merge_chain(cores[split:], gates[split:], 0.01)[..., 0]
+            left = contract_chain(cores[:split], gates[:split], 0.01)[0]
+            right = contract_chain(cores[split:], gates[split:], 0.01)[..., 0]
             width = padded_rank(right.shape[0], bool(self.biases))
             more = width - right.shape[0]
             lefts.append(torch.nn.functional.pad(left, (0, more)))
@@ -79,7 +79,7 @@ def grads(halves, params):
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_match_each_layer_by_itself(name, num_layers, gated, bias):
     group = Group(name, num_layers, gated, bias)
-    got, want = merge_halves(*group.arguments()), group.reference()
+    got, want = contract_cores(*group.arguments()), group.reference()
     torch.testing.assert_close(got, want, **CLOSE)
     torch.testing.assert_close(grads(got, group.params), grads(want, group.params), **CLOSE)
 
@@ -92,7 +92,7 @@ def test_several_groups_are_what_each_is_by_itself():
         for whole, part in zip(lists, tensors, strict=True):
             whole.extend(part)
         layout += layout_of(*tensors, num_layers, split)
-    got = merge_groups(*lists, layout, [0.01] * 3)
+    got = contract_groups(*lists, layout, [0.01] * 3)
     want = [half for group in groups for half in group.reference()]
     torch.testing.assert_close(got, want, **CLOSE)
     params = [param for group in groups for param in group.params]
@@ -102,10 +102,10 @@ def test_several_groups_are_what_each_is_by_itself():
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_padding_the_bond_is_as_wide_as_it_is(name):
     group = Group(name, 2, bias=False)
-    left, right = merge_halves(*group.arguments(), padded=False)
+    left, right = contract_cores(*group.arguments(), padded=False)
     rank = SHAPES[name][0][group.split]
     assert (left.shape[2], right.shape[1]) == (rank, rank)
-    want_left, want_right = merge_halves(*group.arguments())
+    want_left, want_right = contract_cores(*group.arguments())
     torch.testing.assert_close((left, right), (want_left[..., :rank], want_right[:, :rank]))
 
 
@@ -119,7 +119,7 @@ def test_gradients_can_be_differentiated_again(num_layers):
             list(params[: counts[0]]), list(params[counts[0] : counts[1]]),
             list(params[counts[1] :]),
         )  # fmt: skip
-        return merge_halves(cores, gates, biases, num_layers, group.split, 0.01)
+        return contract_cores(cores, gates, biases, num_layers, group.split, 0.01)
 
     assert torch.autograd.gradcheck(run, group.params)
     assert torch.autograd.gradgradcheck(run, group.params, fast_mode=True)
@@ -132,8 +132,8 @@ def test_narrow_cores_are_rounded_once(dtype, monkeypatch):
     for narrow, other in zip(group.params, wide.params, strict=True):
         other.data.copy_(narrow.data)
         narrow.data = narrow.data if narrow.dtype == torch.float32 else other.data.to(dtype)
-    got = merge_halves(*group.arguments())
-    for half, want in zip(got, merge_halves(*wide.arguments()), strict=True):
+    got = contract_cores(*group.arguments())
+    for half, want in zip(got, contract_cores(*wide.arguments()), strict=True):
         assert half.dtype == dtype
         assert torch.equal(half, want.to(dtype))
     grads_got = grads(got, group.params)
@@ -147,7 +147,7 @@ def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
     *tensors, num_layers, split, threshold = group.arguments()
     layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(merge_groups.custom_op, (*tensors, layout, [threshold]))
+    torch.library.opcheck(contract_groups.custom_op, (*tensors, layout, [threshold]))
 
 
 @pytest.mark.parametrize(

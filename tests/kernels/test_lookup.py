@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.ops.table.lookup import look_up as look_up_op
+from comera.ops.table.lookup import lookup as lookup_op
 from tests.kernels.numbers import assert_near, distance
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -58,7 +58,7 @@ class Table:
             param.requires_grad_()
         others = (self.hot, self.basis, self.weights)
         assert lookup_kernel.refuses(self.left, self.right, *others) is None
-        out, _, _ = look_up_op(
+        out, _, _ = lookup_op(
             self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
             self.rows, self.width,
         )  # fmt: skip
@@ -200,7 +200,7 @@ def test_sizes_are_known_before_the_indices_are(emulated):
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
         arguments = (table.left, table.right, table.hot, table.basis, table.weights, table.offsets)
-        out, *_ = look_up_op(torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width)
+        out, *_ = lookup_op(torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width)
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -210,7 +210,7 @@ def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
     left, right = torch.randn(V, 1, 1), torch.randn(W, 1, 1)
     halves = [half.requires_grad_() for half in (left, right)]
     indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
-    out, _, _ = look_up_op(indices, left, right, None, None, None, None, V * W, 1)
+    out, _, _ = lookup_op(indices, left, right, None, None, None, None, V * W, 1)
     v, w = indices // W, indices % W
     torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
     grads = torch.autograd.grad(out.sum(), halves)
@@ -251,8 +251,8 @@ def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeyp
     layer = comera.TTEmbedding(100, 12, rank=4)
     layer(torch.tensor([3, 99])).sum().backward()
     assert started == [
-        "merge_f32", "ttm_rows_f32", "ttm_back_rows_f32", "merge_back_halves_f32",
-        "merge_back_cores_f32",
+        "contract_f32", "ttm_rows_f32", "ttm_back_rows_f32", "contract_back_factors_f32",
+        "contract_back_cores_f32",
     ]  # fmt: skip
 
 

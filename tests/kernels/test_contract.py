@@ -5,12 +5,12 @@ import torch
 
 import comera
 from comera.ops.cores import Chains
-from comera.ops.factors import CONTRACT, layout_of, merge_groups, merge_halves
+from comera.ops.factors import CONTRACT, contract_cores, contract_groups, layout_of
 from comera.ops.kernels import choose, contract_kernel, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
 from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.numbers import assert_near, distance
-from tests.ops.test_halves import SHAPES, Group
+from tests.ops.test_factors import SHAPES, Group
 
 WIDE = {  # more rows, columns and depth than a tile has
     "4+2": ((1, 3, 17, 36, 5, 2, 1), (2, 3, 7, 5, 4, 9), 4),
@@ -28,7 +28,7 @@ def make(name, num_layers=2, gated=True, bias=True, dtype=torch.float32, device=
 
 def run(group):
     """Halves, then gradients of every parameter for a random gradient of each half."""
-    halves = merge_halves(*group.arguments())
+    halves = contract_cores(*group.arguments())
     return [*halves, *torch.autograd.grad(halves, group.params, cotangents(halves))]
 
 
@@ -126,14 +126,14 @@ def chains(group):
     return Chains(*group.arguments())
 
 
-def merged_at_once(groups):
+def contracted_at_once(groups):
     lists, layout = [[], [], []], []
     for group in groups:
         *tensors, num_layers, split, _ = group.arguments()
         for whole, part in zip(lists, tensors, strict=True):
             whole.extend(part)
         layout += layout_of(*tensors, num_layers, split)
-    return merge_groups(*lists, layout, [0.01] * len(groups))
+    return contract_groups(*lists, layout, [0.01] * len(groups))
 
 
 @pytest.mark.parametrize("limits", [(16, 1536), (2, 1536), (16, 40)], ids=str)
@@ -144,7 +144,7 @@ def test_groups_share_launches_up_to_what_a_launch_can_carry(limits, emulated, m
     started, launch = [], contract_kernel.launch
     monkeypatch.setattr(contract_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     groups = [make("2+1", 2, bias=False), make("3+3", 5), make("1+1", 3, gated=False)]
-    halves = merged_at_once(groups)
+    halves = contracted_at_once(groups)
     launches = len(started)
     params = [param for group in groups for param in group.params]
     pairs = zip(halves[::2], halves[1::2], strict=True)
@@ -171,13 +171,13 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
     monkeypatch.setattr(contract_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
     with merged:
         model(x).sum().backward()
-    assert started == ["merge_f32", "merge_back_halves_f32", "merge_back_cores_f32"]
+    assert started == ["contract_f32", "contract_back_factors_f32", "contract_back_cores_f32"]
     assert_near([param.grad for param in model.parameters()], want, torch.float32, factor=4)
 
 
 def test_a_second_derivative_goes_through_torch_operations(emulated):
     group = make("2+1")
-    left, _ = merge_halves(*group.arguments())
+    left, _ = contract_cores(*group.arguments())
     (grad,) = torch.autograd.grad(left.square().sum(), group.cores[0], create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), group.cores[0])
     assert second.abs().sum() > 0
@@ -186,20 +186,20 @@ def test_a_second_derivative_goes_through_torch_operations(emulated):
 def test_registered_soundly(emulated):
     *tensors, num_layers, split, threshold = make("1+1").arguments()
     layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(merge_groups.custom_op, (*tensors, layout, [threshold]))
+    torch.library.opcheck(contract_groups.custom_op, (*tensors, layout, [threshold]))
 
 
 def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypatch):
     """Called where they run, and where they do not."""
     group = make("2+1", dtype=torch.bfloat16)
     *tensors, num_layers, split, threshold = group.arguments()
-    halves = [half.detach() for half in merge_halves(*group.arguments())]
+    halves = [half.detach() for half in contract_cores(*group.arguments())]
     detached = [[tensor.detach() for tensor in one] for one in tensors]
     layout = layout_of(*tensors, num_layers, split)
     arguments = (halves, *detached[:2], layout, [threshold])
-    got = torch.ops.comera.merge_halves_backward(*arguments)
+    got = torch.ops.comera.contract_cores_backward(*arguments)
     monkeypatch.setattr(choose, "mode", lambda: "ref")
-    want = torch.ops.comera.merge_halves_backward(*arguments)
+    want = torch.ops.comera.contract_cores_backward(*arguments)
     assert [t.dtype for t in got] == [t.dtype for t in want] == [torch.bfloat16, torch.float32]
     assert_near(got, want, torch.bfloat16, factor=2)
 

@@ -1,17 +1,17 @@
-// Joins the half-chains of tensor-train layers, gates applied on the way: all layers of a model in
+// Contracts the chains of tensor-train layers, gates applied on the way: all layers of a model in
 // one launch forward and two backward (CoMERA, arXiv 2405.14377, section 4).
 //
-// A layer is a chain of cores [bond k, mode k, bond k+1]; its first `split` cores join to
+// A layer is a chain of cores [bond k, mode k, bond k+1]; its first `split` cores contract to
 // left [I, width], the others to right [width, O], where width >= the middle bond. Columns of left
 // and rows of right beyond that bond are zero, but for the last row of right, which holds a bias.
 //
-// Both halves are walked from their outer end, the "head", towards the middle bond. A stage s of
-// this walk takes a core from its outer bond `in` to its inner bond `out`; for the right half both
+// Both factors are walked from their outer end, the "head", towards the middle bond. A stage s of
+// this walk takes a core from its outer bond `in` to its inner bond `out`; for the right factor both
 // are mirrored. With rows(s) = modes 1..s multiplied, and h a value of the head's mode,
 //   P_0[h] (1, out 0)        = core_0[h] * gate_0
 //   P_s[h] (rows(s), out s)  = P_s-1[h] (rows(s-1), in) . core_s (in, modes * out) * gate_s
-// and the last P is the half. Rows of P_s run with the newest mode fastest in the left half and
-// slowest in the right one, as the halves lie in memory. Everything is summed in float32.
+// and the last P is the factor. Rows of P_s run with the newest mode fastest in the left factor and
+// slowest in the right one, as the factors lie in memory. Everything is summed in float32.
 #include "common.cuh"
 
 constexpr int MOST_GROUPS = 16;
@@ -21,12 +21,12 @@ constexpr int MOST_CORES = 16;
 // Layers of one shape. `first_pointer` is the place of the first layer's cores, then gates, then
 // bias, after which those of the second follow.
 struct Group {
-  int first_block, first_tile;           // of the kernels that work on halves, and on cores
+  int first_block, first_tile;           // of the kernels that work on factors, and on cores
   int layers, length, split, gated, bias_width, width, first_pointer;
   float threshold;                       // a gate at or below it is a pruned rank
   int mode[MOST_CORES], bond[MOST_CORES + 1];
-  int kept[2], work[2];                  // numbers a half keeps of P, and needs in all
-  void *left, *right;                    // halves, or their gradients: [layers, I, width] and so on
+  int kept[2], work[2];                  // numbers a factor keeps of P, and needs in all
+  void *left, *right;                    // factors, or their gradients: [layers, I, width] and so on
   int64_t first_work, first_core_grad, first_gate_grad;
 };
 
@@ -36,7 +36,7 @@ struct Model {
   const void* pointer[MOST_POINTERS];
 };
 
-// A step of the walk through a half: a core as a matrix of `in` rows. Its columns are (mode, bond)
+// A step of the walk through a factor: a core as a matrix of `in` rows. Its columns are (mode, bond)
 // or, mirrored, (bond, mode), so that neighbours in memory are neighbours in a row, or a column.
 template <typename T>
 struct Stage {
@@ -70,15 +70,15 @@ struct Places {
   __device__ int64_t at(int r, int c) const { return first + r * row + c * bond; }
 };
 
-// One half of one layer.
+// One factor of one layer.
 template <typename T>
-struct Half {
+struct Factor {
   const Group& group;
   const void* const* pointer;
   int layer;
   bool right;
 
-  __device__ Half(const Model& model, const Group& group, int layer, bool right)
+  __device__ Factor(const Model& model, const Group& group, int layer, bool right)
       : group(group), layer(layer), right(right) {
     const int gates = group.gated ? group.length - 1 : 0;
     const int each = group.length + gates + (group.bias_width > 0);
@@ -92,7 +92,7 @@ struct Half {
   __device__ const T* bias() const {
     return static_cast<const T*>(pointer[group.length + (group.gated ? group.length - 1 : 0)]);
   }
-  // Number of the gate on the inner bond of a stage; the middle bond's belongs to the left half.
+  // Number of the gate on the inner bond of a stage; the middle bond's belongs to the left factor.
   __device__ int gate_number(int s) const {
     if (!group.gated || (right && s == last())) return -1;
     return right ? core(s) - 1 : core(s);
@@ -128,8 +128,8 @@ struct Half {
       if (t > 0 || gradient) first += (int64_t)heads() * size;
     }
   }
-  // The last P, in the half as the caller sees it.
-  __device__ Places in_half(int head, int rows) const {
+  // The last P, in the factor as the caller sees it.
+  __device__ Places in_factor(int head, int rows) const {
     const int64_t size = (int64_t)rows * heads(), width = group.width;
     if (right) return {layer * width * size + head, heads(), size};
     return {(layer * size + (int64_t)head * rows) * width, width, 1};
@@ -145,8 +145,8 @@ struct Product {
   int head;
   bool is_first;
 
-  __device__ Product(const Half<T>& half, int s, int head, const float* work)
-      : work(work), places(half.kept(s, head, false)), first(half.stage(0)), head(head),
+  __device__ Product(const Factor<T>& factor, int s, int head, const float* work)
+      : work(work), places(factor.kept(s, head, false)), first(factor.stage(0)), head(head),
         is_first(s == 0) {}
   __device__ float operator()(int row, int c) const {
     if (is_first) return first.gated(first.number(0, first.column(head, c)), c);
@@ -155,7 +155,7 @@ struct Product {
 };
 
 constexpr int THREADS = 128;
-constexpr int ROWS = 16, COLUMNS = 64, DEPTH = 32;  // of a tile; see shared_bytes in merge.py
+constexpr int ROWS = 16, COLUMNS = 64, DEPTH = 32;  // of a tile; see shared_bytes in contract_kernel.py
 constexpr int EACH = ROWS / (THREADS / 32);         // rows a thread sums, and columns
 constexpr int PAIRS = COLUMNS / 32;
 
@@ -228,9 +228,9 @@ __device__ const Group& group_of(const Model& model, bool tiles, int& number) {
   return model.group[g];
 }
 
-// The half of a block that works on one value of its head's mode.
+// The factor of a block that works on one value of its head's mode.
 template <typename T>
-__device__ Half<T> half_of(const Model& model, int& head) {
+__device__ Factor<T> factor_of(const Model& model, int& head) {
   head = blockIdx.x;
   const Group& group = group_of(model, false, head);
   const int left = group.mode[0], each = left + group.mode[group.length - 1];
@@ -238,20 +238,20 @@ __device__ Half<T> half_of(const Model& model, int& head) {
   head -= layer * each;
   const bool right = head >= left;
   if (right) head -= left;
-  return Half<T>(model, group, layer, right);
+  return Factor<T>(model, group, layer, right);
 }
 
-// P_s[head] from P_{s-1}[head], into scratch memory or, at the last stage, into the half.
+// P_s[head] from P_{s-1}[head], into scratch memory or, at the last stage, into the factor.
 template <typename T>
-__device__ void advance(const Half<T>& half, int s, int head, float* work) {
-  const bool last = s == half.last();
-  const Stage<T> stage = half.stage(s);
-  const Product<T> before(half, s - 1, head, work);
+__device__ void advance(const Factor<T>& factor, int s, int head, float* work) {
+  const bool last = s == factor.last();
+  const Stage<T> stage = factor.stage(s);
+  const Product<T> before(factor, s - 1, head, work);
   const Places to =
-      last ? half.in_half(head, stage.rows * stage.modes) : half.kept(s, head, false);
-  T* numbers = half.numbers();
+      last ? factor.in_factor(head, stage.rows * stage.modes) : factor.kept(s, head, false);
+  T* numbers = factor.numbers();
   multiply(
-      stage.rows, stage.columns(), stage.in, true, half.right,
+      stage.rows, stage.columns(), stage.in, true, factor.right,
       [&](int m, int k) { return before(m, k); },
       [&](int k, int n) { return stage.number(k, n); },
       [&](int m, int n, float sum) {
@@ -266,54 +266,54 @@ __device__ void advance(const Half<T>& half, int s, int head, float* work) {
 
 // What lies beyond the middle bond: zeros, and a bias.
 template <typename T>
-__device__ void pad(const Half<T>& half, int head, int rows, int bond) {
-  const int width = half.group.width, more = width - bond;
-  const Places to = half.in_half(head, rows);
-  T* numbers = half.numbers();
+__device__ void pad(const Factor<T>& factor, int head, int rows, int bond) {
+  const int width = factor.group.width, more = width - bond;
+  const Places to = factor.in_factor(head, rows);
+  T* numbers = factor.numbers();
   for (int e = threadIdx.x; e < rows * more; e += THREADS) {
-    const int row = half.right ? e % rows : e / more;
-    const int c = bond + (half.right ? e / rows : e % more);
-    const int column = row * half.heads() + head;
-    const bool in_bias = half.right && c == width - 1 && column < half.group.bias_width;
-    numbers[to.at(row, c)] = in_bias ? half.bias()[column] : narrow<T>(0.f);
+    const int row = factor.right ? e % rows : e / more;
+    const int c = bond + (factor.right ? e / rows : e % more);
+    const int column = row * factor.heads() + head;
+    const bool in_bias = factor.right && c == width - 1 && column < factor.group.bias_width;
+    numbers[to.at(row, c)] = in_bias ? factor.bias()[column] : narrow<T>(0.f);
   }
 }
 
-// One block for each half and each value of its head's mode.
+// One block for each factor and each value of its head's mode.
 template <typename T>
 __device__ void forward(const Model& model, float* work) {
   int head;
-  const Half<T> half = half_of<T>(model, head);
-  const int last = half.last();
-  const Stage<T> stage = half.stage(last);
+  const Factor<T> factor = factor_of<T>(model, head);
+  const int last = factor.last();
+  const Stage<T> stage = factor.stage(last);
   if (last == 0) {
-    const Product<T> first(half, 0, head, work);
-    const Places to = half.in_half(head, 1);
+    const Product<T> first(factor, 0, head, work);
+    const Places to = factor.in_factor(head, 1);
     for (int c = threadIdx.x; c < stage.out; c += THREADS)
-      half.numbers()[to.at(0, c)] = narrow<T>(first(0, c));
+      factor.numbers()[to.at(0, c)] = narrow<T>(first(0, c));
   }
 #pragma unroll 1
-  for (int s = 1; s <= last; ++s) advance(half, s, head, work);
-  pad(half, head, last == 0 ? 1 : stage.rows * stage.modes, stage.out);
+  for (int s = 1; s <= last; ++s) advance(factor, s, head, work);
+  pad(factor, head, last == 0 ? 1 : stage.rows * stage.modes, stage.out);
 }
 
 // The same blocks: P_1 ... and the gradients of P_{last-1} ... P_0, into scratch memory.
 template <typename T>
-__device__ void back_halves(const Model& model, float* work) {
+__device__ void back_factors(const Model& model, float* work) {
   int head;
-  const Half<T> half = half_of<T>(model, head);
-  const int last = half.last();
-  const T* numbers = half.numbers();
+  const Factor<T> factor = factor_of<T>(model, head);
+  const int last = factor.last();
+  const T* numbers = factor.numbers();
 #pragma unroll 1
-  for (int s = 1; s < last; ++s) advance(half, s, head, work);
+  for (int s = 1; s < last; ++s) advance(factor, s, head, work);
 #pragma unroll 1
   for (int s = last; s >= 1; --s) {
-    const Stage<T> stage = half.stage(s);
+    const Stage<T> stage = factor.stage(s);
     const Places from =
-        s == last ? half.in_half(head, stage.rows * stage.modes) : half.kept(s, head, true);
-    const Places to = half.kept(s - 1, head, true);
+        s == last ? factor.in_factor(head, stage.rows * stage.modes) : factor.kept(s, head, true);
+    const Places to = factor.kept(s - 1, head, true);
     multiply(
-        stage.rows, stage.in, stage.columns(), !half.right, !half.right,
+        stage.rows, stage.in, stage.columns(), !factor.right, !factor.right,
         [&](int m, int k) {
           const int c = stage.bond_of(k);
           const int64_t place = from.at(stage.row(m, stage.mode_of(k)), c);
@@ -346,11 +346,11 @@ __device__ void back_cores(const Model& model, const float* work, T* core_grads,
     if (tile < tiles) break;
     tile -= tiles;
   }
-  const Half<T> half(model, group, layer, number >= group.split);
-  const int s = half.right ? group.length - 1 - number : number;
+  const Factor<T> factor(model, group, layer, number >= group.split);
+  const int s = factor.right ? group.length - 1 - number : number;
 
   int64_t core_size = 0, gate_size = 0, core_at = 0, gate_at = 0;
-  const int gate = half.gate_number(s);
+  const int gate = factor.gate_number(s);
 #pragma unroll 1
   for (int k = 0; k < group.length; ++k) {
     if (k == number) core_at = core_size;
@@ -361,13 +361,13 @@ __device__ void back_cores(const Model& model, const float* work, T* core_grads,
   T* core_grad = core_grads + group.first_core_grad + layer * core_size + core_at;
   float* gate_grad = gate_grads + group.first_gate_grad + layer * gate_size + gate_at;
 
-  const Stage<T> stage = half.stage(s);
-  const int heads = half.heads(), out = stage.out, first = tile * TILE;
-  const bool last = s == half.last();
-  const T* numbers = half.numbers();
+  const Stage<T> stage = factor.stage(s);
+  const int heads = factor.heads(), out = stage.out, first = tile * TILE;
+  const bool last = s == factor.last();
+  const T* numbers = factor.numbers();
   const int rows = s == 0 ? 1 : stage.rows * stage.modes;
-  const Places from = last ? half.in_half(0, rows) : half.kept(s, 0, true);
-  const int64_t next = last ? half.in_half(1, rows).first : half.kept(s, 1, true).first;
+  const Places from = last ? factor.in_factor(0, rows) : factor.kept(s, 0, true);
+  const int64_t next = last ? factor.in_factor(1, rows).first : factor.kept(s, 1, true).first;
   auto grad = [&](int head, int row, int c) {
     if (c >= out) return 0.f;
     const int64_t place = from.at(row, c) + head * (next - from.first);
@@ -386,12 +386,12 @@ __device__ void back_cores(const Model& model, const float* work, T* core_grads,
         1, heads * TILE, 1, true, false, [](int, int) { return 1.f; },
         [&](int, int n) { return grad(n / TILE, 0, first + n % TILE); }, store);
   } else {
-    const Product<T> before(half, s - 1, 0, work);
-    const int64_t step = half.kept(s - 1, 1, false).first - before.places.first;
-    auto head_of = [&](int k) { return half.right ? k % heads : k / stage.rows; };
-    auto row_of = [&](int k) { return half.right ? k / heads : k % stage.rows; };
+    const Product<T> before(factor, s - 1, 0, work);
+    const int64_t step = factor.kept(s - 1, 1, false).first - before.places.first;
+    auto head_of = [&](int k) { return factor.right ? k % heads : k / stage.rows; };
+    auto row_of = [&](int k) { return factor.right ? k / heads : k % stage.rows; };
     multiply(
-        stage.in, stage.modes * TILE, heads * stage.rows, false, half.right,
+        stage.in, stage.modes * TILE, heads * stage.rows, false, factor.right,
         [&](int m, int k) {
           Product<T> of_head = before;
           of_head.head = head_of(k);
@@ -414,33 +414,33 @@ __device__ void back_cores(const Model& model, const float* work, T* core_grads,
   float sum = 0.f;
 #pragma unroll 1
   for (int t = threadIdx.x; t < THREADS; t += TILE) sum += shared[t];
-  const float value = static_cast<const float*>(half.pointer[group.length + gate])[c];
+  const float value = static_cast<const float*>(factor.pointer[group.length + gate])[c];
   gate_grad[c] = value > group.threshold ? sum : 0.f;
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_f32(ARGUMENTS(Model) model, float* work) {
+contract_f32(ARGUMENTS(Model) model, float* work) {
   forward<float>(model, work);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_bf16(ARGUMENTS(Model) model, float* work) {
+contract_bf16(ARGUMENTS(Model) model, float* work) {
   forward<bf16>(model, work);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_back_halves_f32(ARGUMENTS(Model) model, float* work) {
-  back_halves<float>(model, work);
+contract_back_factors_f32(ARGUMENTS(Model) model, float* work) {
+  back_factors<float>(model, work);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_back_halves_bf16(ARGUMENTS(Model) model, float* work) {
-  back_halves<bf16>(model, work);
+contract_back_factors_bf16(ARGUMENTS(Model) model, float* work) {
+  back_factors<bf16>(model, work);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_back_cores_f32(ARGUMENTS(Model) model, const float* work, float* core_grads,
+contract_back_cores_f32(ARGUMENTS(Model) model, const float* work, float* core_grads,
                      float* gate_grads) {
   back_cores<float>(model, work, core_grads, gate_grads);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-merge_back_cores_bf16(ARGUMENTS(Model) model, const float* work, bf16* core_grads,
+contract_back_cores_bf16(ARGUMENTS(Model) model, const float* work, bf16* core_grads,
                       float* gate_grads) {
   back_cores<bf16>(model, work, core_grads, gate_grads);
 }

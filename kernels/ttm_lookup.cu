@@ -1,4 +1,4 @@
-// Reads rows of a table from its two halves, and sums of rows over bags; with their gradients.
+// Reads rows of a table from its two factors, and sums of rows over bags; with their gradients.
 //
 // Row H + v * W + w is left[v] [P, R] . right[w] [R, Q], its first D numbers; rows before H are
 // stored as they are, in hot [H, D]. All sizes are fixed before the indices are known, so that a
@@ -242,7 +242,7 @@ __device__ void back_weights(const Table& table, const int64_t* indices, const i
 constexpr int CHUNK = 16;  // sorted entries of a block
 
 // One block for each chunk of sorted entries. Gradients of equal rows are summed before they meet a
-// half; the gradient of a slice of the right half is summed in shared memory for as long as entries
+// factor; the gradient of a slice of the right factor is summed in shared memory for as long as entries
 // stay in it. What a block has is added to what others have, in no fixed order: in float64, for a
 // frequent row has thousands of blocks.
 template <typename T>
