@@ -128,7 +128,7 @@ def _factored_attention(
     Heads share keys and values, which are ``x A_k`` and ``x A_v``, of the width of a bond.
     """
     batch, length, width = x_BTD.shape
-    factors = [train.factors() for train in trains]
+    pairs = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
 
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _factored_attention(
         return z.reshape(batch * length, num_heads * v.shape[2])
 
     x, lefts, rights = autocast_together(
-        x_BTD.flatten(0, 1), [left for left, _ in factors], [right for _, right in factors]
+        x_BTD.flatten(0, 1), [left for left, _ in pairs], [right for _, right in pairs]
     )
     factors = [Factors(left, right, bias) for left, right in zip(lefts, rights, strict=True)]
     y = _FACTORED(x, factors, num_heads, mixed)
