@@ -43,7 +43,7 @@ class Case:
 
     def loss(self) -> float:
         """Return the time of the way the planner would run, over the best of those it can run."""
-        can_run = {name: self.measured[name] for name in ("thin", "dense")}
+        can_run = {name: self.measured[name] for name in ("factorized", "reconstructed")}
         chosen = min(can_run, key=lambda name: self.predicted[name])
         return can_run[chosen] / min(can_run.values())
 
@@ -75,17 +75,19 @@ def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -
         out_features=layer.out_features,
     )
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "thin": lambda x: _thin(layer, x),
+        "factorized": lambda x: _factorized(layer, x),
         "sequential": lambda x: _sequential(layer, plan, x),
-        "dense": lambda x: reconstructed_linear(x, *layer.factors(), bias=True),
+        "reconstructed": lambda x: reconstructed_linear(x, *layer.factors(), bias=True),
         _DENSE: dense,
     }
-    for name in ("sequential", "dense"):
-        torch.testing.assert_close(ways[name](x), ways["thin"](x), rtol=1e-3, atol=1e-4)
+    for name in ("sequential", "reconstructed"):
+        torch.testing.assert_close(ways[name](x), ways["factorized"](x), rtol=1e-3, atol=1e-4)
     title = f"{shape[0]} -> {shape[1]}, rank {rank}, {tokens} tokens"
     runs = {name: _forward_backward(way, [layer, dense], x) for name, way in ways.items()}
     timings: Timings = session.time(title, runs, _DENSE)
-    predicted = {name: plan.candidate(name).seconds for name in ("thin", "sequential", "dense")}
+    predicted = {
+        name: plan.candidate(name).seconds for name in ("factorized", "sequential", "reconstructed")
+    }
     predicted[_DENSE] = plan.dense.seconds
     return Case(title, predicted, {name: timings.median(name) for name in runs})
 
@@ -105,7 +107,7 @@ def _forward_backward(
     return run
 
 
-def _thin(layer: TTLinear, x: Tensor) -> Tensor:
+def _factorized(layer: TTLinear, x: Tensor) -> Tensor:
     left, right = layer.factors()
     return factorized_linears(x, [left], [right], bias=True)[0]
 

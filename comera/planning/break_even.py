@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from comera.planning.crossover import first_where
-from comera.planning.linear_ways import dense, thin, torch_linear
+from comera.planning.linear_ways import factorized, reconstructed, torch_linear
 from comera.planning.machine import Machine, load_machine
 from comera.planning.planner import plan_linear
 from comera.planning.products import Layer, linear_layer
@@ -166,7 +166,9 @@ def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
 
     def ratio(shape: TTShape) -> float:
         here = replace(layer, shape=shape)
-        return min(way(here, machine, dtype).seconds for way in (thin, dense)) / target
+        return (
+            min(way(here, machine, dtype).seconds for way in (factorized, reconstructed)) / target
+        )
 
     kept = replace(layer.shape, ranks=(1,) * len(layer.shape.ranks))
     shapes = {"": kept}

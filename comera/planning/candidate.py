@@ -112,7 +112,7 @@ _GATES = "gates, dispatch"
 
 
 @dataclass(frozen=True)
-class HalfChain:
+class FactorChain:
     """The contraction of one factor from its cores, outermost first.
 
     Attributes:
@@ -128,7 +128,7 @@ class HalfChain:
 
 
 @functools.lru_cache(maxsize=1024)
-def half_chains(shape: TTShape | TTMShape) -> tuple[HalfChain, HalfChain]:
+def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
     """Plan the contraction of both factors of a linear layer, or of a table split in the middle."""
     cores = [f"core{k}" for k in range(len(shape.slice_sizes))]
     left = "A" if shape.split > 1 else cores[0]
@@ -140,12 +140,12 @@ def half_chains(shape: TTShape | TTMShape) -> tuple[HalfChain, HalfChain]:
     )
 
 
-def _half_chain(name: str, network: Network, cores: list[str], from_left: bool) -> HalfChain:
+def _half_chain(name: str, network: Network, cores: list[str], from_left: bool) -> FactorChain:
     tree: Tree = cores[0] if from_left else cores[-1]
     for core in cores[1:] if from_left else cores[-2::-1]:
         tree = (tree, core) if from_left else (core, tree)
     plan = schedule(network, tree, root=f"grad({name})", result=name, wanted=cores)
-    return HalfChain(name, plan.forward, (*plan.forward[:-1], *plan.backward))
+    return FactorChain(name, plan.forward, (*plan.forward[:-1], *plan.backward))
 
 
 def gates(shape: TTShape | TTMShape, operators: float) -> list[Step]:

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from comera.planning.machine import Machine, item_size, load_machine
 from comera.planning.operation import product_seconds
-from comera.planning.products import Dims, Layer, dense_products, linear_layer, thin_products
+from comera.planning.products import (
+    Dims,
+    Layer,
+    factorized_products,
+    linear_layer,
+    reconstructed_products,
+)
 from comera.shapes import TTShape
 
 _MOST_TOKENS = 1 << 24
@@ -61,17 +67,17 @@ def _dense_from(layer: Layer, dtype: str, machine: Machine) -> int | None:
     def seconds(products: Iterable[Dims]) -> float:
         return sum(product_seconds(machine, dtype, 1, *dims) for dims in products)
 
-    w, _, _, _, grad_a, grad_b = dense_products(layer)
+    w, _, _, _, grad_a, grad_b = reconstructed_products(layer)
     fixed = seconds([w, grad_a, grad_b] if train else [w])
 
     def dense_wins(tokens: int) -> bool:
         here = replace(layer, tokens=tokens)
-        thin_way = seconds(thin_products(here)[: 6 if train else 2])
-        dense_way = seconds(dense_products(here)[1 : 4 if train else 2]) + fixed
+        factorized = seconds(factorized_products(here)[: 6 if train else 2])
+        reconstructed = seconds(reconstructed_products(here)[1 : 4 if train else 2]) + fixed
         if bias:  # a column of ones in one way, a sum over rows in the other
-            thin_way += call + machine.moving(tokens * item)
-            dense_way += call + machine.moving(tokens * high * item) if train else 0.0
-        return dense_way < thin_way
+            factorized += call + machine.moving(tokens * item)
+            reconstructed += call + machine.moving(tokens * high * item) if train else 0.0
+        return reconstructed < factorized
 
     return first_where(dense_wins, _MOST_TOKENS) if dense_wins(_MOST_TOKENS) else None
 

@@ -1,27 +1,26 @@
 """The ways a tensor-train linear layer can be computed, and the dense layer, as lists of steps.
 
-Factorized (:func:`thin`), the cores of each side are contracted to a factor, ``A (in, r)`` and
-``B (r, out)``, and the batch is multiplied by one after the other. Reconstructed (:func:`dense`),
-it is multiplied by ``W = A B``. :func:`sequential` follows the contraction tree with the fewest
-operations, on modes. All three are trees of the same network, so in all of them forward and
-gradients share every partial product.
+Factorized, the cores of each side are contracted to a factor, ``A (in, r)`` and ``B (r, out)``, and
+the batch is multiplied by one after the other. Reconstructed, it is multiplied by ``W = A B``.
+:func:`sequential` follows the contraction tree with the fewest operations, on modes. All three are
+trees of the same network, so in all of them forward and gradients share every partial product.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
 from comera.planning.contraction import Schedule, find_tree, schedule
 from comera.planning.machine import Machine
 from comera.planning.network import OUTPUT_GRADIENT, linear_network
 from comera.planning.operation import Step, product
-from comera.planning.products import Layer, dense_products, thin_products
+from comera.planning.products import Layer, factorized_products, reconstructed_products
 
 
-def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``y = (x A) B``; the bias is one more row of B, against a column of ones."""
-    left, right = half_chains(layer.shape)
-    t, y, gt, gx, ga, gb = thin_products(layer)
+    left, right = factor_chains(layer.shape)
+    t, y, gt, gx, ga, gb = factorized_products(layer)
     ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
     forward = [
         *_halves(layer),
@@ -36,13 +35,13 @@ def thin(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return _linear("thin", layer, machine, dtype, forward, backward, _cores(layer))
+    return _linear("factorized", layer, machine, dtype, forward, backward, _cores(layer))
 
 
-def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``W = A B``, then the products of an ordinary linear layer."""
-    left, right = half_chains(layer.shape)
-    w, y, gx, gw, ga, gb = dense_products(layer)
+    left, right = factor_chains(layer.shape)
+    w, y, gx, gw, ga, gb = reconstructed_products(layer)
     forward = [
         *_halves(layer),
         product("W", ("A", "B"), "ir,ro->io", (1, *w)),
@@ -56,7 +55,7 @@ def dense(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         product(f"grad({right.name})", ("A", "grad(W)"), "ir,io->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return _linear("dense", layer, machine, dtype, forward, backward, _cores(layer))
+    return _linear("reconstructed", layer, machine, dtype, forward, backward, _cores(layer))
 
 
 def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
@@ -94,7 +93,7 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
 
 def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``torch.nn.Linear`` of the same widths, for comparison."""
-    _, y, gx, gw, _, _ = dense_products(layer)
+    _, y, gx, gw, _, _ = reconstructed_products(layer)
     forward = [product("y", ("x", "weight"), "bi,oi->bo", (1, *y))]
     backward = [
         product("grad(x)", ("gy", "weight"), "bo,oi->bi", (1, *gx)),
@@ -139,7 +138,7 @@ def _linear(
 
 def _halves(layer: Layer) -> list[Step]:
     """List the steps that contract the cores to A and B, the bond between them padded."""
-    left, right = half_chains(layer.shape)
+    left, right = factor_chains(layer.shape)
     rank, bond = layer.shape.ranks[layer.shape.split - 1], layer.bond
     wide, high = layer.in_features, layer.out_features
     bias = ("bias",) if layer.bias else ()
@@ -156,7 +155,7 @@ def _halves(layer: Layer) -> list[Step]:
 
 def _core_gradients(layer: Layer) -> list[Step]:
     """List the steps from the gradients of A and B to those of cores and gates."""
-    left, right = half_chains(layer.shape)
+    left, right = factor_chains(layer.shape)
     steps = [*left.backward, *right.backward, *gate_gradients(layer.shape, layer.operators)]
     return _shared(layer, steps)
 

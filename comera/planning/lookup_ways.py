@@ -1,18 +1,18 @@
 """The ways rows of a tensor-train table can be read, and the dense table, as lists of steps.
 
-By ``halves`` the cores are contracted to a left and a right factor, and each row is the product of
-one slice of each; ``unique`` does the same once for every distinct row; ``sequential`` gathers a
-slice of every core and multiplies those, row by row.
+By ``from_factors`` the cores are contracted to a left and a right factor, and each row is the
+product of one slice of each; ``unique`` does the same once for every distinct row; ``sequential``
+gathers a slice of every core and multiplies those, row by row.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from comera.planning.candidate import Candidate, candidate, gate_gradients, gates, half_chains
+from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
 from comera.planning.contraction import Schedule, find_tree, schedule
 from comera.planning.machine import Machine
-from comera.planning.network import OUTPUT_GRADIENT, look_up_network
+from comera.planning.network import OUTPUT_GRADIENT, lookup_network
 from comera.planning.operation import Step, product
 from comera.shapes import TTMShape
 
@@ -21,7 +21,7 @@ OPERATORS = 3
 
 
 @dataclass(frozen=True)
-class LookUp:
+class Lookup:
     """One batch of lookups.
 
     Args:
@@ -41,16 +41,16 @@ class LookUp:
     train: bool = True
 
 
-def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
+def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
     """Plan every row, or with ``unique`` every distinct one, as a product of slices of two factors.
 
     The factors are counted as contracted whole. On a CPU that is too much for large tables and
     small batches, for which only those slices are contracted that they read.
     """
     # Sizes: `rows` are made from slices (wide, rank) and (rank, high) of the two factors.
-    shape, rank = look_up.shape, look_up.shape.ranks[look_up.shape.split - 1]
-    rows = look_up.distinct if unique else look_up.tokens
-    left, right = half_chains(shape)
+    shape, rank = lookup.shape, lookup.shape.ranks[lookup.shape.split - 1]
+    rows = lookup.distinct if unique else lookup.tokens
+    left, right = factor_chains(shape)
     wide, high = (
         math.prod(shape.col_modes[: shape.split]),
         math.prod(shape.col_modes[shape.split :]),
@@ -58,10 +58,10 @@ def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Ca
     left_size = math.prod(shape.slice_sizes[: shape.split]) * rank
     right_size = math.prod(shape.slice_sizes[shape.split :]) * rank
     # Distinct rows are an intermediate: they are sorted out first and gathered to y at the end.
-    numbers = look_up.tokens * look_up.embedding_dim
+    numbers = lookup.tokens * lookup.embedding_dim
     made = "rows" if unique else "y"
     gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
-    search = [_sort(look_up.tokens)] if unique else []
+    search = [_sort(lookup.tokens)] if unique else []
     gathers = [
         _gather("slices of A", left.name, rows * wide * rank),
         _gather("slices of B", right.name, rows * rank * high),
@@ -97,16 +97,16 @@ def halves(look_up: LookUp, machine: Machine, dtype: str, *, unique: bool) -> Ca
         *right.backward,
         *gate_gradients(shape, OPERATORS),
     ]
-    name = "unique" if unique else "halves"
-    return _look_up(name, look_up, machine, dtype, forward, backward, _cores(shape))
+    name = "unique" if unique else "factors"
+    return _lookup(name, lookup, machine, dtype, forward, backward, _cores(shape))
 
 
-def sequential(look_up: LookUp, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
+def sequential(lookup: Lookup, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
     """Plan row by row along the tree with the fewest operations; returns its schedule too."""
-    shape, cores = look_up.shape, _cores(look_up.shape)
-    network = look_up_network(shape, look_up.tokens)
+    shape, cores = lookup.shape, _cores(lookup.shape)
+    network = lookup_network(shape, lookup.tokens)
     tree = find_tree(network.without(OUTPUT_GRADIENT))
-    wanted = set(network.tensors) if look_up.train else set()
+    wanted = set(network.tensors) if lookup.train else set()
     plan = schedule(network, tree, root=OUTPUT_GRADIENT, result="y", wanted=wanted)
     slices = [name for name in network.tensors if name != OUTPUT_GRADIENT]
     picked = {name: network.size_of(network.tensors[name]) for name in slices}
@@ -119,28 +119,28 @@ def sequential(look_up: LookUp, machine: Machine, dtype: str) -> tuple[Candidate
         *(_scatter(f"grad({c})", f"grad({name})", picked[name], cores[c]) for c, name in pairs),
         *gate_gradients(shape, OPERATORS),
     ]
-    return _look_up("sequential", look_up, machine, dtype, forward, backward, cores), plan
+    return _lookup("sequential", lookup, machine, dtype, forward, backward, cores), plan
 
 
-def torch_embedding(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
+def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     """Plan ``torch.nn.Embedding`` with a dense gradient, for comparison; no optimizer counted."""
-    weight = look_up.num_embeddings * look_up.embedding_dim
-    numbers = look_up.tokens * look_up.embedding_dim
+    weight = lookup.num_embeddings * lookup.embedding_dim
+    numbers = lookup.tokens * lookup.embedding_dim
     forward = [_gather("y", "weight", numbers)]
     backward = [_scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)]
-    return _look_up("nn.Embedding", look_up, machine, dtype, forward, backward, {"weight": weight})
+    return _lookup("nn.Embedding", lookup, machine, dtype, forward, backward, {"weight": weight})
 
 
-def only_zeros(look_up: LookUp, machine: Machine, dtype: str) -> Candidate:
+def only_zeros(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     """Plan a table that has vanished: every row is zero."""
-    numbers = look_up.tokens * look_up.embedding_dim
+    numbers = lookup.tokens * lookup.embedding_dim
     forward = [Step("y", (), "zeros", numbers, moved=numbers)]
-    return _look_up("zeros", look_up, machine, dtype, forward, [], {})
+    return _lookup("zeros", lookup, machine, dtype, forward, [], {})
 
 
-def _look_up(
+def _lookup(
     name: str,
-    look_up: LookUp,
+    lookup: Lookup,
     machine: Machine,
     dtype: str,
     forward: Sequence[Step],
@@ -152,9 +152,9 @@ def _look_up(
         machine,
         dtype,
         forward=forward,
-        backward=backward if look_up.train else [],
-        inputs={"indices": look_up.tokens},
-        output_gradient=look_up.tokens * look_up.embedding_dim,
+        backward=backward if lookup.train else [],
+        inputs={"indices": lookup.tokens},
+        output_gradient=lookup.tokens * lookup.embedding_dim,
         parameters=parameters,
     )
 

@@ -105,7 +105,7 @@ def half_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[Ne
     return _closed(left, sizes), _closed(right, sizes)
 
 
-def look_up_network(shape: TTMShape, rows: int) -> Network:
+def lookup_network(shape: TTMShape, rows: int) -> Network:
     """Build the closed network of a lookup row by row: ``slice0`` to ``sliceN`` and ``gy``.
 
     The row number picks one slice of each core, so every tensor carries the batch index:

@@ -4,7 +4,7 @@ import functools
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.lookup_ways import LookUp
+from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine, load_machine
 from comera.planning.plan import Plan
 from comera.planning.products import Layer, check_count, check_width, linear_layer
@@ -83,7 +83,7 @@ def plan_embedding(
     rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
     columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
     different = min(tokens, rows) if distinct is None else distinct
-    asked = LookUp(shape, tokens, different, rows, columns, train)
+    asked = Lookup(shape, tokens, different, rows, columns, train)
     return _plan_embedding(asked, machine or load_machine(), dtype)
 
 
@@ -101,16 +101,16 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
         return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
     optimal, search = linear_ways.sequential(layer, machine, dtype)
     candidates = [
-        linear_ways.thin(layer, machine, dtype),
+        linear_ways.factorized(layer, machine, dtype),
         optimal,
-        linear_ways.dense(layer, machine, dtype),
+        linear_ways.reconstructed(layer, machine, dtype),
     ]
-    ranked, runs = _ranked(candidates), ("thin", "dense")
+    ranked, runs = _ranked(candidates), ("factorized", "reconstructed")
     return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
+def _plan_embedding(asked: Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
     shape = asked.shape
     title = (
@@ -124,8 +124,8 @@ def _plan_embedding(asked: LookUp, machine: Machine, dtype: str) -> Plan:
         return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
     optimal, search = lookup_ways.sequential(asked, machine, dtype)
     candidates = [
-        lookup_ways.halves(asked, machine, dtype, unique=True),
-        lookup_ways.halves(asked, machine, dtype, unique=False),
+        lookup_ways.from_factors(asked, machine, dtype, unique=True),
+        lookup_ways.from_factors(asked, machine, dtype, unique=False),
         optimal,
     ]
     ranked, runs = _ranked(candidates), (candidates[0].name,)

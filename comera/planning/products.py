@@ -61,7 +61,7 @@ def linear_layer(
     return Layer(shape, tokens, wide, high, bias, train, input_grad, together)
 
 
-def thin_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
+def factorized_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
     """List the products of the batch with both factors: t, y, and gradients of t, x, A and B."""
     batch, bond = layer.tokens, layer.bond
     wide, high = layer.in_features, layer.out_features
@@ -75,7 +75,7 @@ def thin_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
     )
 
 
-def dense_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
+def reconstructed_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:
     """List the products once the weight is dense: W, y, and gradients of x, W, A and B."""
     batch, bond = layer.tokens, layer.bond
     wide, high = layer.in_features, layer.out_features

@@ -12,7 +12,7 @@ from comera.nn.table import HotRows, TTTable
 from comera.ops.context import machine_of
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.lookup_ways import LookUp
+from comera.planning.lookup_ways import Lookup
 from comera.planning.printing import table_html, text_table
 from comera.planning.products import linear_layer
 
@@ -201,17 +201,20 @@ def _ways(
         if 0 in ranks:
             ways = [linear_ways.only_bias(request, machine, dtype)]
         else:
-            ways = [way(request, machine, dtype) for way in (linear_ways.thin, linear_ways.dense)]
+            ways = [
+                way(request, machine, dtype)
+                for way in (linear_ways.factorized, linear_ways.reconstructed)
+            ]
         return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
             request, machine, dtype
         )
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
-        batch = LookUp(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
+        batch = Lookup(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
         mine = (
             lookup_ways.only_zeros(batch, machine, dtype)
             if 0 in ranks
-            else lookup_ways.halves(batch, machine, dtype, unique=True)
+            else lookup_ways.from_factors(batch, machine, dtype, unique=True)
         )
         return mine, lookup_ways.torch_embedding(batch, machine, dtype)
     assert isinstance(layer, HotRows), "there are three formats"

@@ -111,7 +111,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
         left, right_half = right(self)
         return left * 1.1, right_half
 
-    monkeypatch.setattr(TTLinear, "halves", wrong)
+    monkeypatch.setattr(TTLinear, "factors", wrong)
     for command in ("step", "objective", "truncation"):
         assert bench(command, *MODEL, "--batch", "2", "--repeats", "1") == 1
         shown = capsys.readouterr().out

@@ -5,7 +5,7 @@ from comera.recipes.cli import main
 
 
 def case(thin, sequential, dense, linear, predicted):
-    names = ("thin", "sequential", "dense", "nn.Linear")
+    names = ("factorized", "sequential", "reconstructed", "nn.Linear")
     measured = dict(zip(names, (thin, sequential, dense, linear), strict=True))
     return Case("", dict(zip(names, predicted, strict=True)), measured)
 

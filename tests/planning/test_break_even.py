@@ -37,7 +37,7 @@ def test_the_threshold_is_where_the_candidates_cross(rank, bias, train, machine)
 
     def dense_wins(tokens):
         plan = plan_linear(shape, tokens, machine=machine, bias=bias, train=train)
-        return plan.candidate("dense").seconds < plan.candidate("thin").seconds
+        return plan.candidate("reconstructed").seconds < plan.candidate("factorized").seconds
 
     threshold = dense_from(shape, machine=machine, bias=bias, train=train)
     if threshold is None:
@@ -111,7 +111,7 @@ def test_one_that_loses_names_the_rank_that_would_win():
 
     def ratio(rank):
         plan = plan_linear(shape.with_rank(rank), 512, machine=CPU)
-        ways = (plan.candidate(name).seconds for name in ("thin", "dense"))
+        ways = (plan.candidate(name).seconds for name in ("factorized", "reconstructed"))
         return min(ways) / plan.dense.seconds
 
     assert ratio(rank) < 1 <= ratio(rank + 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.contraction import find_tree, schedule
-from comera.planning.network import linear_network, look_up_network
+from comera.planning.network import linear_network, lookup_network
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import random_tensors, run
 from tests.planning.test_contraction_search import shapes
@@ -79,7 +79,7 @@ def test_so_does_every_other_tree():
     [
         linear_network(TTShape((2,), (3,), (2,)), 3),
         linear_network(TTShape((2, 2), (3,), (2, 1)), 2),
-        look_up_network(TTMShape((2, 2, 2), (2, 1, 3), (2, 2)), 3),
+        lookup_network(TTMShape((2, 2, 2), (2, 1, 3), (2, 2)), 3),
     ],
     ids=["1+1", "2+1", "look-up"],
 )
@@ -91,7 +91,7 @@ def test_operations_counted_one_by_one(network):
     "shape", [TTMShape((3, 2), (2, 4), (5,)), TTMShape((2, 3, 2, 2), (2, 2, 1, 2), (4, 5, 3))]
 )
 def test_a_look_up_row_by_row(shape):
-    network = look_up_network(shape, 6)
+    network = lookup_network(shape, 6)
     check(network, find_tree(network.without("gy")))
 
 

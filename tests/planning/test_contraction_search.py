@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.planning.contraction import find_tree, leaves, schedule
-from comera.planning.network import linear_network, look_up_network
+from comera.planning.network import linear_network, lookup_network
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import cheapest
 
@@ -39,7 +39,7 @@ def test_no_tree_takes_fewer_operations(shape, tokens):
     "shape", [TTMShape((3, 2), (2, 4), (5,)), TTMShape((2, 3, 2, 2), (2, 2, 1, 2), (4, 5, 3))]
 )
 def test_no_tree_of_a_look_up_takes_fewer_operations(shape, tokens):
-    network = look_up_network(shape, tokens)
+    network = lookup_network(shape, tokens)
     tree = find_tree(network.without("gy"))
     assert forward_cost(network, tree) == cheapest(network.without("gy"))
 
@@ -70,7 +70,7 @@ def test_long_trains_are_searched_too():
 
 
 def test_one_tensor_is_its_own_tree():
-    network = look_up_network(TTMShape((3, 2), (2, 4), (5,)), 3)
+    network = lookup_network(TTMShape((3, 2), (2, 4), (5,)), 3)
     assert find_tree(network.without("gy")) == ("slice0", "slice1")
     alone = network.without("gy").tensors
     assert list(alone) == ["slice0", "slice1"]

@@ -7,10 +7,10 @@ import torch
 
 from comera.planning.linear_ways import (
     Layer,
-    dense,
+    factorized,
     only_bias,
+    reconstructed,
     sequential,
-    thin,
     torch_linear,
 )
 from comera.planning.machine import default_machine
@@ -28,8 +28,8 @@ SHAPES = [
     TTShape((2, 2, 2, 2), (2, 2, 2, 2), (2, 4, 8, 9, 8, 4, 2)),
 ]
 STRATEGIES = {
-    "thin": thin,
-    "dense": dense,
+    "factorized": factorized,
+    "reconstructed": reconstructed,
     "sequential": lambda *args: sequential(*args)[0],
 }
 
@@ -142,7 +142,7 @@ def test_every_strategy_gives_forward_and_gradients(shape, name):
         on_modes = name == "sequential"
         runner.run(made.forward, on_modes)
         y = runner.result("y", layer.out_features)
-        if layer.bias and name == "dense":
+        if layer.bias and name == "reconstructed":
             y = y + runner.bias  # part of the product's own call
         runner.run(made.backward, False)
         want_y, want_x, want_cores, bias = runner.by_autograd()
@@ -182,7 +182,7 @@ def cut(got, shape, k):
 def test_without_padding_the_closed_forms_agree(shape, monkeypatch):
     monkeypatch.setattr("comera.planning.products.padded_rank", lambda rank, bias: rank)
     layer = Layer(shape, 50, shape.in_width, shape.out_width, bias=False)
-    made, closed = thin(layer, CPU, "float32"), tt_linear_cost(shape, 50)
+    made, closed = factorized(layer, CPU, "float32"), tt_linear_cost(shape, 50)
     assert sum(step.operations for step in made.forward) == closed.forward
     again = sum(s.operations for s in made.backward if s.result in {f.result for f in made.forward})
     assert made.operations - again == closed.total
@@ -194,10 +194,10 @@ def test_without_padding_the_closed_forms_agree(shape, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_saved_is_input_thin_product_and_halves(shape):
     layer = Layer(shape, 50, shape.in_width, shape.out_width, bias=False)
-    assert thin(layer, CPU, "float32").saved_bytes == 4 * tt_linear_cost(shape, 50).saved
+    assert factorized(layer, CPU, "float32").saved_bytes == 4 * tt_linear_cost(shape, 50).saved
     halves = layer.bond * (layer.in_features + layer.out_features)
     weight = layer.in_features * layer.out_features
-    saved = dense(layer, CPU, "float64").saved_bytes
+    saved = reconstructed(layer, CPU, "float64").saved_bytes
     assert saved == 8 * (50 * layer.in_features + halves + weight)
 
 
@@ -224,7 +224,7 @@ def test_an_input_without_gradient_saves_one_product():
 
 def test_layers_that_join_their_cores_together_share_the_calls():
     layer = Layer(SHAPES[3], 50, 24, 24)
-    alone, shared = (thin(replace(layer, together=n), CPU, "float32") for n in (1, 10))
+    alone, shared = (factorized(replace(layer, together=n), CPU, "float32") for n in (1, 10))
     assert shared.operations == alone.operations
     assert shared.peak_bytes == alone.peak_bytes
     assert shared.seconds < 0.5 * alone.seconds

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from comera.ops.table.tt_embedding import ttm_to_dense
-from comera.planning.lookup_ways import LookUp, halves, only_zeros, sequential, torch_embedding
+from comera.planning.lookup_ways import (
+    Lookup,
+    from_factors,
+    only_zeros,
+    sequential,
+    torch_embedding,
+)
 from comera.planning.machine import default_machine
 from comera.shapes import TTMShape
 from tests.planning.closed_forms import tt_embedding_cost
@@ -21,9 +27,9 @@ SHAPES = [
 INDICES = np.array([0, 3, 5, 3, 11, 0, 7])
 
 
-def look_up(shape):
+def lookup(shape):
     distinct = len(set(INDICES.tolist()))
-    return LookUp(shape, len(INDICES), distinct, shape.num_rows, shape.num_cols)
+    return Lookup(shape, len(INDICES), distinct, shape.num_rows, shape.num_cols)
 
 
 class Runner:
@@ -144,15 +150,15 @@ def _sides(step):
     return step.what.split("->")[0].split(",")
 
 
-@pytest.mark.parametrize("name", ["unique", "halves", "sequential"])
+@pytest.mark.parametrize("name", ["unique", "factors", "sequential"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_strategy_gives_rows_and_gradients(shape, name):
-    asked, runner = look_up(shape), Runner(shape)
+    asked, runner = lookup(shape), Runner(shape)
     if name == "sequential":
         made, _ = sequential(asked, CPU, "float64")
         runner.made["gy"] = runner.gy.reshape(-1, *shape.col_modes)
     else:
-        made = halves(asked, CPU, "float64", unique=name == "unique")
+        made = from_factors(asked, CPU, "float64", unique=name == "unique")
         runner.unique = name == "unique"
         wide = int(np.prod(shape.col_modes[: shape.split]))
         runner.made["gy"] = runner.gy.reshape(len(INDICES), wide, -1)
@@ -172,22 +178,22 @@ def test_every_strategy_gives_rows_and_gradients(shape, name):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_closed_forms_agree(shape):
-    asked = look_up(shape)
-    made, closed = halves(asked, CPU, "float32", unique=False), tt_embedding_cost(shape, 7)
+    asked = lookup(shape)
+    made, closed = from_factors(asked, CPU, "float32", unique=False), tt_embedding_cost(shape, 7)
     assert sum(step.operations for step in made.forward) == closed.forward
     assert made.operations == closed.total
     assert made.saved_bytes == 4 * closed.saved
 
 
 def test_repeated_rows_are_made_once():
-    asked = replace(look_up(SHAPES[2]), tokens=10_000, distinct=20)
-    once, each = (halves(asked, CPU, "float32", unique=unique) for unique in (True, False))
+    asked = replace(lookup(SHAPES[2]), tokens=10_000, distinct=20)
+    once, each = (from_factors(asked, CPU, "float32", unique=unique) for unique in (True, False))
     assert once.operations < each.operations / 100
     assert once.seconds < each.seconds
 
 
 def test_a_dense_table_holds_its_gradient():
-    asked = LookUp(SHAPES[2], 10, 10, 1000, 8)
+    asked = Lookup(SHAPES[2], 10, 10, 1000, 8)
     made = torch_embedding(asked, CPU, "float32")
     assert made.peak_bytes >= 4 * 2 * 1000 * 8
     assert (made.operations, made.saved_bytes) == (0, 4 * 10)
@@ -196,5 +202,5 @@ def test_a_dense_table_holds_its_gradient():
 
 
 def test_a_vanished_table_is_zeros():
-    made = only_zeros(LookUp(TTMShape((4, 3), (2, 3), (0,)), 10, 10, 12, 6), CPU, "float32")
+    made = only_zeros(Lookup(TTMShape((4, 3), (2, 3), (0,)), 10, 10, 12, 6), CPU, "float32")
     assert (made.operations, made.saved_bytes) == (0, 0)

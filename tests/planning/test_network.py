@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from comera.planning.network import Network, half_networks, linear_network, look_up_network
+from comera.planning.network import Network, half_networks, linear_network, lookup_network
 from comera.shapes import TTMShape, TTShape
 
 
@@ -42,7 +42,7 @@ def test_the_halves_close_with_the_gradients_of_their_products():
 
 
 def test_every_tensor_of_a_look_up_carries_the_batch():
-    network = look_up_network(TTMShape((3, 2, 4), (2, 1, 3), (4, 3)), 9)
+    network = lookup_network(TTMShape((3, 2, 4), (2, 1, 3), (4, 3)), 9)
     assert network.tensors["slice1"] == ("b", "A", "c", "B")
     assert network.size_of(network.tensors["slice1"]) == 9 * 4 * 1 * 3
     assert network.tensors["gy"] == ("b", "a", "c", "d")

@@ -17,13 +17,13 @@ TABLE = TTMShape((16, 20, 10, 10), (4, 4, 8, 6), (32, 32, 32))
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_the_papers_layers_run_thin_and_win(shape, tokens):
     plan = plan_linear(shape, tokens, machine=CPU)
-    assert plan.chosen.name == "thin"
+    assert plan.chosen.name == "factorized"
     assert plan.time_ratio < 0.3
     assert plan.memory_ratio < 1
     assert 0 <= plan.excess < 0.07  # the bond of 30 is padded to 32
     seconds = [one.seconds for one in plan.candidates]
     assert seconds == sorted(seconds)
-    assert {one.name for one in plan.candidates} == {"thin", "sequential", "dense"}
+    assert {one.name for one in plan.candidates} == {"factorized", "sequential", "reconstructed"}
 
 
 def test_sharing_saves_what_it_should():
@@ -34,7 +34,7 @@ def test_sharing_saves_what_it_should():
 
 def test_a_wide_bond_at_a_large_batch_is_cheaper_dense():
     plan = plan_linear(ATTENTION.with_rank(1000), 1 << 17, machine=CPU)
-    assert plan.chosen.name == "dense"
+    assert plan.chosen.name == "reconstructed"
     assert plan.time_ratio > 1
 
 
@@ -76,10 +76,10 @@ def test_a_plan_prints_what_it_will_do():
         "768 -> 768, modes 12x8x8 | 8x8x12, ranks 12 30 30 30 12",
         "4096 tokens, float32, default profile (cpu)",
         "core0·core1", "aA,AcB->acB", "bi,ir->br", "forward", "backward",
-        "thin (chosen)", "sequential", "dense", "nn.Linear",
+        "factorized (chosen)", "sequential", "reconstructed", "nn.Linear",
         f"against nn.Linear: {plan.time_ratio:.2f}x the time",
         "0.92x the memory (37.2 MiB for 40.5 MiB)",
-        "best tree by operations: 571M; thin takes 6.6% more",
+        "best tree by operations: 571M; factorized takes 6.6% more",
         "each gradient planned by itself: 1.52G, 2.67x",
     ]:  # fmt: skip
         assert part in text, text
@@ -118,7 +118,7 @@ def test_padded_widths_and_all_orders(machine, order):
     plan = plan_linear(shape, 300, machine=machine, in_features=770, out_features=3001)
     assert "770 -> 3001" in str(plan)
     assert plan.chosen.seconds > 0
-    assert plan.candidate("dense").name == "dense"
+    assert plan.candidate("reconstructed").name == "reconstructed"
 
 
 def test_the_default_machine_is_this_computers_cpu():

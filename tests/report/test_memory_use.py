@@ -24,7 +24,6 @@ KINDS = {
 }
 GALORE = {
     "galore_adamw": comera.GaLoreAdamW,
-    "galore_svd": lambda g: comera.GaLoreAdamW(g, projection="svd", fused=True),
     "galore_adafactor": comera.GaLoreAdafactor,
     "galore_came": lambda g: comera.GaLore(g, comera.CAME, state_dtype="8bit"),
     "galore_sgd": lambda g: comera.GaLore(g, torch.optim.SGD, lr=0.1, momentum=0.9),

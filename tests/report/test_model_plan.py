@@ -17,7 +17,7 @@ def model():
 def test_a_layer_gets_a_table_of_its_contractions():
     plan = comera.plan(model()[1], tokens=4096)
     assert isinstance(plan, Plan)
-    assert plan.chosen.name == "thin"
+    assert plan.chosen.name == "factorized"
     text = str(plan)
     assert "linear 256 -> 256" in text
     assert "against nn.Linear" in text
