@@ -24,7 +24,7 @@ comera.tensorize_(model, comera.TTConfig(rank=4))
 print(comera.compression_report(model))
 print(comera.plan(model, tokens=64))
 optimizer = comera.MuonAdamW(comera.param_groups(model, lr=1e-3))
-ranks = comera.TwoStage(model, target=0.5, early_steps=2)
+ranks = comera.TwoStage(model, target=0.5, early_steps=1, late_steps=1)
 step = comera.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, ranks)
 with comera.CheckpointChain(sys.argv[1], mode="lossless") as chain:
     for k in range(4):

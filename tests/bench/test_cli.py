@@ -105,7 +105,7 @@ def test_a_wrong_layer_is_not_timed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
-    right = TTLinear.halves
+    right = TTLinear.factors
 
     def wrong(self):
         left, right_half = right(self)
