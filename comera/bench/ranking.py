@@ -77,7 +77,7 @@ def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "thin": lambda x: _thin(layer, x),
         "sequential": lambda x: _sequential(layer, plan, x),
-        "dense": lambda x: reconstructed_linear(x, *layer.factors(), bias=True),
+        "dense": lambda x: reconstructed_linear(x, layer.factors()),
         _DENSE: dense,
     }
     for name in ("sequential", "dense"):
@@ -106,7 +106,7 @@ def _forward_backward(
 
 
 def _thin(layer: TTLinear, x: Tensor) -> Tensor:
-    left, right = layer.factors()
+    left, right, _ = layer.factors()
     return factorized_linears(x, [left], [right], bias=True)[0]
 
 
