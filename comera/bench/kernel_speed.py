@@ -223,7 +223,7 @@ def _merges(
 
     def ours(_: int) -> list[Tensor]:
         with merged:
-            return [half for layer in trains for half in layer.factors()]
+            return [half for layer in trains for half in layer.factors()[:2]]
 
     def plain(_: int) -> list[Tensor]:
         found = []
@@ -272,7 +272,9 @@ def _look_ups(
         picked = [torch.randint(0, rows, (count,)).to(device) for _ in range(copies)]
 
         def ours(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
-            found = lookup(picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width)
+            found = lookup(
+                picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width, True
+            )
             return [found[0]]
 
         def plain(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
@@ -297,7 +299,7 @@ def _linears(
         for I, O in widths:  # noqa: E741
             layer = TTLinear(I, O, rank=rank, device=device, dtype=dtype)
             with torch.no_grad():
-                halves = layer.factors()
+                halves = layer.factors()[:2]
             left_IR, right_RO = (half.detach().requires_grad_() for half in halves)
             nbytes = count * (I + O) * dtype.itemsize
             copies = _copies(device, nbytes)

@@ -77,7 +77,7 @@ def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "factorized": lambda x: _factorized(layer, x),
         "sequential": lambda x: _sequential(layer, plan, x),
-        "reconstructed": lambda x: reconstructed_linear(x, *layer.factors(), bias=True),
+        "reconstructed": lambda x: reconstructed_linear(x, layer.factors()),
         _DENSE: dense,
     }
     for name in ("sequential", "reconstructed"):
@@ -108,7 +108,7 @@ def _forward_backward(
 
 
 def _factorized(layer: TTLinear, x: Tensor) -> Tensor:
-    left, right = layer.factors()
+    left, right, _ = layer.factors()
     return factorized_linears(x, [left], [right], bias=True)[0]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.module import is_hooked
 from comera.nn.table import HotRows
+from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
 from comera.ops.table.slices import Request, read_factors_of
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
@@ -103,7 +104,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             assert not isinstance(table.hot, HotRows)
             train = list(table.cores), table.bond_gates(), table.prune_below
             sizes = table.num_embeddings, table.hot_rows
-            reads.append(Request(table._kept_at(flat), *train, *sizes))
+            reads.append(Request(table._kept_at(flat), *train, *sizes, is_eager()))
             bags.append((starts, weights, table.hot))
         parts = {
             name: TableBags(read.indices_N, starts, weights, read.left_VPR, read.right_WRQ, hot)

@@ -17,7 +17,7 @@ from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.dispatch import Ways
-from comera.ops.factors import Factors
+from comera.ops.factors import Factors, set_ones_
 from comera.ops.linear.factored_attention import PROJECTIONS, factorized_projections, head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
@@ -38,8 +38,8 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     trains = _factorized_layers(x, layers)
     if trains is None:
         return [layer(x) for layer in layers]
-    lefts, rights = zip(*(layer.factors() for layer in trains), strict=True)
-    return factorized_linears(x, lefts, rights, trains[0].bias is not None)
+    lefts, rights, has_bias = zip(*(layer.factors() for layer in trains), strict=True)
+    return factorized_linears(x, lefts, rights, has_bias[0])
 
 
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
@@ -62,8 +62,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     trains = _factorized_layers(x, [first, second])
     if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
-    bias = trains[0].bias is not None
-    return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), bias, activation)
+    return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), activation)
 
 
 def self_attention(
@@ -138,7 +137,7 @@ def _factored_attention(
         return z.reshape(batch * length, num_heads * v.shape[2])
 
     x, lefts, rights = autocast_together(
-        x_BTD.flatten(0, 1), [left for left, _ in pairs], [right for _, right in pairs]
+        x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]
     )
     factors = [Factors(left, right, bias) for left, right in zip(lefts, rights, strict=True)]
     y = _FACTORED(x, factors, num_heads, mixed)
@@ -193,13 +192,10 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     if not bias:
         return affine(x, left)
     ones = x.new_zeros(left.shape[1])
-    if len({each.shape[1] for each in lefts}) == 1:
-        ones.view(len(lefts), -1)[:, -1].fill_(1)
-        return affine(x, left, ones)
-    end = 0
-    for each in lefts:
-        end += each.shape[1]
-        ones[end - 1].fill_(1)
+    widths = [each.shape[1] for each in lefts]
+    # All at once where that is possible: on a card each is a launch.
+    for part in [ones.view(len(lefts), -1)] if len(set(widths)) == 1 else ones.split(widths):
+        set_ones_(part, bias)
     return affine(x, left, ones)
 
 

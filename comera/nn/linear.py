@@ -14,7 +14,7 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
 from comera.ops.context import autocast_dtype, machine_of
 from comera.ops.dispatch import Ways, on_this_machine
-from comera.ops.factors import contract_cores
+from comera.ops.factors import Factors, contract_cores
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.crossover import dense_from
 from comera.shapes import TTShape, only_one, padded_rank
@@ -100,7 +100,7 @@ class TTLinear(TensorTrainModule):
     def forward(self, input: Tensor) -> Tensor:
         return _LINEAR(self, input)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
         Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
@@ -123,7 +123,7 @@ class TTLinear(TensorTrainModule):
             left = left[: self.in_features]
         if right.shape[1] != self.out_features:
             right = right[:, : self.out_features]
-        return left, right
+        return Factors(left, right, self.bias is not None)
 
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
@@ -280,14 +280,13 @@ def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
 
 @_LINEAR.way("factorized", _dense_is_faster)
 def _factorized(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.factors()
-    return factorized_linears(input, [left], [right], layer.bias is not None)[0]
+    left, right, has_bias = layer.factors()
+    return factorized_linears(input, [left], [right], has_bias)[0]
 
 
 @_LINEAR.way("reconstructed")
 def _reconstructed(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right = layer.factors()
-    return reconstructed_linear(input, left, right, layer.bias is not None)
+    return reconstructed_linear(input, layer.factors())
 
 
 def _dense_from(

@@ -15,7 +15,7 @@ from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
-from comera.ops.table.indices import check_integers, check_range
+from comera.ops.table.indices import check_range
 from comera.ops.table.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 
@@ -160,15 +160,14 @@ class TTTable(TensorTrainModule):
 
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
-        check_integers(indices)
-        if self._moves_rows:
-            check_range(indices, self.num_embeddings)  # else the look-up does it
-        return tt_embedding(self._kept_at(indices), *self._sizes(), **self._parts())
+        checked = check_range(indices, self.num_embeddings)
+        rows = self._kept_at(indices)
+        return tt_embedding(rows, *self._sizes(), **self._parts(), checked=checked)
 
     def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Look bags up as weighted sums of rows, ``(bags, embedding_dim)``."""
-        indices = self._kept_at(indices)
-        return tt_embedding_bag(indices, offsets, weights, *self._sizes(), **self._parts())
+        """Look up bags of checked indices as weighted sums of rows, ``(bags, embedding_dim)``."""
+        rows, sizes = self._kept_at(indices), self._sizes()
+        return tt_embedding_bag(rows, offsets, weights, *sizes, **self._parts(), checked=is_eager())
 
     def keep_rows_at_(self, places: Tensor) -> None:
         """Set ``row_order`` of this table and of those that are tied to it."""

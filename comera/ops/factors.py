@@ -47,6 +47,12 @@ class Factors(NamedTuple):
     has_bias: bool
 
 
+def set_ones_(t: Tensor, has_bias: bool) -> None:
+    """Set the last column of ``x @ left`` to one, which the last row of ``right`` is added by."""
+    if has_bias:
+        t.select(-1, -1).fill_(1)
+
+
 def contract_cores(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],

@@ -60,7 +60,7 @@ class Table:
         assert lookup_kernel.refuses(self.left, self.right, *others) is None
         out, _, _ = lookup_op(
             self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
-            self.rows, self.width,
+            self.rows, self.width, False,
         )  # fmt: skip
         return [out, *torch.autograd.grad(out, self.params, self.grad)]
 
@@ -200,7 +200,9 @@ def test_sizes_are_known_before_the_indices_are(emulated):
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
         arguments = (table.left, table.right, table.hot, table.basis, table.weights, table.offsets)
-        out, *_ = lookup_op(torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width)
+        out, *_ = lookup_op(
+            torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width, False
+        )
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -210,7 +212,7 @@ def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
     left, right = torch.randn(V, 1, 1), torch.randn(W, 1, 1)
     halves = [half.requires_grad_() for half in (left, right)]
     indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
-    out, _, _ = lookup_op(indices, left, right, None, None, None, None, V * W, 1)
+    out, _, _ = lookup_op(indices, left, right, None, None, None, None, V * W, 1, False)
     v, w = indices // W, indices % W
     torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
     grads = torch.autograd.grad(out.sum(), halves)

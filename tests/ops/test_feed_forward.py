@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from comera.ops.factors import Factors
 from comera.ops.linear import feed_forward as module
 from comera.ops.linear.feed_forward import (
     ACTIVATIONS,
@@ -23,9 +24,9 @@ def make(dtype=torch.float64, batch=(3, 5), bias=True):
     return [t.requires_grad_() for t in (x, *halves.values())]
 
 
-def run(function, inputs, *rest):
+def run(function, inputs, activation, bias=True):
     x, left1, right1, left2, right2 = inputs
-    return function(x, (left1, right1), (left2, right2), *rest)
+    return function(x, Factors(left1, right1, bias), Factors(left2, right2, bias), activation)
 
 
 def grads(y, inputs):
@@ -44,7 +45,7 @@ def grads(y, inputs):
 def test_output_and_gradients_match_plain_products(activation, batch, at_once, monkeypatch):
     monkeypatch.setattr(module, "_HIDDEN_NUMBERS", at_once)
     inputs = make(batch=batch)
-    got = run(factorized_feed_forward, inputs, True, activation)
+    got = run(factorized_feed_forward, inputs, activation)
     want = run(factorized_feed_forward_reference, inputs, activation)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
@@ -53,7 +54,7 @@ def test_output_and_gradients_match_plain_products(activation, batch, at_once, m
 def test_without_a_bias():
     inputs = make(bias=False)
     x, left1, right1, left2, right2 = inputs
-    got = run(factorized_feed_forward, inputs, False, "gelu")
+    got = run(factorized_feed_forward, inputs, "gelu", bias=False)
     want = torch.nn.functional.gelu(x @ left1 @ right1) @ left2 @ right2
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
@@ -62,7 +63,7 @@ def test_without_a_bias():
 def test_nothing_of_the_hidden_width_is_kept():
     inputs, kept = make(batch=(100,)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        run(factorized_feed_forward, inputs, True, "gelu")
+        run(factorized_feed_forward, inputs, "gelu")
     assert kept
     assert (100, 20) not in kept
 
@@ -70,7 +71,7 @@ def test_nothing_of_the_hidden_width_is_kept():
 def test_autocast():
     inputs = make(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        y = run(factorized_feed_forward, inputs, True, "gelu")
+        y = run(factorized_feed_forward, inputs, "gelu")
     assert y.dtype == torch.bfloat16
     want = run(factorized_feed_forward_reference, inputs, "gelu")
     for got, exact in zip([y, *grads(y, inputs)], [want, *grads(want, inputs)], strict=True):
@@ -85,7 +86,7 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
     narrow = [t.detach().bfloat16().requires_grad_() for t in wide]
     exact = [t.detach().float().requires_grad_() for t in narrow]
     for inputs in (narrow, exact):
-        run(factorized_feed_forward, inputs, True, "relu").sum().backward()
+        run(factorized_feed_forward, inputs, "relu").sum().backward()
     error = (narrow[2].grad - exact[2].grad).norm() / exact[2].grad.norm()
     assert error < 2 * torch.finfo(torch.bfloat16).eps
 

@@ -44,7 +44,7 @@ def test_the_form_of_static_shapes_is_the_same(hot):
     given = None if given is None else given.double()
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
-    want, _, _ = lookup(indices, left, right, given, basis, None, None, rows, 4)
+    want, _, _ = lookup(indices, left, right, given, basis, None, None, rows, 4, False)
     torch.testing.assert_close(every_row(indices, left, right, given, basis, 4), want)
 
 

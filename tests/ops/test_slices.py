@@ -28,7 +28,7 @@ def few_slices(monkeypatch):
 
 def asked(problem, indices):
     hot = 0 if problem.hot is None else problem.hot.shape[0]
-    return Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot)
+    return Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot, False)
 
 
 @pytest.mark.usefixtures("few_slices")
@@ -102,7 +102,7 @@ def test_large_tables_and_small_batches(rows):
     table = comera.TTEmbedding(rows, 64, rank=32)
     indices = torch.tensor([0, rows - 1, 12345, rows // 2])
     read = read_factors(
-        Request(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0)
+        Request(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0, False)
     )
     assert read.left_VPR.shape[0] <= 4
     with static_shapes():
@@ -122,7 +122,7 @@ def test_both_halves_as_a_whole(why, monkeypatch):
     V = math.prod(table.shape.row_modes[:2])
 
     def left_slices(cores, indices):
-        return read_factors(Request(indices, cores, [], 0.01, rows, 0)).left_VPR.shape[0]
+        return read_factors(Request(indices, cores, [], 0.01, rows, 0, False)).left_VPR.shape[0]
 
     cores = list(table.cores)
     assert left_slices(cores, indices) == 1
@@ -170,3 +170,25 @@ def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
     monkeypatch.setattr(lookup, "_PIECE", piece)
     problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
     assert_all_agree(problem, torch.randint(problem.rows, (60,)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("few", [False, True], ids=["whole factors", "slices"])
+@pytest.mark.parametrize("kind", [comera.TTEmbedding, comera.TTEmbeddingBag, "two tables"])
+def test_a_batch_is_looked_at_once(kind, few, compiled, monkeypatch):
+    if few:
+        monkeypatch.setattr(slices, "_DEARER", 0)
+        monkeypatch.setattr(slices, "_WORTH_IT", 0)
+    indices, looked = torch.tensor([[3, 99], [3, 0]]), []
+    if kind == "two tables":
+        bags = {name: comera.TTEmbeddingBag(100, 12, rank=4, mode="sum") for name in "ab"}
+        layer, batch = comera.TTEmbeddingBagCollection(bags), {"a": indices, "b": indices}
+    else:
+        layer, batch = kind(100, 12, rank=4), indices
+    run = torch.compile(layer, backend="eager") if compiled else layer
+    run(batch)
+    original = torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda x: looked.append(1) or original(x))
+    run(batch)
+    # The two tables of a graph are read as one.
+    assert len(looked) == (2 if kind == "two tables" and not compiled else 1)

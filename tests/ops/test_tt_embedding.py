@@ -207,7 +207,7 @@ def test_registered_soundly(hot, bags, lies):
     halves = [half.detach().requires_grad_() for half in (left, right)]
     indices = torch.tensor([0, 1, 7, 7, 22])
     tensors = (*halves, problem.hot, problem.basis, weights, offsets)
-    sizes = problem.rows, problem.width
+    sizes = problem.rows, problem.width, False
     torch.library.opcheck(lookup.custom_op, (indices, *tensors, *sizes))
     frozen = [None if t is None else t.detach() for t in tensors]
     out, *sorted_keys = lookup(indices, *frozen, *sizes)

@@ -27,7 +27,7 @@ def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch)
     left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)
     assert lookup_kernel.refuses(left, right) is None
     indices, offsets = torch.ones(5000, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-    got, _, _ = lookup_op(indices, left, right, None, None, None, offsets, 6, 16)
+    got, _, _ = lookup_op(indices, left, right, None, None, None, offsets, 6, 16, False)
     want = 5000 * (left[0].double() @ right[1].double()).reshape(1, 16)
     assert (got - want).norm() <= 1e-6 * want.norm()
 

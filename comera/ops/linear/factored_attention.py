@@ -16,6 +16,7 @@ from torch import Tensor
 
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import Ways
+from comera.ops.factors import set_ones_
 from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
 from comera.ops.linear.tt_linear import kernel_refuses
 from comera.ops.operator import operator
@@ -135,9 +136,8 @@ def _by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bo
 @PROJECTIONS.way("torch")
 def _by_torch(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
     ts = [x_MI @ left for left in lefts]
-    if bias:
-        for t in ts:
-            t[:, -1].fill_(1)
+    for t in ts:
+        set_ones_(t, bias)
     return [ts[0] @ right_RO, *ts[1:], ts[0]]
 
 

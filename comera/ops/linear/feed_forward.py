@@ -16,6 +16,7 @@ from torch import Tensor
 
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.factors import Factors, set_ones_
 from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
 from comera.ops.linear.tt_linear import kernel_refuses
 from comera.ops.operator import operator
@@ -36,37 +37,34 @@ _HIDDEN_NUMBERS = 1 << 21
 
 
 def factorized_feed_forward_reference(
-    x_BI: Tensor, factors1: tuple[Tensor, Tensor], factors2: tuple[Tensor, Tensor], activation: str
+    x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """The same as :func:`factorized_feed_forward` in plain products, both layers with a bias."""
-    (left1, right1), (left2, right2) = factors1, factors2
+    """Do the same as :func:`factorized_feed_forward` in plain products, both layers with a bias."""
+    (left1, right1, _), (left2, right2, _) = factors1, factors2
     hidden = getattr(torch.nn.functional, activation)(x_BI @ left1 @ right1 + right1[-1])
     return hidden @ left2 @ right2 + right2[-1]
 
 
 def factorized_feed_forward(
-    x_BI: Tensor,
-    factors1: tuple[Tensor, Tensor],
-    factors2: tuple[Tensor, Tensor],
-    bias: bool,
-    activation: str,
+    x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """``act(x @ W1 + b1) @ W2 + b2`` for two layers given by their factors.
+    """Compute ``act(x @ W1 + b1) @ W2 + b2`` of two layers, both with a bias or neither.
 
     Args:
         x_BI: ``(*, I)``.
         factors1: ``(I, R)`` and ``(R, F)``, as :func:`~comera.ops.factors.contract_cores` has them.
         factors2: ``(F, R)`` and ``(R, O)``.
-        bias: Whether the last row of both right factors is a bias.
         activation: A key of ``ACTIVATIONS``.
 
     Returns:
         ``(*, O)``. It can be differentiated once.
     """
     x_BI, lefts, rights = autocast_together(
-        x_BI, [factors1[0], factors2[0]], [factors1[1], factors2[1]]
+        x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
     )
-    return _feed_forward(x_BI, lefts[0], rights[0], lefts[1], rights[1], bias, activation)[0]
+    return _feed_forward(
+        x_BI, lefts[0], rights[0], lefts[1], rights[1], factors1.has_bias, activation
+    )[0]
 
 
 @operator("comera::factorized_feed_forward")
@@ -130,14 +128,12 @@ def _by_torch(
     value, _ = ACTIVATIONS[activation]
     t1 = product(x, left1).contiguous()  # as all results are promised to be
     t2 = x.new_empty(x.shape[0], left2.shape[1])
-    if bias:
-        t1[:, -1].fill_(1)
+    set_ones_(t1, bias)
     (hidden,) = _buffers(x, right1.shape[1], 1)
     for rows in _slices(x, right1.shape[1]):
         h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
         store_product_(t2[rows], value(h, out=h), left2)
-    if bias:
-        t2[:, -1].fill_(1)
+    set_ones_(t2, bias)
     return product(t2, right2), t1, t2
 
 

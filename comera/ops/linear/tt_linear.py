@@ -15,7 +15,7 @@ from torch import Tensor
 from comera.ops.context import autocast_together, products_are_fp8, without_autocast
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import Ways
-from comera.ops.factors import contract_cores
+from comera.ops.factors import Factors, contract_cores, set_ones_
 from comera.ops.kernels import choose
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
@@ -133,14 +133,15 @@ def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
         )
 
 
-def reconstructed_linear(x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias: bool) -> Tensor:
-    """The same as :func:`factorized_linears` of one pair, through the dense matrix.
+def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
+    """Do the same as :func:`factorized_linears` of one pair, through the dense matrix.
 
     The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
     """
+    left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR)
     weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left
-    y = affine(x_BI.reshape(-1, x_BI.shape[-1]), weight_IO, right_RO[-1] if bias else None)
+    y = affine(x_BI.reshape(-1, x_BI.shape[-1]), weight_IO, right_RO[-1] if has_bias else None)
     return y.view(*x_BI.shape[:-1], y.shape[-1])
 
 
@@ -187,9 +188,9 @@ def _by_torch(
     ys, end = [], 0
     for right in rights:
         begin, end = end, end + right.shape[0]
-        if bias:
-            t[:, end - 1].fill_(1)
-        ys.append(product(t[:, begin:end].contiguous(), right))
+        tj = t[:, begin:end]
+        set_ones_(tj, bias)
+        ys.append(product(tj.contiguous(), right))
     return [*ys, t]
 
 

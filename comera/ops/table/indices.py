@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import may_read_values
+from comera.ops.dispatch import is_eager, may_read_values
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
@@ -142,17 +142,22 @@ def check_integers(indices: Tensor) -> None:
         raise TypeError(f"indices are {indices.dtype}; they must be whole numbers, such as int64")
 
 
-def check_range(indices: Tensor, num_embeddings: int) -> None:
-    """Raise ``IndexError`` that names the first index that is no row; on a CPU only.
+def check_range(indices: Tensor, num_embeddings: int) -> bool:
+    """Check that indices are rows, where they can be read: on a CPU.
 
-    And ``TypeError`` where indices are no whole numbers, everywhere.
+    Returns:
+        Whether that is done with; in a graph that is compiled it is left to an operator.
+
+    Raises:
+        IndexError: That names the first index that is no row.
+        TypeError: If they are no whole numbers; wherever they are.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
-        return
+        return is_eager()
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low >= 0 and high < num_embeddings:
-        return
+        return True
     place = ((indices < 0) | (indices >= num_embeddings)).nonzero()[0].tolist()
     where = f" at {place[0] if len(place) == 1 else tuple(place)}" if place else ""
     raise IndexError(

@@ -48,8 +48,9 @@ def lookup(
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
+    checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, or sums over bags of rows.
+    """Read rows, or sums over bags of rows.
 
     Args:
         indices_N: Rows to read.
@@ -61,6 +62,7 @@ def lookup(
         offsets_B: First entry of each bag; None for rows instead of bags.
         num_embeddings: Rows of the table.
         embedding_dim: D.
+        checked: Whether the indices have been looked at, and need not be once more.
 
     Returns:
         ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
@@ -69,15 +71,16 @@ def lookup(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    check_range(indices_N, num_embeddings)
+    if not checked:
+        check_range(indices_N, num_embeddings)
     return LOOKUP(
         indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
-        embedding_dim,
+        embedding_dim, checked,
     )  # fmt: skip
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return new(1024), new(320, 8, 32), new(100, 32, 8), None, None, None, None, 32_000, 64
+    return new(1024), new(320, 8, 32), new(100, 32, 8), None, None, None, None, 32_000, 64, True
 
 
 LOOKUP = Ways("ttm_lookup", _sample)
@@ -94,6 +97,7 @@ def _by_kernel(
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
+    checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     hot_HD = _dense_hot(hot_HK, basis_KD)
     indices_N = indices_N.long().contiguous()
@@ -114,6 +118,7 @@ def _by_slots(
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
+    checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
     slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
@@ -126,7 +131,7 @@ def _by_slots(
 
 @lookup.register_fake
 def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
-      embedding_dim):  # fmt: skip
+      embedding_dim, checked):  # fmt: skip
     count = (indices_N if offsets_B is None else offsets_B).shape[0]
     rows = left_VPR.new_empty(count, embedding_dim)
     return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
@@ -155,7 +160,7 @@ def lookup_backward(
 
 def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
     each = new(1024)
-    return new(1024, 64), each, each, each, *_sample(new)[1:-1], False
+    return new(1024, 64), each, each, each, *_sample(new)[1:-2], False
 
 
 LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward)
@@ -274,7 +279,7 @@ def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    indices_N, *tensors, ctx.num_embeddings, _ = inputs
+    indices_N, *tensors, ctx.num_embeddings, _, _ = inputs
     ctx.given = [tensor is not None for tensor in tensors]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
@@ -284,19 +289,19 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_BD: Tensor | None, *_):
     if grad_BD is None:
-        return (None,) * 9
+        return (None,) * 10
     indices_N, keys_N, order_N, *saved = ctx.saved_tensors
     rest = iter(saved)
     tensors = [next(rest) if given else None for given in ctx.given]
     if torch.is_grad_enabled():  # this backward pass is itself differentiated
-        return None, *_differentiable_grads(grad_BD, indices_N, tensors), None, None, None
+        return None, *_differentiable_grads(grad_BD, indices_N, tensors), *(None,) * 4
     with_weights = ctx.given[4] and ctx.needs_input_grad[5]
     grads = lookup_backward(
         grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
     )
     given = [*ctx.given[:4], with_weights]
     wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
-    return None, *wanted, None, None, None
+    return None, *wanted, *(None,) * 4
 
 
 def _differentiable_grads(

@@ -39,6 +39,7 @@ class Request(NamedTuple):
         threshold: A gate at or below it is a pruned rank.
         num_embeddings: Rows of the table; the row modes may multiply to more.
         num_hot: Rows before those of the train.
+        checked: Whether the indices have been looked at.
     """
 
     indices_N: Tensor
@@ -47,6 +48,7 @@ class Request(NamedTuple):
     threshold: float
     num_embeddings: int
     num_hot: int
+    checked: bool
 
 
 class ReadFactors(NamedTuple):
@@ -90,13 +92,14 @@ def read_factors_of(tables: Sequence[Request]) -> list[ReadFactors]:
 
 def _in_part(request: Request) -> ReadFactors | None:
     """None where both factors had better be contracted as a whole."""
-    indices_N, cores, gates, threshold, num_embeddings, num_hot = request
+    indices_N, cores, gates, threshold, num_embeddings, num_hot, checked = request
     split = len(cores) // 2
     read_left = _FACTOR.choose(indices_N, cores[:split])
     read_right = _FACTOR.choose(indices_N, cores[split:])
     if read_left is read_right is _whole:
         return None
-    check_range(indices_N, num_embeddings)
+    if not checked:
+        check_range(indices_N, num_embeddings)
     gated = [rank_gate(core, gate, threshold) for core, gate in zip(cores, gates, strict=False)]
     gated += cores[len(gated) :]
     left, right = gated[:split], gated[split:]
@@ -159,8 +162,9 @@ def _slices(factor: Sequence[Tensor], read_U: Tensor) -> Tensor:
     first, last = _rows_first(_contracted(factor[:-1])), _rows_first(factor[-1])
     (V, L, P, _), (W, _, Q, R) = first.shape, last.shape
     slices, _, _ = lookup(
-        read_U, first.flatten(1, 2), last.flatten(2), None, None, None, None, V * W, L * P * Q * R
-    )
+        read_U, first.flatten(1, 2), last.flatten(2), None, None, None, None, V * W, L * P * Q * R,
+        True,
+    )  # fmt: skip
     return slices.view(-1, L, P * Q, R)
 
 

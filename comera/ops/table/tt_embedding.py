@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Ways, is_eager
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, count_hot, every_row, lookup
 from comera.ops.table.slices import Request, read_factors
@@ -47,6 +47,7 @@ def tt_embedding(
     threshold: float = 0.0,
     hot_HK: Tensor | None = None,
     basis_KD: Tensor | None = None,
+    checked: bool = False,
 ) -> Tensor:
     """Gather rows of a table held as a tensor-train matrix.
 
@@ -60,6 +61,7 @@ def tt_embedding(
         hot_HK: Rows that stand before the tensor train: row ``i < H`` is ``hot_HK[i]``, row
             ``i >= H`` is row ``i - H`` of the train.
         basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
+        checked: Whether the indices have been looked at, and need not be once more.
 
     Returns:
         ``(*indices.shape, embedding_dim)`` in the dtype of the cores.
@@ -67,12 +69,15 @@ def tt_embedding(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    check_range(indices, num_embeddings)  # it knows the shape, the operator does not
-    request = Request(
-        indices.reshape(-1), cores, gates, threshold, num_embeddings, count_hot(hot_HK)
+    checked = checked or check_range(indices, num_embeddings)  # it still has its shape here
+    train = cores, gates, threshold, num_embeddings, count_hot(hot_HK)
+    flat, left_VPR, right_WRQ, num_read = read_factors(
+        Request(indices.reshape(-1), *train, checked)
     )
-    flat, left_VPR, right_WRQ, num_read = read_factors(request)
-    rows = _ROWS(flat, left_VPR, right_WRQ, hot_HK, basis_KD, None, None, num_read, embedding_dim)
+    rows = _ROWS(
+        flat, left_VPR, right_WRQ, hot_HK, basis_KD, None, None, num_read, embedding_dim,
+        checked,
+    )  # fmt: skip
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -88,8 +93,9 @@ def tt_embedding_bag(
     threshold: float = 0.0,
     hot_HK: Tensor | None = None,
     basis_KD: Tensor | None = None,
+    checked: bool = False,
 ) -> Tensor:
-    """Weighted sums over bags of rows, no row laid out more than once.
+    """Add up rows over bags, weighted of rows, no row laid out more than once.
 
     Args:
         indices_N: Integers, bag after bag.
@@ -102,6 +108,7 @@ def tt_embedding_bag(
         threshold: See there.
         hot_HK: See there.
         basis_KD: See there.
+        checked: See there.
 
     Returns:
         ``(B, embedding_dim)`` in the dtype of the cores.
@@ -109,29 +116,12 @@ def tt_embedding_bag(
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
     """
-    request = Request(indices_N, cores, gates, threshold, num_embeddings, count_hot(hot_HK))
-    indices_N, left_VPR, right_WRQ, num_read = read_factors(request)
-    return sums_of_rows(
-        indices_N, offsets_B, weights_N, left_VPR, right_WRQ, hot_HK, basis_KD, num_read,
-        embedding_dim,
-    )  # fmt: skip
-
-
-def sums_of_rows(
-    indices_N: Tensor,
-    offsets_B: Tensor,
-    weights_N: Tensor | None,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> Tensor:
-    """:func:`tt_embedding_bag` of a table whose factors are known."""
+    checked = checked or check_range(indices_N, num_embeddings)
+    train = cores, gates, threshold, num_embeddings, count_hot(hot_HK)
+    indices_N, left_VPR, right_WRQ, num_read = read_factors(Request(indices_N, *train, checked))
     return _ROWS(
-        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B.long(),
-        num_embeddings, embedding_dim,
+        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B.long(), num_read,
+        embedding_dim, checked,
     )  # fmt: skip
 
 
@@ -159,8 +149,9 @@ def _each_by_itself(
     basis_KD: Tensor | None,
     weights_N: Tensor | None,
     offsets_B: Tensor | None,
-    _: int,
+    num_embeddings: int,
     embedding_dim: int,
+    checked: bool,
 ) -> Tensor:
     rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
     if offsets_B is None:
@@ -218,16 +209,17 @@ def tt_embedding_bags(
     right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
     hot = [table.hot_HD for table in tables if table.hot_HD is not None]
     num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
-    sums_BD = sums_of_rows(
+    sums_BD = _ROWS(
         _rows_of_the_whole(tables, places_5T, num_hot, all_W),
-        _offsets(tables),
-        _weights(tables),
         left_VPR,
         right_WRQ,
         torch.cat(hot) if hot else None,
         None,
+        _weights(tables),
+        _offsets(tables),
         num_hot + left_VPR.shape[0] * all_W,
         embedding_dim,
+        is_eager(),
     )
     return list(sums_BD.split([table.offsets_B.shape[0] for table in tables]))
 
