@@ -239,7 +239,7 @@ def _from_left(cores: Sequence[Tensor]) -> bool:
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
     """Tell which ranks of a gate are not pruned: those above the threshold; no NaN is.
 
-    The one place that says so; ``kernels/merge.cu`` repeats it for the card.
+    The one place that says so; ``kernels/contract.cu`` repeats it for the card.
 
     Args:
         gate_R: ``(R,)``.
