@@ -5,7 +5,7 @@ CUDA graph of all of them. The floor is what reading and writing each number onc
 arithmetic if that is more, on the machine's profile.
 
 Shape suffixes: N = entries, V = left and W = right part of a row's number, P and Q = left and right
-part of the width, R = bond between the halves, M = tokens, I = width in, O = width out.
+part of the width, R = bond between the factors, M = tokens, I = width in, O = width out.
 """
 
 import math
@@ -102,10 +102,10 @@ def kernels(
         session: Where to run.
         operators: Some of ``OPERATORS``.
         tokens: Of the batches of linear layers.
-        indices: Of look-ups, uniform.
+        indices: Of lookups, uniform.
         widths: In and out, of linear layers.
         rank: Of all tensor trains.
-        layers: Of each of the widths, whose halves are joined together.
+        layers: Of each of the widths, whose factors are contracted together.
         table: Rows and width.
         dtype: Of everything.
         markdown: A file for the table, dated.

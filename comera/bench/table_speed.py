@@ -1,4 +1,4 @@
-"""An embedding table: look-up, backward and the optimizer's step."""
+"""An embedding table: lookup, backward and the optimizer's step."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def embedding(
         rows: Of the table.
         width: Of a row.
         indices: In a batch.
-        bag: Indices that are summed to one output; 0 for plain look-ups.
+        bag: Indices that are summed to one output; 0 for plain lookups.
         rank: Of the tensor train.
         zipf: Exponent of the distribution of indices; 0 for a uniform one.
         dtype: Of the table.

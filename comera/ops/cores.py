@@ -1,7 +1,7 @@
 """Contract neighbouring cores along their bonds, gates applied on the way.
 
 The chains of a layer are small next to its batch, so they are contracted first; everything
-the batch then meets is a thin matrix. The backward pass absorbs one core at a time and shares
+the batch then meets is a narrow matrix. The backward pass absorbs one core at a time and shares
 the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
 
 Chains of equal shape are contracted together, so that a model of many layers costs as few calls as
@@ -118,7 +118,7 @@ def contract_chain(
 
 
 def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:
-    """``(G, L, N, R)`` in float32 or wider for each position; ``cores`` is listed chain by chain.
+    """Stack cores that are listed chain by chain: ``(G, L, N, R)`` a position, at least float32.
 
     One chain alone is not copied.
     """
@@ -146,7 +146,7 @@ def unstack_chains(
 def stack_gates(
     gates: Sequence[Tensor], num_chains: int, threshold: float
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``(G, R)`` for each bond, zero where its rank is pruned, and which of all are not pruned."""
+    """Return ``(G, R)`` a bond, zero where its rank is pruned, and which of all are not pruned."""
     if not gates:
         return [], None
     bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
@@ -177,7 +177,7 @@ def gate_chains(stacked: Sequence[Tensor], open_gates: Sequence[Tensor]) -> list
 def gate_grads(
     grads: Sequence[Tensor], stacked: Sequence[Tensor], open_gates: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """From gradients of the gated cores to those of cores and gates."""
+    """Turn gradients of the gated cores into those of cores and gates."""
     per_gate = [
         (grad * core).sum((1, 2)) for grad, core, _ in zip(grads, stacked, open_gates, strict=False)
     ]
@@ -192,7 +192,7 @@ def contract_chains(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Each core's gradient; the remaining gradient shrinks by one core at a time."""
+    """Return each core's gradient; the remaining gradient shrinks by one core at a time."""
     partial, grads = _partial_products(cores, len(cores) - 1), []
     G = cores[0].shape[0]
     if _from_left(cores):
@@ -239,7 +239,7 @@ def _from_left(cores: Sequence[Tensor]) -> bool:
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
     """Tell which ranks of a gate are not pruned: those above the threshold; no NaN is.
 
-    The one place that says so; ``kernels/merge.cu`` repeats it for the card.
+    The one place that says so; ``kernels/contract.cu`` repeats it for the card.
 
     Args:
         gate_R: ``(R,)``.

@@ -37,7 +37,7 @@ def empty_state(param: Tensor, state_dtype: str | None) -> State:
 
 
 def parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Equal parameters in lists that are worth stacking."""
+    """Split equal parameters into lists, each small enough for stacking it to pay."""
     size = params[0].numel()
     small, together = _STACKED.get(params[0].device.type, _DEFAULT_STACKED)
     count = max(1, together // size) if size <= small else 1

@@ -52,7 +52,7 @@ class Corrections:
 
     @classmethod
     def at(cls, steps_b: Tensor, betas: tuple[float, float, float]) -> "Corrections":
-        """In the step that is number ``steps_b`` of each matrix, from 1."""
+        """Return the corrections in the step that is number ``steps_b`` of each matrix, from 1."""
         first, square, residual = (1 - beta ** steps_b.unsqueeze(1) for beta in betas)
         return cls(square.sqrt(), 1 / first, residual.sqrt())
 
@@ -183,7 +183,7 @@ def plain_step_(
 
 
 def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: Settings) -> None:
-    """``param = keep * param + direction * scale``, in the dtype of the direction, rounded once."""
+    """Set param to ``keep * param + direction * scale``, in direction's dtype, rounded once."""
     if param.dtype == direction.dtype:
         if settings.weight_decay:
             param.mul_(settings.keep)
@@ -210,14 +210,14 @@ class _Means:
 
 
 def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """``1 / sqrt`` of the matrix that the factors stand for, as ``(b, r, 1)`` and ``(b, 1, c)``."""
+    """Return ``1 / sqrt`` of the matrix of the factors, as ``(b, r, 1)`` and ``(b, 1, c)``."""
     roots = factors_bf.rsqrt()
     size = factors_bf[:, :rows].mean(1, keepdim=True).sqrt()
     return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
 
 
 def _blocks(tensor_brc: Tensor) -> list[slice]:
-    """Slices of rows that are updated at a time."""
+    """Return slices of the rows that are updated at a time."""
     batch, rows, columns = tensor_brc.shape
     if torch.compiler.is_compiling():  # the compiler blocks its own loops
         return [slice(0, rows)]

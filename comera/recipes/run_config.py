@@ -107,7 +107,7 @@ class CheckpointConfig:
         mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
             smaller, from which it is resumed nearly.
         bits: Of codes, 2 to 8, in lossy checkpoints.
-        rate: What a bit is worth: larger makes smaller files and larger errors.
+        rate: The cost of a bit against error: larger makes smaller files and larger errors.
         alpha: Of ExCP's rule for small changes of weights; 0 leaves that to the rate.
         beta: Moments smaller than so many means are left out.
         key_every: So many checkpoints build on each other; null for 20 of lossy ones, and none of
@@ -128,7 +128,7 @@ class CheckpointConfig:
     keep_every: int | None = None
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """The checkpoints in a folder.
+        """Open the checkpoints in a folder.
 
         Raises:
             ValueError: If a setting makes no sense.
@@ -186,7 +186,7 @@ class RunConfig:
         return {**asdict(self), "optimizer": optimizer}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """The section ``optimizer`` with what the run decides where nothing is given.
+        """Return the section ``optimizer``, what it leaves open filled in from the run.
 
         Args:
             steps: Of the whole run. Where only the data tell, None: ``gate_lr`` stays open if there

@@ -60,7 +60,7 @@ def unfit(groups: Sequence[Chains]) -> str | None:
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
-    """``left`` and ``right`` of each group, as :func:`~comera.ops.factors.contract_cores` says."""
+    """Return each group's ``left`` and ``right``, as :func:`~comera.ops.factors.contract_cores`."""
     like = groups[0].cores[0]
     factors = [like.new_empty(shape) for group in groups for shape in group.factor_shapes]
     for part in _parts(groups, factors):
@@ -189,7 +189,7 @@ class _Part:
 
 
 def _parts(groups: Sequence[Chains], factors: Sequence[Tensor]) -> Iterator[_Part]:
-    """All groups, in as many launches as their addresses and shapes need: nearly always one."""
+    """Split groups into as many launches as addresses and shapes need: nearly always one."""
     members: list[_Member] = []
     room = _MOST_POINTERS
     core_grad = gate_grad = 0

@@ -18,7 +18,7 @@ _thread = threading.local()
 
 @functools.cache
 def function(file: str, name: str, device: int) -> Any:
-    """A kernel on a card, ready to launch; compiled and loaded when first asked for.
+    """Return a kernel on a card, ready to launch; compiled and loaded at the first call.
 
     Raises:
         KernelError: If it cannot be compiled or loaded.

@@ -1,4 +1,4 @@
-"""The kernels that multiply a batch by thin factors: one launch forward, two backward.
+"""The kernels that multiply a batch by low-rank factors: one launch forward, two backward.
 
 Several pairs of factors that share their batch are multiplied together. Nothing is added up in an
 order that may change: results are the same each time. ``kernels/low_rank_linear.cu`` says how it
@@ -68,7 +68,7 @@ def multiply(
     x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], ts: Sequence[Tensor],
     bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``x @ left @ right`` for each pair.
+    """Compute ``x @ left @ right`` for each pair of factors.
 
     Args:
         x_MI: The batch.
@@ -194,7 +194,7 @@ def _math(x_MI: Tensor) -> str:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of each row side by side."""
+    """Return a matrix with the numbers of each row side by side, copied only if they are not."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Where the distinct rows of a look-up stand, so that each is made once and made in groups.
+"""Where the distinct rows of a lookup stand, so that each is made once and made in groups.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
 are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
@@ -89,7 +89,7 @@ def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slot
 
 def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
-    """``out[k]`` is the sum of ``values[rows[i]]``, weighted, over all i with ``of_rows[i] == k``.
+    """Make ``out[k]`` the weighted sum of ``values[rows[i]]`` over all i with ``of_rows[i] == k``.
 
     Args:
         values: ``(*, width)``.
@@ -106,7 +106,7 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
 
 
 def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
-    """``out[k]`` is the sum of all ``values[i]`` with ``places[i] == k``, always in one order."""
+    """Make ``out[k]`` the sum of all ``values[i]`` with ``places[i] == k``, always in one order."""
     found, order = _sorted(places)
     return sum_by_sorted(values, order, found, count)
 
@@ -124,7 +124,7 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(rows: int, right_W: int) -> int:
-    """The largest that leaves a fifth of the slots empty, or fewer."""
+    """Find the largest group that leaves at most a fifth of the slots empty."""
     group = 1
     while group < _MOST and 2 * (2 * group - 1) * right_W <= rows:
         group *= 2
