@@ -66,7 +66,7 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Median of several runs after a warm-up."""
+    """Measure the median seconds of several runs after a warm-up."""
     times = []
     for _ in range(_ROUNDS + 2):
         _wait(device)

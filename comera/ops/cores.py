@@ -5,7 +5,7 @@ the batch then meets is a narrow matrix. The backward pass absorbs one core at a
 the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
 
 Chains of equal shape are contracted together, so that a model of many layers costs as few calls as
-one: ``G`` such chains are held as one tensor ``(G, L, N, R)`` for each position.
+one: ``G`` such chains are kept as one tensor ``(G, L, N, R)`` for each position.
 
 Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, multiplied.
 """
@@ -79,7 +79,7 @@ class Chains:
         return len(self.cores) + len(self.gates) + len(self.biases)
 
     def of_layers(self, first: int, count: int) -> "Chains":
-        """Some of the layers."""
+        """Select ``count`` of the layers, from number ``first`` on."""
 
         def some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers
@@ -158,7 +158,7 @@ def stack_gates(
 def unstack_gates(
     per_gate: Sequence[Tensor], live: Tensor | None, gates: Sequence[Tensor], num_chains: int
 ) -> list[Tensor]:
-    """Gradients ``(G, R)`` a bond to one a gate; a pruned rank gets none."""
+    """Split gradients ``(G, R)`` a bond into one a gate; that of a pruned rank is zero."""
     if live is None:
         return []
     flat = torch.where(live, torch.cat(list(per_gate), 1).flatten().to(gates[0].dtype), 0)
@@ -211,7 +211,7 @@ def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]
 
 
 def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Products of the first one, two, ... ``count`` cores, counted from the narrower end."""
+    """Multiply the first one, two, ... ``count`` cores, counted from the narrower end."""
     out: list[Tensor] = []
     if _from_left(cores):
         for core in cores[:count]:
@@ -288,7 +288,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def rank_gate_grads(
     grad: Tensor, core: Tensor, gate_R: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a gated core with respect to the core and to the gate."""
+    """Return the gradients of a core and its gate from that of the gated core."""
     per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
     grad_gate_R = torch.where(is_open(gate_R, threshold), per_rank_R, 0)
     return rank_gate_reference(grad, gate_R, threshold), grad_gate_R

@@ -106,7 +106,7 @@ def contract_groups(
     """Contract as :func:`contract_cores` does, for several groups of layers of one shape each.
 
     Args:
-        cores: Of all groups, one group after the other, as are ``gates`` and ``biases``.
+        cores: Of all groups, one group after the other.
         gates: Of all groups, in the same order.
         biases: Of all groups, in the same order.
         layout: :func:`layout_of` each group, in a row.
@@ -156,7 +156,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Gradients of all cores one after the other, then those of all gates."""
+    """Return gradients of all cores one after the other, then those of all gates."""
     groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
     if CONTRACT.refusal(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
@@ -291,7 +291,7 @@ def _contract(group: Chains) -> tuple[Tensor, Tensor]:
 def _contract_grads(
     group: Chains, grad_left_GIR: Tensor, grad_right_GRO: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of cores and gates by torch operations, which can be differentiated again."""
+    """Return gradients of cores and gates by torch operations, which autograd can differentiate."""
     split, num_layers = group.split, group.num_layers
     with without_autocast(grad_left_GIR):
         stacked, open_gates, live = _stack(group)

@@ -157,7 +157,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Parameters with a gradient in lists that can be updated together; state is made here."""
+        """Group parameters with a gradient that can be updated together; make their state."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             if param.grad is None:

@@ -50,7 +50,7 @@ def every(states: Sequence[State], key: str) -> list[Tensor]:
 
 
 def stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Tensors of equal shape as one of ``shape``: the memory of a single one, else a copy."""
+    """Stack tensors of equal shape to one of ``shape``: a single one's memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(shape)
     return torch.stack([tensor.detach() for tensor in tensors]).view(shape)

@@ -83,7 +83,7 @@ def product(factors_bf: Tensor, rows: int) -> Tensor:
 
 
 def means(full_brc: Tensor) -> Tensor:
-    """Row means followed by column means, ``(b, f)``."""
+    """Return row means followed by column means, ``(b, f)``."""
     return torch.cat([full_brc.mean(2), full_brc.mean(1)], 1)
 
 
@@ -237,7 +237,7 @@ _DEFAULT_AT_A_TIME = 1 << 24
 
 
 def pack(values_bn: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``(b, n)`` int8 and scales ``(b, k)`` float32 of float32 values.
+    """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
     A code is linear in the value, from -127 to 127. The scale is the largest magnitude in the
     block, which is kept exactly; other entries are off by at most 1/254 of it. A block of zeros
@@ -261,7 +261,7 @@ def unpack(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
 
 
 def _spans(blocks_bkn: Tensor) -> list[slice]:
-    """Slices of blocks that are packed at a time."""
+    """Return slices of the blocks that are packed at a time."""
     batch, count, size = blocks_bkn.shape
     most = _AT_A_TIME.get(blocks_bkn.device.type, _DEFAULT_AT_A_TIME)
     step = max(1, most // (batch * size))

@@ -353,7 +353,7 @@ class GaLore(Optimizer):
         return stand_in
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; the inner optimizer's state beside the subspaces."""
+        """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
         return joined(super().state_dict(), self._inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

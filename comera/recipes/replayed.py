@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are worth: evaluated as they are read, and trained on from."""
+"""The quality of a run's checkpoints: evaluated as they are read, and trained on from."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

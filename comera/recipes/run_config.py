@@ -181,7 +181,7 @@ class RunConfig:
     overwrite: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Everything as plain values, with the defaults of the chosen optimizer filled in."""
+        """Return everything as plain values, defaults of the selected optimizer filled in."""
         optimizer = resolved(self.optimizer_for(self.train.steps), self.width)
         return {**asdict(self), "optimizer": optimizer}
 
@@ -236,7 +236,7 @@ class RunConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures, what tells models apart best first."""
+        """What an evaluation measures, the most telling metric first."""
         if self.clicks is not None:
             return ("auc", "accuracy", "nce", "loss")
         return ("accuracy", "loss") if self.nli is not None else ("loss", "perplexity")

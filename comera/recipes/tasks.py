@@ -294,7 +294,7 @@ def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
 
 
 def count_steps(config: RunConfig, per_epoch: int) -> int:
-    """Optimizer steps of a run over data with an end.
+    """Count the optimizer steps of a run over data with an end.
 
     Raises:
         ValueError: If there is not one.

@@ -29,7 +29,7 @@ _alone = threading.Lock()
 
 
 def compiler() -> str | None:
-    """Path of g++, or None."""
+    """Return the path of g++, or None."""
     return shutil.which("g++")
 
 

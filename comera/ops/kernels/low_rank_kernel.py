@@ -102,14 +102,14 @@ def multiply_backward(
     with_x: bool,
     with_factors: bool,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Gradients of x, the left and the right factors; None and no factors where not wanted.
+    """Return gradients of x, left and right factors; None and empty lists where not wanted.
 
     Args:
         grads: ``(M, O)`` for each pair, of its result; for pairs that have no right factor
             ``(M, R)``, of ``x @ left``.
-        x_MI: As for :func:`multiply`, and so are ``lefts`` and ``rights``.
-        lefts: See ``x_MI``.
-        rights: See ``x_MI``.
+        x_MI: The batch.
+        lefts: ``(I, R)`` each.
+        rights: ``(R, O)`` each; there may be fewer.
         ts: What :func:`multiply` wrote, of the pairs that have a right factor.
         with_x: Whether the gradient of x is wanted.
         with_factors: Whether those of the factors are.
@@ -176,7 +176,7 @@ def _panels(rank: int) -> int:
 
 
 def _splits(rows: int, jobs: int) -> tuple[int, int]:
-    """Into how many parts the batch is split to be summed, and their rows."""
+    """Return into how many parts the batch is split to be summed, and the rows of each."""
     most = max(1, -(-rows // _FEWEST_ROWS))
     wanted = min(most, max(1, -(-_BLOCKS // max(1, jobs))))
     rows_each = max(1, -(-rows // (wanted * _TILE))) * _TILE

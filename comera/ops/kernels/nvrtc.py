@@ -30,7 +30,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def cubin(file: str, arch: str) -> bytes:
-    """Machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
+    """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
     Raises:
         KernelError: If it does not compile; the compiler's log is then in a file that is named.
@@ -69,7 +69,7 @@ def resources(file: str, arch: str) -> str:
 
 
 def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
-    """Machine code, or None where it does not compile; and the compiler's log."""
+    """Compile to machine code, None where that fails; return it and the compiler's log."""
     nvrtc = _nvrtc()
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
     try:

@@ -136,7 +136,7 @@ def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
     """Do the same as :func:`factorized_linears` of one pair, through the dense matrix.
 
-    The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
+    The faster way where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
     """
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR)

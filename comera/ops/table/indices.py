@@ -46,12 +46,12 @@ class Slots:
         return self.hot.shape[0] + self.left_S.shape[0]
 
     def of_entries(self, order_N: Tensor) -> Tensor:
-        """Slot of each entry, in the order in which they were given."""
+        """Return the slot of each entry, in the order in which they were given."""
         return torch.empty_like(order_N).scatter_(0, order_N, self.of_sorted_N)
 
 
 def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tuple[Tensor, Tensor]:
-    """Keys of the rows, rising, and which entry each is of.
+    """Sort the keys of rows; return them, rising, and which entry each is of.
 
     A hot row is its own key; behind them, row ``v * W + w`` of the train has key ``w * V + v``.
     """
@@ -63,7 +63,7 @@ def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tup
 
 
 def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slots:
-    """Slots for the distinct ones of the sorted keys."""
+    """Make slots for the distinct ones of the sorted keys."""
     first = torch.ones_like(keys_N, dtype=torch.bool)
     torch.ne(keys_N[1:], keys_N[:-1], out=first[1:])
     distinct = keys_N[first]
@@ -112,7 +112,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising, and where each was; equal ones in the order in which they were."""
+    """Sort keys; return them, rising, and where each was. Equal ones keep their order."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:

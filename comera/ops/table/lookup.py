@@ -371,7 +371,7 @@ _PIECE = 1 << 19
 def _pieces(
     slots: Slots, left_VPR: Tensor, right_WRQ: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
+    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
     Those of the right factor lie turned, as
     :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
@@ -423,7 +423,7 @@ def _rows(
 def _factor_grads(
     slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both factors from those of the rows of all groups, ``(T, group * P, Q)``."""
+    """Return gradients of both factors from those of the rows of groups, ``(T, group * P, Q)``."""
     (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.
@@ -456,7 +456,7 @@ def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
 
 
 def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
-    """Hot rows by their numbers, ``(N, D)``."""
+    """Read hot rows by their numbers, ``(N, D)``."""
     hot = hot_HK.index_select(0, rows_N)
     return hot if basis_KD is None else hot @ basis_KD
 

@@ -91,7 +91,7 @@ def read_factors_of(tables: Sequence[Request]) -> list[ReadFactors]:
 
 
 def _in_part(request: Request) -> ReadFactors | None:
-    """None where both factors had better be contracted as a whole."""
+    """Read the slices a batch needs; None where both factors had better be contracted whole."""
     indices_N, cores, gates, threshold, num_embeddings, num_hot, checked = request
     split = len(cores) // 2
     read_left = _FACTOR.choose(indices_N, cores[:split])

@@ -181,10 +181,10 @@ def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:
-    """Row mode and column mode of each core in turn."""
+    """List row mode and column mode of each core in turn."""
     return [size for core in cores for size in core.shape[1:3]]
 
 
 def _new(tensor: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Contiguous, and never a view: an operator may not return its input."""
+    """Copy to a contiguous tensor, never a view: an operator may not return its input."""
     return tensor.to(cores[0].dtype, copy=True, memory_format=torch.contiguous_format)

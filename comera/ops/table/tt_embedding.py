@@ -193,7 +193,7 @@ class TableBags:
 def tt_embedding_bags(
     tables: Sequence[TableBags], embedding_dim: int, places_5T: Tensor
 ) -> list[Tensor]:
-    """Weighted sums over bags of rows, of each table.
+    """Sum weighted rows over bags, for each table.
 
     Args:
         tables: Their factors agree in P and Q, in dtype and device; bonds are padded to the largest
