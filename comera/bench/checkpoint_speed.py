@@ -24,8 +24,8 @@ def checkpoints(session: Session, entries: int, width: int, quality: Quality) ->
     Args:
         session: Where and how.
         entries: Parameters.
-        width: Of each weight.
-        quality: Of the lossy checkpoint.
+        width: Rows and columns of each weight.
+        quality: Quality of the lossy checkpoint.
     """
     _whole(session, entries, width, quality)
     for count in (width**2, _LARGEST):

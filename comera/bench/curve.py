@@ -34,7 +34,7 @@ class Point:
 
     Attributes:
         at: Where on the axis.
-        timings: Of ``"dense"`` and ``"comera"``.
+        timings: Timings of ``"dense"`` and ``"comera"``.
         predicted: Dense over comera as the planner has it.
     """
 

@@ -43,7 +43,7 @@ def attend(
         keep_BT: Which keys may be attended to, booleans or whole numbers as Hugging Face has them,
             or what :func:`score_bias` has made of it; N is a
             multiple of B, sequence by sequence. A sequence without any is attended to evenly.
-        scale: Of the scores.
+        scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
 
     Returns:

@@ -28,7 +28,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
 
     Args:
         x: Any shape.
-        residual: Of the same shape; None for dropout alone.
+        residual: What is added, of the shape of x; None for dropout alone.
         p: Probability of dropping an element.
         training: Without it nothing is dropped.
 

@@ -106,11 +106,11 @@ def contract_groups(
     """Contract as :func:`contract_cores` does, for several groups of layers of one shape each.
 
     Args:
-        cores: Of all groups, one group after the other.
-        gates: Of all groups, in the same order.
-        biases: Of all groups, in the same order.
+        cores: Those of all groups, one group after the other.
+        gates: Those of all groups, in the same order.
+        biases: Those of all groups, in the same order.
         layout: :func:`layout_of` each group, in a row.
-        thresholds: Of each group.
+        thresholds: One for each group: a gate at or below it is a pruned rank.
 
     Returns:
         ``left`` and ``right`` of each group.

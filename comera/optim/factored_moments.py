@@ -41,9 +41,9 @@ class Corrections:
     """Factors, ``(b, 1)``, that undo the start of the means at zero.
 
     Attributes:
-        update: Of u, for the mean of squared gradients.
-        mean: Of the step, for the mean of u.
-        residual: Of the step, for the mean of ``(u - mean of u)^2``.
+        update: Factor of u, for the mean of squared gradients.
+        mean: Factor of the step, for the mean of u.
+        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
     """
 
     update: Tensor
@@ -99,14 +99,14 @@ def factored_step_(
     """Take one step of CAME on matrices, in place.
 
     Args:
-        param_brc: Of any floating dtype; the change is added in the dtype of the moments and
+        param_brc: Parameters of any floating dtype; changed in the dtype of the moments and
             rounded once.
-        grad_brc: Of any floating dtype; only read.
+        grad_brc: Gradients of any floating dtype; only read.
         update_avg_brc: Mean of the clipped updates u.
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
-        settings: Of this step.
-        corrections: Of the means; none as in came-pytorch.
+        settings: Settings of this step.
+        corrections: Bias corrections of the means; none as in came-pytorch.
     """
     beta1, beta2, beta3 = settings.betas
     batch, rows, columns = grad_brc.shape

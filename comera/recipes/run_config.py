@@ -106,13 +106,13 @@ class CheckpointConfig:
     Args:
         mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
             smaller, from which it is resumed nearly.
-        bits: Of codes, 2 to 8, in lossy checkpoints.
+        bits: Bits of codes, 2 to 8, in lossy checkpoints.
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
-        alpha: Of ExCP's rule for small changes of weights; 0 leaves that to the rate.
+        alpha: Factor of ExCP's rule for small changes of weights; 0 leaves that to the rate.
         beta: Moments smaller than so many means are left out.
         key_every: So many checkpoints build on each other; null for 20 of lossy ones, and none of
             lossless ones.
-        key_bits: Of codes of weights where a lossy checkpoint stands alone.
+        key_bits: Bits of codes of weights where a lossy checkpoint stands alone.
         keep_last: Older checkpoints are deleted; null keeps all.
         keep_every: Steps divisible by it are kept for good; null for none.
     """
@@ -143,7 +143,7 @@ class RunConfig:
 
     Args:
         out: Folder of the run. A run found there under the same settings is resumed.
-        seed: Of parameters, batches and dropout.
+        seed: Seed of parameters, batches and dropout.
         device: ``auto`` takes a GPU where there is one.
         masked_text: Text of masked-language-model pre-training; give one of the four.
         causal_text: Text of a causal language model.

@@ -74,7 +74,7 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
 
     Args:
         groups: What was contracted.
-        grads: Of the factors, two for each group.
+        grads: Gradients of the factors, two for each group.
     """
     like = groups[0].cores[0]
     grads = [grad.to(like.dtype).contiguous() for grad in grads]
@@ -95,10 +95,10 @@ class _Member:
 
     Attributes:
         chains: The layers.
-        left: Their factors or the gradients of these.
-        right: Likewise.
+        left: Their left factors or the gradients of these.
+        right: Their right factors or the gradients of these.
         core_grad: Place of their first core's gradient among all.
-        gate_grad: Likewise of their first gate's.
+        gate_grad: Place of their first gate's gradient among all.
     """
 
     chains: Chains

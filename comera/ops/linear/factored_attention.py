@@ -29,11 +29,11 @@ def head_factors(
     """Compute what stands between the factorized projections of an attention, for all heads.
 
     Args:
-        right_q: ``(R, D)``; heads side by side, here and in the others.
-        right_k: ``(R, D)``, its R may be another.
-        right_v: ``(R, D)``, its R may be another.
-        left_o: ``(D, R)``.
-        num_heads: Of D.
+        right_q: ``(R, D)``, heads side by side; D is the same for all.
+        right_k: ``(R, D)``, of an R of its own.
+        right_v: ``(R, D)``, of an R of its own.
+        left_o: ``(D, R)``, of an R of its own.
+        num_heads: Number of heads that D is split into.
 
     Returns:
         ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each

@@ -94,9 +94,9 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
     Args:
         values: ``(*, width)``.
         rows: Integers.
-        of_rows: As many, rising.
+        of_rows: Row of the result that each of ``rows`` belongs to, rising.
         count: Rows of the result.
-        weights: As many, or None for ones.
+        weights: One for each of ``rows``, or None for ones.
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])

@@ -57,8 +57,8 @@ def lookup(
         left_VPR: Left factor.
         right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
         hot_HK: Rows before those of the train.
-        basis_KD: Of the hot rows.
-        weights_N: Of every entry in its bag; None for ones.
+        basis_KD: Basis of the hot rows.
+        weights_N: Weight of every entry in its bag; None for ones.
         offsets_B: First entry of each bag; None for rows instead of bags.
         num_embeddings: Rows of the table.
         embedding_dim: D.

@@ -100,7 +100,7 @@ def tt_embedding_bag(
     Args:
         indices_N: Integers, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
-        weights_N: Of every entry, in the dtype of the cores; None for ones.
+        weights_N: Weight of every entry, in the dtype of the cores; None for ones.
         cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
         num_embeddings: True number of rows; the row modes may multiply to more.
         embedding_dim: True width; the column modes may multiply to more.
@@ -176,7 +176,7 @@ class TableBags:
     Attributes:
         indices_N: Rows by their numbers in these factors, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
-        weights_N: Of every entry, in the dtype of the factors; None for ones.
+        weights_N: Weight of every entry, in the dtype of the factors; None for ones.
         left_VPR: Left factor, or the slices of it that are read.
         right_WRQ: Right factor, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
         hot_HD: Rows that stand before those of the train; None for none.
