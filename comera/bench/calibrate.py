@@ -66,7 +66,7 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Median of several runs after a warm-up."""
+    """Measure the median seconds of several runs after a warm-up."""
     times = []
     for _ in range(_ROUNDS + 2):
         _wait(device)
@@ -121,7 +121,7 @@ def _call_overhead(device: str, say: Say) -> float:
 
 
 def _onednn_gain(say: Say) -> float:
-    """Speed of oneDNN against that of torch's own at a thin product and at a wide one."""
+    """Measure how much faster oneDNN is than torch's own, at a narrow product and at a wide one."""
     if not has_onednn():
         return 1.0
     gains = []
@@ -134,7 +134,7 @@ def _onednn_gain(say: Say) -> float:
 
 
 def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int]) -> float:
-    """Where a product reaches half its peak rate: from ``share = n / (n + half)`` at one n."""
+    """Estimate where a product reaches half its peak rate: ``share = n / (n + half)`` at one n."""
     rows, depth, width = sizes
     device, multiply = machine.kind, by_onednn if machine.prefers_onednn else torch.mm
     a, b = torch.randn(rows, depth, device=device), torch.randn(depth, width, device=device)
@@ -146,7 +146,7 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
 
 
 def _operator_overhead(device: str, profile: Machine, say: Say) -> float:
-    """What a layer with next to no arithmetic takes beyond its predicted calls."""
+    """Measure what a layer with next to no arithmetic takes beyond its predicted calls."""
     layer = TTLinear(64, 64, rank=2, device=device)
     x = torch.ones(1, 64, device=device, requires_grad=True)
 

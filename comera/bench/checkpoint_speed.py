@@ -19,13 +19,13 @@ _LARGEST = 50304 * 1024
 
 
 def checkpoints(session: Session, entries: int, width: int, quality: Quality) -> None:
-    """A model of square weights of random numbers under AdamW, and its change.
+    """Measure checkpoints of a model of square random weights under AdamW, and of its change.
 
     Args:
         session: Where and how.
         entries: Parameters.
-        width: Of each weight.
-        quality: Of the lossy checkpoint.
+        width: Rows and columns of each weight.
+        quality: Quality of the lossy checkpoint.
     """
     _whole(session, entries, width, quality)
     for count in (width**2, _LARGEST):
@@ -33,7 +33,7 @@ def checkpoints(session: Session, entries: int, width: int, quality: Quality) ->
 
 
 def _whole(session: Session, entries: int, width: int, quality: Quality) -> None:
-    """All the tensors of a model, there and back."""
+    """Measure all the tensors of a model, there and back."""
     model, states = _state(session, entries, width)
     raw = 3 * sum(weight.nbytes for weight in model.values())
     policy = Policy()
@@ -64,7 +64,7 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
 
 
 def _clusters(session: Session, values: Tensor) -> None:
-    """A codebook of a tensor and the codes of all its entries."""
+    """Measure finding a codebook of a tensor and the codes of all its entries."""
 
     def ours() -> tuple[Tensor, Tensor]:
         book = learn(values, _CODES)

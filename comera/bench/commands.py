@@ -77,7 +77,7 @@ def add_bench(commands: Any) -> None:
 
 
 def run_bench(chosen: Namespace, console: Console) -> int:
-    """Run what was asked for; returns the exit status.
+    """Run the requested benchmark; return the exit status.
 
     Raises:
         ValueError: If an option is out of range.

@@ -34,7 +34,7 @@ class Point:
 
     Attributes:
         at: Where on the axis.
-        timings: Of ``"dense"`` and ``"comera"``.
+        timings: Timings of ``"dense"`` and ``"comera"``.
         predicted: Dense over comera as the planner has it.
     """
 
@@ -119,7 +119,7 @@ def _measure(
 
 
 def hits(points: Sequence[Point]) -> str:
-    """How often the planner named the winner."""
+    """Say how often the planner named the winner."""
     decided = [point for point in points if point.winner != "even"]
     right = sum(point.winner == point.named for point in decided)
     even = len(points) - len(decided)

@@ -36,11 +36,11 @@ class Encoders:
 
     Args:
         layers: Blocks.
-        width: Of the model.
+        width: Width of the model.
         ffn: Hidden width of the feed-forward part.
         heads: Attention heads.
         vocab: Tokens.
-        length: Of every sequence.
+        length: Tokens of every sequence.
         rank: Bound on the bonds of the linear layers, or all of them.
         embedding_rank: Bound on the bonds of the token table.
     """

@@ -5,7 +5,7 @@ CUDA graph of all of them. The floor is what reading and writing each number onc
 arithmetic if that is more, on the machine's profile.
 
 Shape suffixes: N = entries, V = left and W = right part of a row's number, P and Q = left and right
-part of the width, R = bond between the halves, M = tokens, I = width in, O = width out.
+part of the width, R = bond between the factors, M = tokens, I = width in, O = width out.
 """
 
 import math
@@ -54,7 +54,7 @@ class Case:
         plain: By torch operations.
         copies: How many inputs there are.
         nbytes: Read and written at least, for each of them.
-        flops: Of each of them.
+        flops: Operations of each of them.
     """
 
     title: str
@@ -101,13 +101,13 @@ def kernels(
     Args:
         session: Where to run.
         operators: Some of ``OPERATORS``.
-        tokens: Of the batches of linear layers.
-        indices: Of look-ups, uniform.
+        tokens: Sizes of the batches of linear layers.
+        indices: Numbers of indices of lookups, drawn evenly.
         widths: In and out, of linear layers.
-        rank: Of all tensor trains.
-        layers: Of each of the widths, whose halves are joined together.
+        rank: Rank of all tensor trains.
+        layers: Layers of each of the widths, whose factors are contracted together.
         table: Rows and width.
-        dtype: Of everything.
+        dtype: Dtype of everything.
         markdown: A file for the table, dated.
     """
     torch.manual_seed(0)
@@ -186,12 +186,12 @@ def _both_ways(
     """Make a case of the forward pass and one of both passes, whose results are gradients.
 
     Args:
-        title: Of both.
+        title: Title of both rows.
         forward: By the operator and by torch operations.
         inputs: What gradients are wanted of, by the number of the input.
         copies: Inputs.
-        nbytes: Of the forward pass and of both.
-        flops: Likewise.
+        nbytes: Bytes of the forward pass and of both passes.
+        flops: Operations, likewise.
     """
     with torch.no_grad():
         grads = [torch.randn_like(y) for y in forward[0](0)]

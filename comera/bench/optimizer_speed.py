@@ -35,12 +35,12 @@ class Llama:
     """A dense causal language model in the shape of LLaMA, and its batch.
 
     Args:
-        layers: Of the model.
-        width: Of the model.
+        layers: Layers of the model.
+        width: Width of the model.
         ffn: Width of the feed-forward part.
-        heads: Of the attention.
+        heads: Heads of each attention.
         vocab: Tokens.
-        length: Of every sequence.
+        length: Tokens of every sequence.
         batch: Sequences.
     """
 
@@ -70,7 +70,7 @@ def optimizers(
     Args:
         session: Where to run and print.
         llama: The model.
-        rank: Of GaLore's subspaces.
+        rank: Rank of GaLore's subspaces.
         gap: Updates from one subspace to the next.
         with_peers: Time galore-torch and came-pytorch too.
         only: Names of those to time, beside AdamW, or parts of names; none for all.

@@ -56,7 +56,7 @@ class Job:
     Args:
         kind: ``"dense"`` or ``"comera"``; of a table ``"plain"`` or ``"comera"``.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: Of torch.
+        threads: Threads that torch uses.
         keep: Whether freed memory is kept in the process.
         batch: Sequences; of ``encoders``.
         encoders: The model; one of the three that follow is given.

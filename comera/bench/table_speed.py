@@ -1,4 +1,4 @@
-"""An embedding table: look-up, backward and the optimizer's step."""
+"""An embedding table: lookup, backward and the optimizer's step."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -37,13 +37,13 @@ def embedding(
 
     Args:
         session: Where to run.
-        rows: Of the table.
-        width: Of a row.
+        rows: Rows of the table.
+        width: Width of a row.
         indices: In a batch.
-        bag: Indices that are summed to one output; 0 for plain look-ups.
-        rank: Of the tensor train.
+        bag: Indices that are summed to one output; 0 for plain lookups.
+        rank: Rank of the tensor train.
         zipf: Exponent of the distribution of indices; 0 for a uniform one.
-        dtype: Of the table.
+        dtype: Dtype of the table.
         dense_limit: GiB that a dense table may take with its gradient and moments.
         with_peers: Whether tensorly-torch is measured too.
     """

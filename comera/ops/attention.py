@@ -22,7 +22,7 @@ _SCORES = 1 << 20
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores of a dtype: zero for keys that may be attended to, else very little.
+    """Return what to add to scores: zero for keys that may be attended to, else very little.
 
     Made once, it serves all layers of a model.
     """
@@ -34,7 +34,7 @@ def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
 def attend(
     q_NME: Tensor, k_NTE: Tensor, v_NTE: Tensor, keep_BT: Tensor, scale: float, dropout: float
 ) -> Tensor:
-    """``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
+    """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Args:
         q_NME: Queries; several heads that share their keys stand one after the other in M.
@@ -43,7 +43,7 @@ def attend(
         keep_BT: Which keys may be attended to, booleans or whole numbers as Hugging Face has them,
             or what :func:`score_bias` has made of it; N is a
             multiple of B, sequence by sequence. A sequence without any is attended to evenly.
-        scale: Of the scores.
+        scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
 
     Returns:
@@ -109,7 +109,7 @@ def _by_torch(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, the softmax, the mask of its dropout, empty without dropout, and its scale."""
+    """Return the result, the softmax, its dropout mask (empty without dropout) and its scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
@@ -172,7 +172,7 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Without the scale: multiplying the thin results by it saves a pass over all scores."""
+    """Mask without the scale: applying that to the narrow results saves a pass over all scores."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 

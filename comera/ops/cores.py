@@ -1,11 +1,11 @@
 """Contract neighbouring cores along their bonds, gates applied on the way.
 
 The chains of a layer are small next to its batch, so they are contracted first; everything
-the batch then meets is a thin matrix. The backward pass absorbs one core at a time and shares
+the batch then meets is a narrow matrix. The backward pass absorbs one core at a time and shares
 the partial products between all the cores' gradients (CoMERA, arXiv 2405.14377, section 4).
 
 Chains of equal shape are contracted together, so that a model of many layers costs as few calls as
-one: ``G`` such chains are held as one tensor ``(G, L, N, R)`` for each position.
+one: ``G`` such chains are kept as one tensor ``(G, L, N, R)`` for each position.
 
 Shape suffixes: G = chains, L and R = left and right bond, N = modes of a core, multiplied.
 """
@@ -79,7 +79,7 @@ class Chains:
         return len(self.cores) + len(self.gates) + len(self.biases)
 
     def of_layers(self, first: int, count: int) -> "Chains":
-        """Some of the layers."""
+        """Select ``count`` of the layers, from number ``first`` on."""
 
         def some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             each = len(tensors) // self.num_layers
@@ -118,7 +118,7 @@ def contract_chain(
 
 
 def stack_chains(cores: Sequence[Tensor], num_chains: int) -> list[Tensor]:
-    """``(G, L, N, R)`` in float32 or wider for each position; ``cores`` is listed chain by chain.
+    """Stack cores that are listed chain by chain: ``(G, L, N, R)`` a position, at least float32.
 
     One chain alone is not copied.
     """
@@ -146,7 +146,7 @@ def unstack_chains(
 def stack_gates(
     gates: Sequence[Tensor], num_chains: int, threshold: float
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``(G, R)`` for each bond, zero where its rank is pruned, and which of all are not pruned."""
+    """Return ``(G, R)`` a bond, zero where its rank is pruned, and which of all are not pruned."""
     if not gates:
         return [], None
     bonds = [gate.shape[0] for gate in gates[: len(gates) // num_chains]]
@@ -158,7 +158,7 @@ def stack_gates(
 def unstack_gates(
     per_gate: Sequence[Tensor], live: Tensor | None, gates: Sequence[Tensor], num_chains: int
 ) -> list[Tensor]:
-    """Gradients ``(G, R)`` a bond to one a gate; a pruned rank gets none."""
+    """Split gradients ``(G, R)`` a bond into one a gate; that of a pruned rank is zero."""
     if live is None:
         return []
     flat = torch.where(live, torch.cat(list(per_gate), 1).flatten().to(gates[0].dtype), 0)
@@ -177,7 +177,7 @@ def gate_chains(stacked: Sequence[Tensor], open_gates: Sequence[Tensor]) -> list
 def gate_grads(
     grads: Sequence[Tensor], stacked: Sequence[Tensor], open_gates: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """From gradients of the gated cores to those of cores and gates."""
+    """Turn gradients of the gated cores into those of cores and gates."""
     per_gate = [
         (grad * core).sum((1, 2)) for grad, core, _ in zip(grads, stacked, open_gates, strict=False)
     ]
@@ -192,7 +192,7 @@ def contract_chains(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Each core's gradient; the remaining gradient shrinks by one core at a time."""
+    """Return each core's gradient; the remaining gradient shrinks by one core at a time."""
     partial, grads = _partial_products(cores, len(cores) - 1), []
     G = cores[0].shape[0]
     if _from_left(cores):
@@ -211,7 +211,7 @@ def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]
 
 
 def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Products of the first one, two, ... ``count`` cores, counted from the narrower end."""
+    """Multiply the first one, two, ... ``count`` cores, counted from the narrower end."""
     out: list[Tensor] = []
     if _from_left(cores):
         for core in cores[:count]:
@@ -288,7 +288,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def rank_gate_grads(
     grad: Tensor, core: Tensor, gate_R: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a gated core with respect to the core and to the gate."""
+    """Return the gradients of a core and its gate from that of the gated core."""
     per_rank_R = (grad.to(gate_R.dtype) * core).flatten(0, -2).sum(0)
     grad_gate_R = torch.where(is_open(gate_R, threshold), per_rank_R, 0)
     return rank_gate_reference(grad, gate_R, threshold), grad_gate_R

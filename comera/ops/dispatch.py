@@ -86,7 +86,7 @@ class Ways:
         return None if refuses is None else refuses(*args)
 
     def refusal_of_graph(self, like: Tensor, *args: Any) -> str | None:
-        """:meth:`refusal`, but in a graph whatever a card may take: it is asked when that runs."""
+        """Return :meth:`refusal`, but in a graph None on a card, which decides at run time."""
         if torch.compiler.is_compiling():
             return None if like.is_cuda else ON_CPU
         return self.refusal(*args)

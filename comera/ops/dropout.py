@@ -1,7 +1,7 @@
 """Dropout whose mask is cheap to draw and small to keep, with the residual added on the way.
 
 torch draws one random number for each element on a CPU and keeps the mask in the type of the
-input; once the linear layers are thin, that is a quarter of a training step. Here one random
+input; once the linear layers are factorized, that is a quarter of a training step. Here one random
 number of 64 bits serves eight elements, and the mask takes a byte.
 
 Eight bits know only multiples of 1/256. So each mask is drawn at one of the two multiples next to
@@ -24,11 +24,11 @@ _STEPS = 1 << 8
 
 
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
-    """``residual + dropout(x)``.
+    """Compute ``residual + dropout(x)``.
 
     Args:
         x: Any shape.
-        residual: Of the same shape; None for dropout alone.
+        residual: What is added, of the shape of x; None for dropout alone.
         p: Probability of dropping an element.
         training: Without it nothing is dropped.
 
@@ -65,7 +65,7 @@ def check_probability(p: float) -> None:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, Tensor]:
-    """A random int8 mask on the CPU, zero with probability p, and the scale of what it keeps.
+    """Draw an int8 mask on the CPU, zero with probability p, and the scale of what it keeps.
 
     Draws nothing for no entries: evaluation leaves torch's random state alone.
     """

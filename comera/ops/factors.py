@@ -91,7 +91,7 @@ def layout_of(
     split: int,
     padded: bool = True,
 ) -> list[int]:
-    """What :func:`contract_groups` has to know of a group."""
+    """Return what :func:`contract_groups` has to know of a group, as integers."""
     return [len(cores), len(gates), len(biases), num_layers, split, int(padded)]
 
 
@@ -103,14 +103,14 @@ def contract_groups(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """As :func:`contract_cores`, for several groups of layers of one shape each.
+    """Contract as :func:`contract_cores` does, for several groups of layers of one shape each.
 
     Args:
-        cores: Of all groups, one group after the other, as are ``gates`` and ``biases``.
-        gates: See ``cores``.
-        biases: See ``cores``.
+        cores: Those of all groups, one group after the other.
+        gates: Those of all groups, in the same order.
+        biases: Those of all groups, in the same order.
         layout: :func:`layout_of` each group, in a row.
-        thresholds: Of each group.
+        thresholds: One for each group: a gate at or below it is a pruned rank.
 
     Returns:
         ``left`` and ``right`` of each group.
@@ -156,7 +156,7 @@ def _contract_backward(
     layout: Sequence[int],
     thresholds: Sequence[float],
 ) -> list[Tensor]:
-    """Gradients of all cores one after the other, then those of all gates."""
+    """Return gradients of all cores one after the other, then those of all gates."""
     groups = _groups(cores, gates, [], _without_biases(layout), thresholds)
     if CONTRACT.refusal(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
@@ -210,7 +210,7 @@ def _grads_by_torch(
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """One tensor after the other, in the shapes of others."""
+    """Split a flat tensor into tensors with the shapes of others."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
@@ -274,7 +274,7 @@ def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
 
 
 def _contract(group: Chains) -> tuple[Tensor, Tensor]:
-    """By torch operations."""
+    """Contract a group to its left and right factors by torch operations."""
     cores, split = group.cores, group.split
     with without_autocast(cores[0]):
         stacked, open_gates, _ = _stack(group)
@@ -291,7 +291,7 @@ def _contract(group: Chains) -> tuple[Tensor, Tensor]:
 def _contract_grads(
     group: Chains, grad_left_GIR: Tensor, grad_right_GRO: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of cores and gates by torch operations, which can be differentiated again."""
+    """Return gradients of cores and gates by torch operations, which autograd can differentiate."""
     split, num_layers = group.split, group.num_layers
     with without_autocast(grad_left_GIR):
         stacked, open_gates, live = _stack(group)

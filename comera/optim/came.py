@@ -38,7 +38,7 @@ class CAME(Optimizer):
 
     Deliberately unlike came-pytorch: tensors of three and more dimensions, such as cores and
     convolution kernels, are factored as the most balanced matrix instead of over their last two
-    dimensions, whose factors can be as large as the tensor; matrices too small or thin to gain by
+    dimensions, whose factors can be as large as the tensor; matrices too small or narrow to gain by
     factors are not factored; a first gradient that is all zero leaves the state empty, as
     ``torch.distributed.checkpoint`` needs; moments of low-precision parameters survive loading.
 
@@ -157,7 +157,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Parameters with a gradient in lists that can be updated together; state is made here."""
+        """Group parameters with a gradient that can be updated together; make their state."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             if param.grad is None:

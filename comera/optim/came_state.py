@@ -37,7 +37,7 @@ def empty_state(param: Tensor, state_dtype: str | None) -> State:
 
 
 def parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Equal parameters in lists that are worth stacking."""
+    """Split equal parameters into lists, each small enough for stacking it to pay."""
     size = params[0].numel()
     small, together = _STACKED.get(params[0].device.type, _DEFAULT_STACKED)
     count = max(1, together // size) if size <= small else 1
@@ -50,7 +50,7 @@ def every(states: Sequence[State], key: str) -> list[Tensor]:
 
 
 def stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Tensors of equal shape as one of ``shape``: the memory of a single one, else a copy."""
+    """Stack tensors of equal shape to one of ``shape``: a single one's memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(shape)
     return torch.stack([tensor.detach() for tensor in tensors]).view(shape)

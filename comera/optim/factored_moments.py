@@ -41,9 +41,9 @@ class Corrections:
     """Factors, ``(b, 1)``, that undo the start of the means at zero.
 
     Attributes:
-        update: Of u, for the mean of squared gradients.
-        mean: Of the step, for the mean of u.
-        residual: Of the step, for the mean of ``(u - mean of u)^2``.
+        update: Factor of u, for the mean of squared gradients.
+        mean: Factor of the step, for the mean of u.
+        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
     """
 
     update: Tensor
@@ -52,7 +52,7 @@ class Corrections:
 
     @classmethod
     def at(cls, steps_b: Tensor, betas: tuple[float, float, float]) -> "Corrections":
-        """In the step that is number ``steps_b`` of each matrix, from 1."""
+        """Return the corrections in the step that is number ``steps_b`` of each matrix, from 1."""
         first, square, residual = (1 - beta ** steps_b.unsqueeze(1) for beta in betas)
         return cls(square.sqrt(), 1 / first, residual.sqrt())
 
@@ -83,7 +83,7 @@ def product(factors_bf: Tensor, rows: int) -> Tensor:
 
 
 def means(full_brc: Tensor) -> Tensor:
-    """Row means followed by column means, ``(b, f)``."""
+    """Return row means followed by column means, ``(b, f)``."""
     return torch.cat([full_brc.mean(2), full_brc.mean(1)], 1)
 
 
@@ -99,14 +99,14 @@ def factored_step_(
     """Take one step of CAME on matrices, in place.
 
     Args:
-        param_brc: Of any floating dtype; the change is added in the dtype of the moments and
+        param_brc: Parameters of any floating dtype; changed in the dtype of the moments and
             rounded once.
-        grad_brc: Of any floating dtype; only read.
+        grad_brc: Gradients of any floating dtype; only read.
         update_avg_brc: Mean of the clipped updates u.
         square_bf: Row and column means of the squared gradients.
         residual_bf: Row and column means of ``(u - mean of u)^2``.
-        settings: Of this step.
-        corrections: Of the means; none as in came-pytorch.
+        settings: Settings of this step.
+        corrections: Bias corrections of the means; none as in came-pytorch.
     """
     beta1, beta2, beta3 = settings.betas
     batch, rows, columns = grad_brc.shape
@@ -183,7 +183,7 @@ def plain_step_(
 
 
 def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: Settings) -> None:
-    """``param = keep * param + direction * scale``, in the dtype of the direction, rounded once."""
+    """Set param to ``keep * param + direction * scale``, in direction's dtype, rounded once."""
     if param.dtype == direction.dtype:
         if settings.weight_decay:
             param.mul_(settings.keep)
@@ -210,14 +210,14 @@ class _Means:
 
 
 def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """``1 / sqrt`` of the matrix that the factors stand for, as ``(b, r, 1)`` and ``(b, 1, c)``."""
+    """Return ``1 / sqrt`` of the matrix of the factors, as ``(b, r, 1)`` and ``(b, 1, c)``."""
     roots = factors_bf.rsqrt()
     size = factors_bf[:, :rows].mean(1, keepdim=True).sqrt()
     return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
 
 
 def _blocks(tensor_brc: Tensor) -> list[slice]:
-    """Slices of rows that are updated at a time."""
+    """Return slices of the rows that are updated at a time."""
     batch, rows, columns = tensor_brc.shape
     if torch.compiler.is_compiling():  # the compiler blocks its own loops
         return [slice(0, rows)]
@@ -237,7 +237,7 @@ _DEFAULT_AT_A_TIME = 1 << 24
 
 
 def pack(values_bn: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``(b, n)`` int8 and scales ``(b, k)`` float32 of float32 values.
+    """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
 
     A code is linear in the value, from -127 to 127. The scale is the largest magnitude in the
     block, which is kept exactly; other entries are off by at most 1/254 of it. A block of zeros
@@ -261,7 +261,7 @@ def unpack(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
 
 
 def _spans(blocks_bkn: Tensor) -> list[slice]:
-    """Slices of blocks that are packed at a time."""
+    """Return slices of the blocks that are packed at a time."""
     batch, count, size = blocks_bkn.shape
     most = _AT_A_TIME.get(blocks_bkn.device.type, _DEFAULT_AT_A_TIME)
     step = max(1, most // (batch * size))

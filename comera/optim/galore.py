@@ -44,7 +44,7 @@ _eagerly = torch._disable_dynamo
 
 
 class _Begun(NamedTuple):
-    """A parameter of a projected group between the two halves of its step.
+    """A parameter of a projected group between the two parts of its step.
 
     Attributes:
         stand_in: What the inner optimizer steps in its place, if anything.
@@ -353,7 +353,7 @@ class GaLore(Optimizer):
         return stand_in
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; the inner optimizer's state beside the subspaces."""
+        """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
         return joined(super().state_dict(), self._inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -398,7 +398,7 @@ def _captured() -> bool:
 
 
 def _give_back(begun: list[_Begun | None]) -> None:
-    """To parameters that are not projected their own gradients, without the penalty in them."""
+    """Restore the own gradients, without penalty, of parameters that are not projected."""
     for one in begun:
         if one is not None and one.lent is not None:
             one.param.grad = one.lent

@@ -28,7 +28,7 @@ def param_groups(
         gate_lr: Rate of the gates. It bounds how fast a rank can be pruned: under Adam a gate
             falls from one to zero in ``1 / gate_lr`` steps at best. They are never decayed.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Of dense matrices only: not of cores, biases, norms or gates.
+        weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates.
         muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` shall step by Muon like
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
             :class:`~comera.TTConfig`. Embeddings and output layers do better without.
@@ -88,7 +88,7 @@ def galore_param_groups(
     Args:
         model: Any model; frozen parameters are left out.
         lr: Learning rate of everything else, the projected weights included.
-        rank: Of the subspaces.
+        rank: Rank of the subspaces.
         target_modules: ``"all-linear"`` for every ``nn.Linear`` and convolution, or as in
             :class:`~comera.TTConfig`: a regular expression over the whole name, or names.
         update_proj_gap: Steps between two subspaces.
@@ -96,7 +96,7 @@ def galore_param_groups(
         proj_type: See :class:`~comera.GaLore`.
         gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Of dense matrices only, projected or not.
+        weight_decay: Decay of dense matrices only, projected or not.
 
     Raises:
         ValueError: If no weight is left to project.

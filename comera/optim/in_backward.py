@@ -102,7 +102,7 @@ class OptimizerInBackward:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, backward adds up gradients and steps nothing, as for all but the last part.
+        """Let backward, inside, add up gradients and step nothing, as for all but the last part.
 
         Around forward and backward, like ``DistributedDataParallel.no_sync``::
 

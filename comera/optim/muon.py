@@ -38,7 +38,7 @@ class MuonAdamW(torch.optim.AdamW):
     Args:
         params: Parameter groups. A group with ``muon=True`` is stepped by Muon, by default the
             one named ``"cores"`` in :func:`~comera.param_groups`; it may also hold dense matrices.
-        lr: Of AdamW, and of Muon where a group says nothing else.
+        lr: Learning rate of AdamW, and of Muon where a group says nothing else.
         momentum: Decay rate of Muon's average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations, which find the orthogonal matrix.
         **settings: Of :class:`torch.optim.AdamW`: ``betas``, ``eps``, ``weight_decay``, ``fused``,

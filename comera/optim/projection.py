@@ -63,7 +63,7 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
         grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
         rank: Columns of each basis, below the sides it stands for.
         proj_type: See :func:`sides`; ``random`` takes a random subspace, not the leading one.
-        seed: Of what is random; torch's own random state is left alone.
+        seed: Seed of what is random; torch's own random state is left alone.
 
     Returns:
         ``left (M, R)`` and/or ``right (R, N)``.
@@ -110,7 +110,7 @@ def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
-    """``param += out_of(low)``, the whole step never laid out where that can be."""
+    """Add ``out_of(low)`` to ``param``, the whole step never laid out where that can be."""
     if param.dtype != low.dtype or not param.is_contiguous() or not bases:
         param.add_(out_of(low, bases).reshape(param.shape).to(param.dtype))
     elif "right" in bases:
@@ -125,7 +125,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """``(M, R)``: the leading left singular vectors, nearly."""
+    """Approximate the leading left singular vectors, ``(M, R)``."""
     width = min(rank + _OVERSAMPLING, *grad_MN.shape)
     sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
     sketch = sketch.to(grad_MN.dtype)

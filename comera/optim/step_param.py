@@ -16,7 +16,7 @@ def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
     Args:
         optimizer: Steps each parameter by its own gradient and state.
         param: With its gradient.
-        position: Of its group among the optimizer's.
+        position: Place of its group among the optimizer's.
 
     Raises:
         TypeError: If the optimizer keeps count in its groups: it would count every parameter.

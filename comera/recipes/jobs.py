@@ -69,7 +69,7 @@ class Job:
 
 @dataclass
 class Watcher:
-    """What to tell about jobs while they run; each is called with what it says.
+    """Callbacks on jobs while they run, each described by what it is called with.
 
     Attributes:
         began: A job whose process was started.
@@ -192,10 +192,10 @@ def run_jobs(
         jobs: As :func:`resolve` left them; their states are kept up to date.
         at_once: Processes at a time. They share the threads that torch would use in one.
         overwrite: Begin a run anew whose folder holds other settings.
-        watcher: Is told what happens.
+        watcher: Its callbacks are called as jobs start, run and end.
 
     Returns:
-        Whether all were carried out; False after a signal.
+        Whether all jobs were run; False after a signal.
     """
     watcher = watcher or Watcher()
     threads = max(1, torch.get_num_threads() // at_once)

@@ -35,7 +35,7 @@ class OptimizerConfig:
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
             one to zero in four fifths of the late stage, if that is more.
-        weight_decay: Of dense matrices only.
+        weight_decay: Decay of dense matrices only.
         betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
             is 0.9999 where two are given.
         eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
@@ -177,7 +177,7 @@ def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
 
     Args:
         settings: Checked by :func:`check_optimizer`.
-        width: Of the model, for the rank of GaLore.
+        width: Width of the model, for the rank of GaLore.
     """
     choice = _choice(settings.name)
     full = {**choice.defaults, **({"rank": max(1, width // 4)} if _projects(choice) else {})}
@@ -194,8 +194,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
 
     Args:
         model: On any device, ``meta`` too.
-        settings: Of the run.
-        width: As for :func:`resolved`.
+        settings: Settings of the run.
+        width: Width of the model, for the rank of GaLore.
 
     Raises:
         ValueError: If a setting is out of range, GaLore finds nothing to project, or a package is

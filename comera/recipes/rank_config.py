@@ -29,7 +29,7 @@ class TwoStageConfig(TwoStageSettings):
         """Raise ``ValueError`` for what does not go, in the words of a run.
 
         Args:
-            steps: Of the whole run, where they are known.
+            steps: Steps of the whole run, where they are known.
         """
         _check("two_stage", self.target, super().check)
         early, late = self.early_share, self.late_share
@@ -70,7 +70,7 @@ class ImportancePruningConfig(ImportanceSettings):
         """Raise ``ValueError`` for what does not go, in the words of a run.
 
         Args:
-            steps: Of the whole run, where they are known.
+            steps: Steps of the whole run, where they are known.
         """
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:

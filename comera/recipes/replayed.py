@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are worth: evaluated as they are read, and trained on from."""
+"""The quality of a run's checkpoints: evaluated as they are read, and trained on from."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Replayed:
     """A metric of one checkpoint beside that of the run itself.
 
     Attributes:
-        step: Of the checkpoint.
+        step: Step of the checkpoint.
         logged: The run's figure there, if it was evaluated there.
         read: The figure of the model that is read.
         later: The step up to which training went on from what was read; ``step`` if it did not.

@@ -106,13 +106,13 @@ class CheckpointConfig:
     Args:
         mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
             smaller, from which it is resumed nearly.
-        bits: Of codes, 2 to 8, in lossy checkpoints.
-        rate: What a bit is worth: larger makes smaller files and larger errors.
-        alpha: Of ExCP's rule for small changes of weights; 0 leaves that to the rate.
+        bits: Bits of codes, 2 to 8, in lossy checkpoints.
+        rate: The cost of a bit against error: larger makes smaller files and larger errors.
+        alpha: Factor of ExCP's rule for small changes of weights; 0 leaves that to the rate.
         beta: Moments smaller than so many means are left out.
         key_every: So many checkpoints build on each other; null for 20 of lossy ones, and none of
             lossless ones.
-        key_bits: Of codes of weights where a lossy checkpoint stands alone.
+        key_bits: Bits of codes of weights where a lossy checkpoint stands alone.
         keep_last: Older checkpoints are deleted; null keeps all.
         keep_every: Steps divisible by it are kept for good; null for none.
     """
@@ -128,7 +128,7 @@ class CheckpointConfig:
     keep_every: int | None = None
 
     def chain(self, folder: Path) -> CheckpointChain:
-        """The checkpoints in a folder.
+        """Open the checkpoints in a folder.
 
         Raises:
             ValueError: If a setting makes no sense.
@@ -143,7 +143,7 @@ class RunConfig:
 
     Args:
         out: Folder of the run. A run found there under the same settings is resumed.
-        seed: Of parameters, batches and dropout.
+        seed: Seed of parameters, batches and dropout.
         device: ``auto`` takes a GPU where there is one.
         masked_text: Text of masked-language-model pre-training; give one of the four.
         causal_text: Text of a causal language model.
@@ -181,12 +181,12 @@ class RunConfig:
     overwrite: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Everything as plain values, with the defaults of the chosen optimizer filled in."""
+        """Return everything as plain values, defaults of the selected optimizer filled in."""
         optimizer = resolved(self.optimizer_for(self.train.steps), self.width)
         return {**asdict(self), "optimizer": optimizer}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """The section ``optimizer`` with what the run decides where nothing is given.
+        """Return the section ``optimizer``, what it leaves open filled in from the run.
 
         Args:
             steps: Of the whole run. Where only the data tell, None: ``gate_lr`` stays open if there
@@ -236,7 +236,7 @@ class RunConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures, what tells models apart best first."""
+        """What an evaluation measures, the most telling metric first."""
         if self.clicks is not None:
             return ("auc", "accuracy", "nce", "loss")
         return ("accuracy", "loss") if self.nli is not None else ("loss", "perplexity")

@@ -83,7 +83,7 @@ def data_digests(config: RunConfig) -> dict[str, str]:
 
 
 def planned_dense_model(config: RunConfig) -> nn.Module:
-    """The dense model, on torch's default device; of the data only a click log is read.
+    """Make the dense model, on torch's default device; of the data only a click log is read.
 
     Raises:
         ValueError: If a click log is needed and not there.
@@ -102,7 +102,7 @@ def planned_dense_model(config: RunConfig) -> nn.Module:
 
 
 def make_model(config: RunConfig, vocab_size: int) -> nn.Module:
-    """The dense model of a run, on torch's default device."""
+    """Make the dense model of a run, on torch's default device."""
     model = config.model
     if config.causal_text is not None:
         decoder = Decoder(
@@ -142,7 +142,7 @@ def _dlrm(config: RunConfig, table_sizes: Mapping[str, int], num_continuous: int
 
 
 def _table_sizes(config: RunConfig, data: Clicks) -> Mapping[str, int]:
-    """What the settings say, where that is enough for the data; else those of the data."""
+    """Return the table sizes of the settings, or of the data where none are given; check them."""
     found = dict(zip(data.field_names, data.table_sizes, strict=True))
     given = config.dlrm.table_sizes
     if given is None:
@@ -203,7 +203,7 @@ def _text_task(
     valid: list[dict[str, Tensor]],
     record: DataRecord,
 ) -> Task:
-    """A task without end, judged by its loss on held-out batches."""
+    """Make a task without end, judged by its loss on held-out batches."""
     assert config.train.steps is not None, "RunConfig.check asks for steps here"
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -294,7 +294,7 @@ def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
 
 
 def count_steps(config: RunConfig, per_epoch: int) -> int:
-    """Optimizer steps of a run over data with an end.
+    """Count the optimizer steps of a run over data with an end.
 
     Raises:
         ValueError: If there is not one.

@@ -89,7 +89,7 @@ def _why_not_on(file: str, device: int) -> str | None:
 
 @functools.cache
 def _why_not_loaded(file: str, device: int) -> str | None:
-    """Compile and load the file when first asked, so that nothing of it is left for later."""
+    """Compile and load the file at the first call, so that nothing of it is left for later."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST)

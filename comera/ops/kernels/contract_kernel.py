@@ -60,7 +60,7 @@ def unfit(groups: Sequence[Chains]) -> str | None:
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
-    """``left`` and ``right`` of each group, as :func:`~comera.ops.factors.contract_cores` says."""
+    """Return each group's ``left`` and ``right``, as :func:`~comera.ops.factors.contract_cores`."""
     like = groups[0].cores[0]
     factors = [like.new_empty(shape) for group in groups for shape in group.factor_shapes]
     for part in _parts(groups, factors):
@@ -70,11 +70,11 @@ def contract(groups: Sequence[Chains]) -> list[Tensor]:
 
 
 def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Gradients of all cores, one after the other in one tensor, and those of all gates.
+    """Return gradients of all cores, one after the other in one tensor, and those of all gates.
 
     Args:
         groups: What was contracted.
-        grads: Of the factors, two for each group.
+        grads: Gradients of the factors, two for each group.
     """
     like = groups[0].cores[0]
     grads = [grad.to(like.dtype).contiguous() for grad in grads]
@@ -95,10 +95,10 @@ class _Member:
 
     Attributes:
         chains: The layers.
-        left: Their factors or the gradients of these.
-        right: See ``left``.
+        left: Their left factors or the gradients of these.
+        right: Their right factors or the gradients of these.
         core_grad: Place of their first core's gradient among all.
-        gate_grad: Likewise of their first gate's.
+        gate_grad: Place of their first gate's gradient among all.
     """
 
     chains: Chains
@@ -108,7 +108,7 @@ class _Member:
     gate_grad: int
 
     def kept(self, right: bool) -> tuple[int, int]:
-        """Numbers of partial products that a factor keeps, and of those and their gradients."""
+        """Count the entries of partial products that a factor keeps, without and with gradients."""
         chains = self.chains
         modes, bonds = chains.modes, chains.bonds
         if right:
@@ -140,7 +140,7 @@ class _Part:
         self.tiles = sum(member.tiles for member in members)
 
     def work(self, backward: bool) -> int:
-        """Numbers of scratch memory."""
+        """Count the entries of scratch memory that a launch needs."""
         return sum(
             member.chains.num_layers * member.kept(right)[backward]
             for member in self.members
@@ -148,7 +148,7 @@ class _Part:
         )
 
     def arguments(self, backward: bool) -> _Model:
-        """Sizes and addresses, as the kernels want them."""
+        """Collect sizes and addresses, as the kernels want them."""
         model = _Model(groups=len(self.members))
         pointers: list[int] = []
         block = tile = work = 0
@@ -189,7 +189,7 @@ class _Part:
 
 
 def _parts(groups: Sequence[Chains], factors: Sequence[Tensor]) -> Iterator[_Part]:
-    """All groups, in as many launches as their addresses and shapes need: nearly always one."""
+    """Split groups into as many launches as addresses and shapes need: nearly always one."""
     members: list[_Member] = []
     room = _MOST_POINTERS
     core_grad = gate_grad = 0
@@ -214,7 +214,7 @@ def _parts(groups: Sequence[Chains], factors: Sequence[Tensor]) -> Iterator[_Par
 
 
 def _contiguous(group: Chains) -> Chains:
-    """Copies where a tensor is not; the launch is enqueued before they are freed."""
+    """Copy tensors that are not contiguous; a launch is enqueued before the copies are freed."""
     cores, gates, biases = (
         [tensor.contiguous() for tensor in tensors]
         for tensors in (group.cores, group.gates, group.biases)

@@ -18,7 +18,7 @@ _thread = threading.local()
 
 @functools.cache
 def function(file: str, name: str, device: int) -> Any:
-    """A kernel on a card, ready to launch; compiled and loaded when first asked for.
+    """Return a kernel on a card, ready to launch; compiled and loaded at the first call.
 
     Raises:
         KernelError: If it cannot be compiled or loaded.
@@ -76,7 +76,7 @@ def launch(
 
 
 def version() -> int:
-    """Newest CUDA that the driver knows, 13000 for 13.0.
+    """Return the newest CUDA version that the driver knows, 13000 for 13.0.
 
     Raises:
         RuntimeError: If there is no driver, or no cuda-bindings.
@@ -85,7 +85,7 @@ def version() -> int:
 
 
 def _enter_context(device: int) -> None:
-    """Autograd runs backward passes on threads of its own, which may have no context yet."""
+    """Enter a device's context: threads of autograd, which run backward passes, may have none."""
     if getattr(_thread, "entered", None) == device:
         return
     torch.cuda.init()

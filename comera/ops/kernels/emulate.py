@@ -29,7 +29,7 @@ _alone = threading.Lock()
 
 
 def compiler() -> str | None:
-    """Path of g++, or None."""
+    """Return the path of g++, or None."""
     return shutil.which("g++")
 
 
@@ -59,7 +59,7 @@ def launch(
 
 @functools.cache
 def library(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    """The functions of a source, callable."""
+    """Compile a source for the CPU and return its functions, callable."""
     header = (folder() / EMULATION).read_text()
     exports = "\n".join(f"EXPORT({name})" for name in names)
     whole = f"#define COMERA_EMULATION\n{source}\n{exports}\n"

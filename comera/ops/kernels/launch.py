@@ -25,10 +25,10 @@ def launch(
 
     Args:
         file: Without its suffix.
-        name: Of the function.
+        name: Name of the function.
         device: Where the tensors are.
         grid: Blocks, in up to three dimensions; nothing is launched where there are none.
-        threads: Of each block.
+        threads: Threads of each block.
         shared: Bytes of dynamic shared memory.
         arguments: Tensors and None as pointers, whole numbers as ``int``, others as ``float``,
             structures by value.

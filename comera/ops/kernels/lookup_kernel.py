@@ -1,6 +1,6 @@
 """The kernels that read rows of a table from its two factors; ``kernels/ttm_lookup.cu``.
 
-All sizes are fixed by the arguments, so that a CUDA graph can hold a look-up: rows are neither made
+All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup: rows are neither made
 distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks, however
 the entries are shared out among the bags. The backward pass sorts the entries and sums gradients of
 equal rows before they meet a factor, which is what frequent rows need.
@@ -69,7 +69,7 @@ def read(
     num_embeddings: int,
     embedding_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`~comera.ops.table.lookup.lookup`, of int64 indices; the keys are not sorted."""
+    """Read as :func:`~comera.ops.table.lookup.lookup`, by int64 indices; keys are not sorted."""
     entries = indices_N.shape[0]
     bags = entries if offsets_B is None else offsets_B.shape[0]
     out = left_VPR.new_empty(bags, embedding_dim)
@@ -102,7 +102,7 @@ def weight_grads(
     offsets_B: Tensor,
     num_embeddings: int,
 ) -> Tensor:
-    """``(N,)``: every entry's row times the gradient of its bag."""
+    """Return ``(N,)``: the dot product of every entry's row and the gradient of its bag."""
     bags, width = grad_BD.shape
     out = grad_BD.new_empty(indices_N.shape[0])
     launch(
@@ -124,7 +124,7 @@ def row_grads(
     offsets_B: Tensor | None,
     num_embeddings: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the left factor, the right factor and the hot rows, from keys as they come.
+    """Return gradients of left factor, right factor and hot rows, from keys in any order.
 
     In float64, in which they were summed, and parts of one tensor.
     """
@@ -166,7 +166,7 @@ def _table(
 
 
 def _threads(left_VPR: Tensor, right_WRQ: Tensor) -> int:
-    """A thread for each tile of four by four numbers of a row, whole warps of them."""
+    """Count threads: one for each tile of four by four numbers of a row, in whole warps."""
     tiles = -(-left_VPR.shape[1] // 4) * -(-right_WRQ.shape[2] // 4)
     return min(_MOST_THREADS, max(32, -(-tiles // 32) * 32))
 

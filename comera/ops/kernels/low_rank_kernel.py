@@ -1,4 +1,4 @@
-"""The kernels that multiply a batch by thin factors: one launch forward, two backward.
+"""The kernels that multiply a batch by low-rank factors: one launch forward, two backward.
 
 Several pairs of factors that share their batch are multiplied together. Nothing is added up in an
 order that may change: results are the same each time. ``kernels/low_rank_linear.cu`` says how it
@@ -68,7 +68,7 @@ def multiply(
     x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], ts: Sequence[Tensor],
     bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``x @ left @ right`` for each pair.
+    """Compute ``x @ left @ right`` for each pair of factors.
 
     Args:
         x_MI: The batch.
@@ -102,14 +102,14 @@ def multiply_backward(
     with_x: bool,
     with_factors: bool,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Gradients of x, the left and the right factors; None and no factors where not wanted.
+    """Return gradients of x, left and right factors; None and empty lists where not wanted.
 
     Args:
         grads: ``(M, O)`` for each pair, of its result; for pairs that have no right factor
             ``(M, R)``, of ``x @ left``.
-        x_MI: As for :func:`multiply`, and so are ``lefts`` and ``rights``.
-        lefts: See ``x_MI``.
-        rights: See ``x_MI``.
+        x_MI: The batch.
+        lefts: ``(I, R)`` each.
+        rights: ``(R, O)`` each; there may be fewer.
         ts: What :func:`multiply` wrote, of the pairs that have a right factor.
         with_x: Whether the gradient of x is wanted.
         with_factors: Whether those of the factors are.
@@ -176,7 +176,7 @@ def _panels(rank: int) -> int:
 
 
 def _splits(rows: int, jobs: int) -> tuple[int, int]:
-    """Into how many parts the batch is split to be summed, and their rows."""
+    """Return into how many parts the batch is split to be summed, and the rows of each."""
     most = max(1, -(-rows // _FEWEST_ROWS))
     wanted = min(most, max(1, -(-_BLOCKS // max(1, jobs))))
     rows_each = max(1, -(-rows // (wanted * _TILE))) * _TILE
@@ -194,7 +194,7 @@ def _math(x_MI: Tensor) -> str:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of each row side by side."""
+    """Return a matrix with the numbers of each row side by side, copied only if they are not."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 

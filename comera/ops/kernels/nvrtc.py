@@ -21,7 +21,7 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
-    """Of the compiler that is installed.
+    """Return the version of the compiler that is installed.
 
     Raises:
         KernelError: If there is none, or no cuda-bindings to reach it through.
@@ -30,7 +30,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def cubin(file: str, arch: str) -> bytes:
-    """Machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
+    """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
     Raises:
         KernelError: If it does not compile; the compiler's log is then in a file that is named.
@@ -50,7 +50,7 @@ def cubin(file: str, arch: str) -> bytes:
 
 
 def cubin_path(file: str, arch: str) -> Path:
-    """Where the machine code is kept; another source, option or compiler is another path."""
+    """Return where machine code is kept; another source, option or compiler is another path."""
     key = repr((text(file), arch, OPTIONS, nvrtc_version()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return cubin_folder() / f"{file}-{arch}-{digest}.cubin"
@@ -61,7 +61,7 @@ def cubin_folder() -> Path:
 
 
 def resources(file: str, arch: str) -> str:
-    """What ptxas says about registers, spills and shared memory of each function."""
+    """Return what ptxas says about registers, spills and shared memory of each function."""
     code, log = _compile(text(file), f"{file}.cu", arch, "--ptxas-options=-v")
     if code is None:
         raise KernelError(f"{file}.cu does not compile for {arch}:\n{log}")
@@ -69,7 +69,7 @@ def resources(file: str, arch: str) -> str:
 
 
 def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
-    """Machine code, or None where it does not compile; and the compiler's log."""
+    """Compile to machine code, None where that fails; return it and the compiler's log."""
     nvrtc = _nvrtc()
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
     try:
@@ -98,7 +98,7 @@ def _nvrtc() -> Any:
 
 
 def checked(answer: tuple[Any, ...], what: str) -> Any:
-    """What a call of cuda-bindings gives after its status."""
+    """Return what a call of cuda-bindings gives after its status, which must be success."""
     status, *values = answer
     if int(status):
         raise KernelError(f"{what}: {status.name}")
@@ -112,7 +112,7 @@ _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)
 
 
 def folder() -> Path:
-    """Where the sources are: beside the package when installed, above it in a checkout.
+    """Find the folder of the sources: beside the package if installed, above it in a checkout.
 
     Raises:
         FileNotFoundError: If they are at neither place.
@@ -127,17 +127,17 @@ def folder() -> Path:
 
 
 def files() -> list[str]:
-    """Names of the sources, without their suffix."""
+    """List the names of the sources, without their suffix."""
     return sorted(path.stem for path in folder().glob("*.cu"))
 
 
 @functools.cache
 def text(file: str) -> str:
-    """One source with what it includes pasted in, so that no compiler needs a folder to look in."""
+    """Return a source with its includes pasted in, so that no compiler needs an include path."""
     common = (folder() / COMMON).read_text().replace("#pragma once\n", "")
     return (folder() / f"{file}.cu").read_text().replace(f'#include "{COMMON}"\n', common)
 
 
 def entries(file: str) -> list[str]:
-    """The functions of a source that can be launched."""
+    """List the functions of a source that can be launched."""
     return _ENTRY.findall(text(file))

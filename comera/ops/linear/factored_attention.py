@@ -26,14 +26,14 @@ from comera.ops.operator import operator
 def head_factors(
     right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """What stands between the thin products of an attention, for all heads.
+    """Compute what stands between the factorized projections of an attention, for all heads.
 
     Args:
-        right_q: ``(R, D)``, as are ``right_k`` and ``right_v``; heads side by side.
-        right_k: See ``right_q``.
-        right_v: See ``right_q``.
-        left_o: ``(D, R)``.
-        num_heads: Of D.
+        right_q: ``(R, D)``, heads side by side; D is the same for all.
+        right_k: ``(R, D)``, of an R of its own.
+        right_v: ``(R, D)``, of an R of its own.
+        left_o: ``(D, R)``, of an R of its own.
+        num_heads: Number of heads that D is split into.
 
     Returns:
         ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each
@@ -101,14 +101,14 @@ head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
 def factorized_projections(
     x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool
 ) -> list[Tensor]:
-    """One layer's output and the thin products of others, in one pass over x.
+    """Compute one layer's output and the products of others with their left factors, in one pass.
 
     Args:
         x_MI: The batch.
         lefts: ``(I, R)`` each, left factors as
             :func:`~comera.ops.factors.contract_cores` makes them.
         right_RO: Right factor of the first.
-        bias: Whether the last column of each thin product is one instead.
+        bias: Whether the last column of each ``x @ left`` is one instead.
 
     Returns:
         ``x @ lefts[0] @ right``, then ``x @ left`` of all the others, then that of the first. All
@@ -155,7 +155,7 @@ def _factorized_projections_backward(
     right_RO: Tensor,
     t_MR: Tensor,
 ) -> list[Tensor]:
-    """Of x, the left factors and the right one."""
+    """Return the gradients of x, of the left factors and of the right one."""
     return _PROJECTIONS_BACK(x_MI, lefts, right_RO, grads, t_MR)
 
 
@@ -219,7 +219,7 @@ factorized_projections.register_autograd(_back_projections, setup_context=_setup
 def _by_head(
     right_q: Tensor, right_k: Tensor, right_v: Tensor, left_o: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(H, R, D / H)`` each, and ``(H, D / H, R)``."""
+    """Split factors by head: ``(H, R, D / H)`` for q, k and v, ``(H, D / H, R)`` for o."""
     q, k, v = (
         right.unflatten(1, (num_heads, -1)).transpose(0, 1) for right in (right_q, right_k, right_v)
     )
@@ -227,5 +227,5 @@ def _by_head(
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Rows of ``out`` may lie apart, so that nothing is copied."""
+    """Write ``a @ b`` to ``out``, whose rows may lie apart, so that nothing is copied."""
     torch.bmm(a, b, out=out)

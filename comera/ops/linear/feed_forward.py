@@ -2,7 +2,7 @@
 
 The wide hidden activation is the largest tensor of a transformer block. Here it exists for a few
 hundred rows at a time, which stay in the processor's cache, and is computed once more in the
-backward pass from the thin ``t1 = x @ left1``: one thin product more, three wide tensors less.
+backward pass from the narrow ``t1 = x @ left1``: one narrow product more, three wide tensors less.
 
 Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
 """
@@ -77,7 +77,7 @@ def _feed_forward(
     bias: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y``, and the thin products with both left factors, a bias' columns of ones in them."""
+    """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
     x = x_BI.reshape(-1, x_BI.shape[-1])
     y, t1, t2 = _FORWARD(x, left1, right1, left2, right2, bias, activation)
     return y.reshape(*x_BI.shape[:-1], right2.shape[1]), t1, t2
@@ -107,7 +107,7 @@ def _by_kernel(
     bias: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden activation exists for all rows at once, but is not kept either."""
+    """Compute it by kernels: the hidden activation exists for all rows at once, but is not kept."""
     t1, t2 = (x.new_empty(x.shape[0], left.shape[1]) for left in (left1, left2))
     (h,) = multiply(x, [left1], [right1], [t1], bias)
     value, _ = ACTIVATIONS[activation]

@@ -1,6 +1,6 @@
 """Matrix products of numbers of eight bits, with one scale a matrix found anew for each product.
 
-Values and weights are held as e4m3, which has three bits after the leading one and reaches 448,
+Values and weights are kept as e4m3, which has three bits after the leading one and reaches 448,
 gradients as e5m2, which has two and reaches 57344 (Micikevicius et al., FP8 formats for deep
 learning, arXiv 2209.05433). The scale puts the largest entry of a matrix at the largest number of
 the format. Products add up in float32. This is the recipe that torchao calls tensorwise, dynamic;
@@ -44,12 +44,12 @@ class Fp8Matrix(NamedTuple):
 
 
 def padded_to_step(size: int) -> int:
-    """The next multiple of 16."""
+    """Round up to a multiple of 16."""
     return -(-size // _STEP) * _STEP
 
 
 def to_fp8(x_MN: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    """A matrix that is not empty in eight bits, ``VALUES`` or ``GRADIENTS``."""
+    """Quantize a matrix that is not empty to eight bits, ``VALUES`` or ``GRADIENTS``."""
     largest = torch.finfo(dtype).max
     # Above zero, so that a matrix of zeros stays one; NaN stays NaN.
     scale = (x_MN.abs().amax().float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
@@ -63,7 +63,7 @@ def to_fp8(x_MN: Tensor, dtype: torch.dtype) -> Fp8Matrix:
 
 
 def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``, padding included: both are read row by row."""
+    """Compute ``a @ b.T``, padding included: both are read row by row."""
     # torch.nn.functional.scaled_mm is the public one; torch 2.11 does not have it on a CPU.
     return torch._scaled_mm(
         a_MK.values, b_NK.values.T, scale_a=a_MK.scale, scale_b=b_NK.scale, out_dtype=out_dtype
@@ -71,14 +71,14 @@ def fp8_product(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Ten
 
 
 def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """The same as :func:`fp8_product` by numbers that are widened first."""
+    """Compute the same as :func:`fp8_product` by numbers that are widened first."""
     a, b = (x.values.double() * x.scale for x in (a_MK, b_NK))
     return (a @ b.T).to(out_dtype)
 
 
 @functools.cache
 def why_not_fp8(device: torch.device) -> str | None:
-    """Why products in eight bits do not run on a device, in words; None if they do."""
+    """Say why products in eight bits do not run on a device; None if they do."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _FIRST_CARD:
@@ -100,7 +100,7 @@ def why_not_fp8(device: torch.device) -> str | None:
 def fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """``x @ left @ right`` for each pair of factors; arguments as those of ``factorized_linears``.
+    """Compute ``x @ left @ right`` of each pair in eight bits, arguments as ``factorized_linears``.
 
     Returns:
         ``(*, O)`` in the dtype of x for each pair. It can be differentiated once.
@@ -112,7 +112,7 @@ def fp8_linears(
 def _fp8_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """Every ``y``, then in eight bits x and ``t = x @ left``, both left and right factors."""
+    """Return every ``y``, then in eight bits x and ``t = x @ left``, left and right factors."""
     with without_autocast(x_BI):
         batch, dtype = x_BI.shape[:-1], x_BI.dtype
         rows = math.prod(batch)
@@ -195,7 +195,7 @@ _fp8_linears.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _without_bias(right_RO: Tensor, bias: bool) -> Tensor:
-    """The row of a bias left out; what is padded takes its place."""
+    """Leave out the row of a bias; padding takes its place."""
     return F.pad(right_RO[:-1], (0, 0, 0, 1)) if bias else right_RO
 
 

@@ -1,8 +1,8 @@
-"""Multiply by matrices held as tensor trains, without ever forming them.
+"""Multiply by matrices stored as tensor trains, without ever forming them.
 
-The input cores contract to a thin ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
+The input cores contract to a narrow ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
 meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; the backward pass keeps
-x, the thin ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
+x, the narrow ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
 """
 
 import math
@@ -30,7 +30,7 @@ def tt_linear_reference(
     in_features: int | None = None,
     out_features: int | None = None,
 ) -> Tensor:
-    """The same as :func:`tt_linear` through the dense matrix, for autograd to differentiate."""
+    """Compute the same as :func:`tt_linear` by the dense matrix, for autograd to differentiate."""
     weight = tt_to_dense(cores, split)[:out_features, :in_features]
     return torch.nn.functional.linear(x_BI, weight, bias_O)
 
@@ -73,7 +73,7 @@ def tt_linear(
 def factorized_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """``x @ left @ right`` for each pair of factors, all in one pass over x.
+    """Compute ``x @ left @ right`` for each pair of factors, all in one pass over x.
 
     Args:
         x_BI: ``(*, I)``.
@@ -136,7 +136,7 @@ def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
 def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
     """Do the same as :func:`factorized_linears` of one pair, through the dense matrix.
 
-    The better way where the bond is so wide that ``R * (I + O) > I * O`` and the batch is large.
+    The faster way where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
     """
     left_IR, right_RO, has_bias = factors
     check_width(x_BI, left_IR)
@@ -149,7 +149,7 @@ def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
 def _factorized_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
-    """Every ``y``, then ``t = x @ left`` of all pairs side by side, ones in it for a bias."""
+    """Return every ``y``, then ``t = x @ left`` of all pairs side by side, with ones for a bias."""
     *ys, t = _LINEARS(x_BI.reshape(-1, x_BI.shape[-1]), lefts, rights, bias)
     return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
 
@@ -331,7 +331,7 @@ def _beside(parts: Sequence[Tensor]) -> Tensor:
 
 
 def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
-    """The ``(out, in)`` matrix of a tensor train, by contracting all its cores; differentiable."""
+    """Contract all cores of a tensor train to its ``(out, in)`` matrix; differentiable."""
     left = contract_chain(cores[:split])
     right = contract_chain(cores[split:])
     return (left[0] @ right[..., 0]).T

@@ -1,4 +1,4 @@
-"""Where the distinct rows of a look-up stand, so that each is made once and made in groups.
+"""Where the distinct rows of a lookup stand, so that each is made once and made in groups.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
 are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
@@ -46,12 +46,12 @@ class Slots:
         return self.hot.shape[0] + self.left_S.shape[0]
 
     def of_entries(self, order_N: Tensor) -> Tensor:
-        """Slot of each entry, in the order in which they were given."""
+        """Return the slot of each entry, in the order in which they were given."""
         return torch.empty_like(order_N).scatter_(0, order_N, self.of_sorted_N)
 
 
 def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tuple[Tensor, Tensor]:
-    """Keys of the rows, rising, and which entry each is of.
+    """Sort the keys of rows; return them, rising, and which entry each is of.
 
     A hot row is its own key; behind them, row ``v * W + w`` of the train has key ``w * V + v``.
     """
@@ -63,7 +63,7 @@ def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tup
 
 
 def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slots:
-    """Slots for the distinct ones of the sorted keys."""
+    """Make slots for the distinct ones of the sorted keys."""
     first = torch.ones_like(keys_N, dtype=torch.bool)
     torch.ne(keys_N[1:], keys_N[:-1], out=first[1:])
     distinct = keys_N[first]
@@ -89,14 +89,14 @@ def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slot
 
 def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
-    """``out[k]`` is the sum of ``values[rows[i]]``, weighted, over all i with ``of_rows[i] == k``.
+    """Make ``out[k]`` the weighted sum of ``values[rows[i]]`` over all i with ``of_rows[i] == k``.
 
     Args:
         values: ``(*, width)``.
         rows: Integers.
-        of_rows: As many, rising.
+        of_rows: Row of the result that each of ``rows`` belongs to, rising.
         count: Rows of the result.
-        weights: As many, or None for ones.
+        weights: One for each of ``rows``, or None for ones.
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])
@@ -106,13 +106,13 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
 
 
 def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
-    """``out[k]`` is the sum of all ``values[i]`` with ``places[i] == k``, always in one order."""
+    """Make ``out[k]`` the sum of all ``values[i]`` with ``places[i] == k``, always in one order."""
     found, order = _sorted(places)
     return sum_by_sorted(values, order, found, count)
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising, and where each was; equal ones in the order in which they were."""
+    """Sort keys; return them, rising, and where each was. Equal ones keep their order."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -124,7 +124,7 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(rows: int, right_W: int) -> int:
-    """The largest that leaves a fifth of the slots empty, or fewer."""
+    """Find the largest group that leaves at most a fifth of the slots empty."""
     group = 1
     while group < _MOST and 2 * (2 * group - 1) * right_W <= rows:
         group *= 2

@@ -1,6 +1,6 @@
 """The operator that reads rows of a table from its two factors, and sums of rows over bags.
 
-Two redundancies go: every distinct row is made once however often it is asked for, and cores are
+Two redundancies go: every distinct row is made once however often it is read, and cores are
 contracted to factors once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is
 ever laid out beside the distinct ones.
 
@@ -57,8 +57,8 @@ def lookup(
         left_VPR: Left factor.
         right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
         hot_HK: Rows before those of the train.
-        basis_KD: Of the hot rows.
-        weights_N: Of every entry in its bag; None for ones.
+        basis_KD: Basis of the hot rows.
+        weights_N: Weight of every entry in its bag; None for ones.
         offsets_B: First entry of each bag; None for rows instead of bags.
         num_embeddings: Rows of the table.
         embedding_dim: D.
@@ -259,7 +259,7 @@ def _back_by_slots(
 
 
 def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
-    """All hot rows, ``(H, D)``."""
+    """Return all hot rows, ``(H, D)``."""
     if hot_HK is None or basis_KD is None:
         return None if hot_HK is None else hot_HK.contiguous()
     with without_autocast(hot_HK):
@@ -307,7 +307,7 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
 def _differentiable_grads(
     grad_BD: Tensor, indices_N: Tensor, tensors: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Of all tensors but the offsets, through operations that autograd knows."""
+    """Return gradients of all tensors but the offsets, by operations that autograd knows."""
     # One tensor may have been made from another: aliases, so that this way is not counted here too.
     left, right, hot, basis, weights, offsets = (
         None if x is None else x.view_as(x) for x in tensors
@@ -333,7 +333,7 @@ def every_row(
     basis_KD: Tensor | None,
     embedding_dim: int,
 ) -> Tensor:
-    """Every entry's row for itself, all sizes fixed by the arguments.
+    """Make every entry's row for itself, all sizes fixed by the arguments.
 
     By operations of torch alone, so it can be differentiated as often as one likes.
     """
@@ -371,7 +371,7 @@ _PIECE = 1 << 19
 def _pieces(
     slots: Slots, left_VPR: Tensor, right_WRQ: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
+    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
     Those of the right factor lie turned, as
     :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
@@ -408,7 +408,7 @@ def _rows(
     basis_KD: Tensor | None,
     embedding_dim: int,
 ) -> Tensor:
-    """The rows of all slots, ``(S, D)``."""
+    """Make the rows of all slots, ``(S, D)``."""
     P, Q = left_VPR.shape[1], right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
     with without_autocast(left_VPR):
@@ -423,7 +423,7 @@ def _rows(
 def _factor_grads(
     slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both factors from those of the rows of all groups, ``(T, group * P, Q)``."""
+    """Return gradients of both factors from those of the rows of groups, ``(T, group * P, Q)``."""
     (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.
@@ -456,7 +456,7 @@ def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
 
 
 def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
-    """Hot rows by their numbers, ``(N, D)``."""
+    """Read hot rows by their numbers, ``(N, D)``."""
     hot = hot_HK.index_select(0, rows_N)
     return hot if basis_KD is None else hot @ basis_KD
 
@@ -468,7 +468,7 @@ def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | 
 
 
 def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
-    """Which bag each entry is in; entries before the first bag do not occur."""
+    """Find which bag each entry is in; entries before the first bag do not occur."""
     each = torch.arange(entries, device=offsets_B.device)
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
@@ -476,7 +476,7 @@ def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
 def _hot_grads(
     grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of the hot rows and their basis, from the gradients of distinct rows; empty for None."""
+    """Return gradients of hot rows and their basis from those of distinct rows; empty for None."""
     grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
     if hot_HK is None:
         return grad_hot, grad_basis
@@ -489,7 +489,7 @@ def _hot_grads(
 
 
 def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """The same numbers in the dtype and memory layout of another tensor."""
+    """Return the same numbers in the dtype and memory layout of another tensor."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)
 

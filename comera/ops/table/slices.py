@@ -30,7 +30,7 @@ _WORTH_IT = 1 << 20
 
 
 class Request(NamedTuple):
-    """What is asked of one table.
+    """The request to one table.
 
     Attributes:
         indices_N: Rows to read; the first ``num_hot`` are none of the train's.
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 class ReadFactors(NamedTuple):
-    """What a look-up takes.
+    """What a lookup takes.
 
     Attributes:
         indices_N: Rows by their numbers in what follows.
@@ -68,7 +68,7 @@ class ReadFactors(NamedTuple):
 
 
 def read_factors(request: Request) -> ReadFactors:
-    """The factors of a table, or what a batch reads of them.
+    """Contract the factors of a table, or only what a batch reads of them.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU, where slices are sought out).
@@ -77,7 +77,7 @@ def read_factors(request: Request) -> ReadFactors:
 
 
 def read_factors_of(tables: Sequence[Request]) -> list[ReadFactors]:
-    """:func:`read_factors` of each table; those that kernels contract are contracted together."""
+    """Apply :func:`read_factors` to each table; kernels contract all they can in one go."""
     in_part = [_in_part(request) for request in tables]
     whole = [a for a, some in zip(tables, in_part, strict=True) if some is None]
     trains = [(request.cores, request.gates, request.threshold) for request in whole]
@@ -91,7 +91,7 @@ def read_factors_of(tables: Sequence[Request]) -> list[ReadFactors]:
 
 
 def _in_part(request: Request) -> ReadFactors | None:
-    """None where both factors had better be contracted as a whole."""
+    """Read the slices a batch needs; None where both factors had better be contracted whole."""
     indices_N, cores, gates, threshold, num_embeddings, num_hot, checked = request
     split = len(cores) // 2
     read_left = _FACTOR.choose(indices_N, cores[:split])
@@ -158,7 +158,7 @@ def _slice_size(factor: Sequence[Tensor]) -> int:
 
 
 def _slices(factor: Sequence[Tensor], read_U: Tensor) -> Tensor:
-    """Those with the given numbers, ``(U, left bond, columns, right bond)``."""
+    """Read a factor's slices of the given numbers, ``(U, left bond, columns, right bond)``."""
     first, last = _rows_first(_contracted(factor[:-1])), _rows_first(factor[-1])
     (V, L, P, _), (W, _, Q, R) = first.shape, last.shape
     slices, _, _ = lookup(
@@ -173,7 +173,7 @@ def _rows_first(core: Tensor) -> Tensor:
 
 
 def _contracted(cores: Sequence[Tensor]) -> Tensor:
-    """As one core."""
+    """Contract cores to one."""
     if len(cores) == 1:
         return cores[0]
     (L, *_), (*_, R) = cores[0].shape, cores[-1].shape
@@ -184,5 +184,5 @@ def _contracted(cores: Sequence[Tensor]) -> Tensor:
 
 
 def _turned(right_WRQ: Tensor) -> Tensor:
-    """In memory ``(W, Q, R)``, as look-ups read it."""
+    """Return the right factor laid out in memory as ``(W, Q, R)``, as lookups read it."""
     return right_WRQ.mT.contiguous().mT

@@ -33,7 +33,7 @@ Table = tuple[Sequence[Tensor], Sequence[Tensor], float]
 def contract_table(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``left (V, P, R)`` and ``right (W, R, Q)``: row ``v * W + w`` is ``left[v] @ right[w]``.
+    """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
     Where torch makes it, the right factor lies in memory as ``(W, Q, R)``: rows are made, and their
     gradients taken, of slices whose bond is innermost.
@@ -50,7 +50,7 @@ def contract_table(
 
 
 def contract_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
-    """:func:`contract_table` of each table; by kernels all at once.
+    """Apply :func:`contract_table` to each table; by kernels all at once.
 
     Args:
         tables: What :func:`contract_table` takes of each, all of one dtype and device.
@@ -141,7 +141,7 @@ _contract_table.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sizes(cores: Sequence[Tensor]) -> tuple[int, int]:
-    """Rows and columns of a part of the train."""
+    """Count rows and columns of a part of the train."""
     return math.prod(core.shape[1] for core in cores), math.prod(core.shape[2] for core in cores)
 
 
@@ -162,7 +162,7 @@ def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
 
 
 def _right_apart(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
-    """``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
+    """Permute ``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
     count, modes = len(cores), _modes(cores)
     rows, columns = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
     order = [*rows, *columns, 0] if turned else [*rows, 0, *columns]
@@ -181,10 +181,10 @@ def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:
-    """Row mode and column mode of each core in turn."""
+    """List row mode and column mode of each core in turn."""
     return [size for core in cores for size in core.shape[1:3]]
 
 
 def _new(tensor: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Contiguous, and never a view: an operator may not return its input."""
+    """Copy to a contiguous tensor, never a view: an operator may not return its input."""
     return tensor.to(cores[0].dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Read rows of an embedding table that is held as a tensor-train matrix, or sums of them over bags.
+"""Read rows of an embedding table stored as a tensor-train matrix, or sums of them over bags.
 
 The cores contract to two factors; a row is the product of one slice of each.
 
@@ -30,7 +30,7 @@ def tt_embedding_reference(
     hot_HK: Tensor | None = None,
     basis_KD: Tensor | None = None,
 ) -> Tensor:
-    """The same as :func:`tt_embedding` through the dense table, for autograd to differentiate."""
+    """Compute :func:`tt_embedding` by the dense table instead, for autograd to differentiate."""
     table = ttm_to_dense(cores)[:, :embedding_dim]
     if hot_HK is not None:
         table = torch.cat([hot_HK if basis_KD is None else hot_HK @ basis_KD, table])
@@ -49,7 +49,7 @@ def tt_embedding(
     basis_KD: Tensor | None = None,
     checked: bool = False,
 ) -> Tensor:
-    """Gather rows of a table held as a tensor-train matrix.
+    """Gather rows of a table stored as a tensor-train matrix.
 
     Args:
         indices: Integers of any shape, ``0 <= index < num_embeddings``.
@@ -100,15 +100,15 @@ def tt_embedding_bag(
     Args:
         indices_N: Integers, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
-        weights_N: Of every entry, in the dtype of the cores; None for ones.
-        cores: As for :func:`tt_embedding`, as is all that follows.
-        num_embeddings: See there.
-        embedding_dim: See there.
-        gates: See there.
-        threshold: See there.
-        hot_HK: See there.
-        basis_KD: See there.
-        checked: See there.
+        weights_N: Weight of every entry, in the dtype of the cores; None for ones.
+        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        num_embeddings: True number of rows; the row modes may multiply to more.
+        embedding_dim: True width; the column modes may multiply to more.
+        gates: One vector for each inner bond, or none at all.
+        threshold: A gate at or below it is a pruned rank.
+        hot_HK: Rows that stand before those of the tensor train, as in :func:`tt_embedding`.
+        basis_KD: Basis of the hot rows; None where they are whole.
+        checked: Whether the indices have been looked at, and need not be once more.
 
     Returns:
         ``(B, embedding_dim)`` in the dtype of the cores.
@@ -163,7 +163,7 @@ def _each_by_itself(
 def ttm_to_dense(
     cores: Sequence[Tensor], gates: Sequence[Tensor] = (), threshold: float = 0.0
 ) -> Tensor:
-    """The whole ``(rows, columns)`` table, padding included; differentiable."""
+    """Contract all cores to the ``(rows, columns)`` table, padding included; differentiable."""
     left_VPR, right_WRQ = contract_table(cores, gates, threshold)
     table_VWPQ = torch.einsum("vpr,wrq->vwpq", left_VPR, right_WRQ)
     return table_VWPQ.flatten(0, 1).flatten(1)
@@ -171,12 +171,12 @@ def ttm_to_dense(
 
 @dataclass(frozen=True)
 class TableBags:
-    """What is asked of one table.
+    """The request to one table.
 
     Attributes:
         indices_N: Rows by their numbers in these factors, bag after bag.
         offsets_B: First entry of each bag, rising from 0.
-        weights_N: Of every entry, in the dtype of the factors; None for ones.
+        weights_N: Weight of every entry, in the dtype of the factors; None for ones.
         left_VPR: Left factor, or the slices of it that are read.
         right_WRQ: Right factor, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
         hot_HD: Rows that stand before those of the train; None for none.
@@ -193,7 +193,7 @@ class TableBags:
 def tt_embedding_bags(
     tables: Sequence[TableBags], embedding_dim: int, places_5T: Tensor
 ) -> list[Tensor]:
-    """Weighted sums over bags of rows, of each table.
+    """Sum weighted rows over bags, for each table.
 
     Args:
         tables: Their factors agree in P and Q, in dtype and device; bonds are padded to the largest
@@ -225,7 +225,7 @@ def tt_embedding_bags(
 
 
 def places(tables: Sequence[TableBags]) -> list[list[int]]:
-    """Where each table stands in the whole: five numbers a table, known from shapes alone.
+    """Return where each table stands in the whole: five numbers a table, from shapes alone.
 
     Its hot rows and its W; then those of the tables before it: hot rows, V and W.
     """
@@ -238,7 +238,7 @@ def places(tables: Sequence[TableBags]) -> list[list[int]]:
 def _rows_of_the_whole(
     tables: Sequence[TableBags], places_5T: Tensor, num_hot: int, all_W: int
 ) -> Tensor:
-    """All entries by the numbers of their rows in the whole, int64 (N,)."""
+    """Number all entries by their rows in the whole, int64 (N,)."""
     counts = [table.indices_N.shape[0] for table in tables]
     indices_N = torch.cat([table.indices_N.long() for table in tables])
     of_each = [
@@ -252,13 +252,13 @@ def _rows_of_the_whole(
 
 
 def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
-    """Its bond with zeros up to a rank."""
+    """Pad the bond of a factor with zeros up to a rank."""
     more = rank - factor.shape[dim]
     return F.pad(factor, (0, 0) * (2 - dim) + (0, more)) if more else factor
 
 
 def _cat(factors: Sequence[Tensor]) -> Tensor:
-    """One below the other, bonds innermost in memory where they were."""
+    """Concatenate factors along their rows, bonds innermost in memory where they were."""
     if factors[0].is_contiguous():
         return torch.cat(list(factors))
     return torch.cat([factor.mT for factor in factors]).mT

@@ -23,7 +23,7 @@ class History:
         name: ``compressed``, ``dense``, or ``model`` where the folder does not say.
         lines: The lines of its ``metrics.jsonl``.
         result: Its ``result.json``; None while it is unfinished.
-        target_share: What rank learning was asked for, as a share of the size at the start.
+        target_share: The target of rank learning, as a share of the size at the start.
     """
 
     name: str

@@ -49,7 +49,7 @@ class Row:
         seeds: Those that are finished.
         params: Parameters after training, the mean.
         fewer: How many times fewer than the reference has.
-        mean: Of the metric.
+        mean: Mean of the metric.
         deviation: Sample standard deviation of the metric; None for one seed.
         difference: Mean of metric minus metric of the reference, over the seeds both have.
         difference_error: Standard error of that mean; None for one seed.
