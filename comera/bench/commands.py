@@ -16,7 +16,7 @@ from comera.bench.curve import (
     Axis,
     check_plot,
     curve,
-    look_up_curve,
+    lookup_curve,
     plot_curve,
 )
 from comera.bench.kernel_speed import OPERATORS, kernels
@@ -146,7 +146,7 @@ def _run_embedding(session: Session, options: Namespace) -> None:
         check_positive(name, options[name])
     if options.curve is not None:
         points = numbers_of("points", options.points) if options.points else POINTS[options.curve]
-        look_up_curve(
+        lookup_curve(
             session, options.curve, points, options.rows, options.width, options.indices,
             rank_of(options.rank),
         )  # fmt: skip

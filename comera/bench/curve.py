@@ -164,17 +164,17 @@ def _title(axis: Axis, shape: tuple[int, int], rank: int | Sequence[int], tokens
     return f"{fixed[axis]}, forward + backward, by {axis}"
 
 
-LookUpAxis = Literal["indices", "rows"]
+LookupAxis = Literal["indices", "rows"]
 
-POINTS: dict[LookUpAxis, list[int]] = {
+POINTS: dict[LookupAxis, list[int]] = {
     "indices": [256, 1024, 4096, 16384, 65536, 262144],
     "rows": [10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000],
 }
 
 
-def look_up_curve(
+def lookup_curve(
     session: Session,
-    axis: LookUpAxis,
+    axis: LookupAxis,
     points: Sequence[int],
     rows: int,
     width: int,
@@ -186,7 +186,7 @@ def look_up_curve(
     Indices are drawn evenly: skewed ones repeat themselves more, the larger the batch.
     """
     fixed = f"{rows} x {width}" if axis == "indices" else f"width {width}, {indices} indices"
-    title = f"embedding {fixed}, uniform, look-up + backward + step, by {axis}"
+    title = f"embedding {fixed}, uniform, lookup + backward + step, by {axis}"
     table = Table()
     for heading in (axis, "parameters", "distinct", "ms", "min – max", "µs an index"):
         table.add_column(heading, justify="right")

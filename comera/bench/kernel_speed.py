@@ -31,7 +31,7 @@ from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.table.lookup import lookup
 from comera.ops.table.table_factors import contract_table
 
-OPERATORS = ("merge", "look_up", "linear")
+OPERATORS = ("contract", "lookup", "linear")
 
 _OURS, _PLAIN = "comera", "plain torch"
 _ROTATED = 128 << 20
@@ -112,8 +112,8 @@ def kernels(
     """
     torch.manual_seed(0)
     cases = {
-        "merge": lambda: _merges(session.device, dtype, widths, rank, layers),
-        "look_up": lambda: _look_ups(session.device, dtype, indices, table, rank),
+        "contract": lambda: _contractions(session.device, dtype, widths, rank, layers),
+        "lookup": lambda: _lookups(session.device, dtype, indices, table, rank),
         "linear": lambda: _linears(session.device, dtype, tokens, widths, rank),
     }
     rows = []
@@ -208,7 +208,7 @@ def _both_ways(
     yield Case(title, both(ours), both(plain), copies, nbytes[1], flops[1])
 
 
-def _merges(
+def _contractions(
     device: torch.device, dtype: torch.dtype, widths: Sequence[tuple[int, int]], rank: int,
     layers: int,
 ) -> Iterator[Case]:  # fmt: skip
@@ -219,10 +219,10 @@ def _merges(
         for _ in range(layers)
     )
     trains: list[TTLinear] = list(model)  # type: ignore[arg-type]
-    merged = GroupedMerge(model)
+    together = GroupedMerge(model)
 
     def ours(_: int) -> list[Tensor]:
-        with merged:
+        with together:
             return [half for layer in trains for half in layer.factors()[:2]]
 
     def plain(_: int) -> list[Tensor]:
@@ -253,7 +253,7 @@ def _merges(
     )  # fmt: skip
 
 
-def _look_ups(
+def _lookups(
     device: torch.device, dtype: torch.dtype, indices: Sequence[int], table: tuple[int, int],
     rank: int,
 ) -> Iterator[Case]:  # fmt: skip

@@ -153,7 +153,8 @@ def summary(cases: Sequence[Case]) -> str:
     share = sum(pairs) / max(1, len(pairs))
     return (
         f"predicted order right for {sum(pairs)} of {len(pairs)} pairs ({share:.0%}) that are "
-        f"more than {_APART - 1:.0%} apart; of thin and dense the planner runs the faster one in "
+        f"more than {_APART - 1:.0%} apart; of factorized and reconstructed "
+        f"the planner runs the faster one in "
         f"{exact} of {len(losses)} cases and is at most {losses[-1]:.2f}x slower than it"
     )
 

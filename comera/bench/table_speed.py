@@ -90,7 +90,7 @@ def embedding(
         title = (
             f"embedding {rows} x {width}, modes {layer.shape.describe_modes()}, ranks "
             f"{' '.join(map(str, layer.ranks))}, {indices} indices{bags}, {law}, "
-            f"{picked.unique().numel()} distinct, look-up + backward + step"
+            f"{picked.unique().numel()} distinct, lookup + backward + step"
         )
         session.measure(title, runs, baseline, parameters)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.module import (
-    Lent,
+    Shared,
     SharedGates,
     TensorTrainModule,
     check_whole,
@@ -72,7 +72,7 @@ class GroupedMerge:
             self._params = [_read_from(train) for train in self._trains]
         try:
             self._share()
-        except BaseException:  # such as one of too little memory: nothing stays lent
+        except BaseException:  # such as one of too little memory: nothing stays shared
             self.__exit__()
             raise
         return self
@@ -80,23 +80,25 @@ class GroupedMerge:
     def _share(self) -> None:
         """Gather the gates and contract the cores of all layers, which then use what was made."""
         for train, params in zip(self._trains, self._params, strict=True):
-            train.lent = Lent(params, versions_of(params), self._share)
-        lend_gates(self._trains)
+            train.shared = Shared(params, versions_of(params), self._share)
+        share_gates(self._trains)
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
             factors = contract_groups(cores, gates, *rest)
-            _lend(groups, factors, "shared_factors")
+            _hand_out(groups, factors, "shared_factors")
             if self._autocast is not None and factors[0].dtype != torch.float64:
-                _lend(groups, [factor.to(self._autocast) for factor in factors], "narrow_factors")
+                _hand_out(
+                    groups, [factor.to(self._autocast) for factor in factors], "narrow_factors"
+                )
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
             layer.shared_factors = None
             if self._autocast is not None:  # else nothing may change for torch.compile
                 layer.narrow_factors = None
-        take_back_gates(self._trains)
+        unshare_gates(self._trains)
         for train in self._trains:
-            train.lent = None
+            train.shared = None
 
     def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
         """Arrange all groups in one call, but that trained layers stay apart from frozen ones."""
@@ -116,7 +118,7 @@ def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
 
 
-def _lend(groups: list[list[TTLinear]], factors: list[Tensor], name: str) -> None:
+def _hand_out(groups: list[list[TTLinear]], factors: list[Tensor], name: str) -> None:
     for layers, lefts, rights in zip(groups, factors[::2], factors[1::2], strict=True):
         pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
         for layer, pair in zip(layers, pairs, strict=True):
@@ -140,7 +142,7 @@ def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
     return cores, biases, layout, [layers[0].prune_below for layers in groups]
 
 
-def lend_gates(trains: Sequence[TensorTrainModule]) -> None:
+def share_gates(trains: Sequence[TensorTrainModule]) -> None:
     """Put the gates of all modules into one vector, and let each module read its part of it."""
     gates = [list(train.gates) for train in trains]
     flat = [gate for of_one in gates for gate in of_one]
@@ -155,7 +157,7 @@ def lend_gates(trains: Sequence[TensorTrainModule]) -> None:
         start += sum(gate.shape[0] for gate in of_one)
 
 
-def take_back_gates(trains: Sequence[TensorTrainModule]) -> None:
+def unshare_gates(trains: Sequence[TensorTrainModule]) -> None:
     """Let every module read its own gates again."""
     for train in trains:
         train.shared_gates = None
@@ -165,7 +167,7 @@ def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:
     """Return all gates in one vector, the shared one if it holds just these."""
     gates = [gate for train in trains for gate in train.gates]
     for train in trains:
-        train.renew_lent()
+        train.renew_shared()
     first, start = trains[0].shared_gates, 0
     if first is None or not may_share(first.flat, gates[0]):
         return torch.cat(gates)

@@ -107,7 +107,7 @@ class TTLinear(TensorTrainModule):
         the last row of the right one. Inside a :class:`~comera.GroupedMerge` they are those it has
         made, in autocast's dtype if it knows of that.
         """
-        self.renew_lent()
+        self.renew_shared()
         shared, narrow = self.shared_factors, self.narrow_factors
         if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
             shared = narrow

@@ -69,7 +69,7 @@ class SharedGates(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-class Lent(NamedTuple):
+class Shared(NamedTuple):
     """The parameters behind what an open :class:`~comera.GroupedMerge` shares with a module.
 
     Attributes:
@@ -107,7 +107,7 @@ class TensorTrainModule(nn.Module):
     prune_below: float
     start_ranks: tuple[int, ...]
     shared_gates: SharedGates | None = None
-    lent: Lent | None = None
+    shared: Shared | None = None
     _modes: TTShape | TTMShape
 
     def _build(
@@ -249,21 +249,21 @@ class TensorTrainModule(nn.Module):
 
     def bond_gates(self) -> list[Tensor]:
         """Return one gate a bond; parts of one vector inside a :class:`~comera.GroupedMerge`."""
-        self.renew_lent()
+        self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
             return list(shared.parts)
         return list(self.gates)
 
-    def renew_lent(self) -> None:
+    def renew_shared(self) -> None:
         """Have the shared tensors made anew, if a parameter of them has been written to since.
 
         A compiled model goes on with those it has.
         """
-        if self.lent is None or self.lent.versions is None or not is_eager():
+        if self.shared is None or self.shared.versions is None or not is_eager():
             return
-        if self.lent.versions != versions_of(self.lent.params):
-            self.lent.renew()
+        if self.shared.versions != versions_of(self.shared.params):
+            self.shared.renew()
 
     def gated_cores(self) -> list[Tensor]:
         """Return the cores with their gates multiplied in; differentiable."""
@@ -322,8 +322,8 @@ class TensorTrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what a :class:`~comera.GroupedMerge` shares: a copy has its own parameters."""
-        lent = ("lent", "shared_gates", "shared_factors", "narrow_factors")
-        return {key: value for key, value in self.__dict__.items() if key not in lent}
+        shared = ("shared", "shared_gates", "shared_factors", "narrow_factors")
+        return {key: value for key, value in self.__dict__.items() if key not in shared}
 
     def __repr__(self) -> str:
         return f"{self._get_name()}({self.extra_repr()})"

@@ -108,8 +108,8 @@ def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
     right = TTLinear.factors
 
     def wrong(self):
-        left, right_half = right(self)
-        return left * 1.1, right_half
+        found = right(self)
+        return found._replace(left=found.left * 1.1)
 
     monkeypatch.setattr(TTLinear, "factors", wrong)
     for command in ("step", "objective", "truncation"):
@@ -415,7 +415,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only", "merge", "lookup"], "only='lookup' must be some of merge, look_up, linear"),
+        (["--only", "contract", "look"], "only='look' must be some of contract, lookup, linear"),
         (["--widths", "768"], "must be pairs of widths, such as 768:3072"),
         (["--tokens", "many"], "tokens='many' must be whole numbers"),
         (["--rank", "0"], "rank=0 must be at least 1"),

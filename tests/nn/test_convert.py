@@ -323,7 +323,7 @@ def test_tied_weights_share_one_set_of_cores(settings):
     torch.testing.assert_close(model.head(x), x @ table.T + bias)
     torch.testing.assert_close(model.head.weight, table)
     assert (model.head.in_features, model.head.out_features) == (WIDTH, ROWS)
-    model.head(x).square().sum().backward()  # no look-up: all of it comes from the logits
+    model.head(x).square().sum().backward()  # no lookup: all of it comes from the logits
     assert all(p.grad.ne(0).any() for p in model.embedding.parameters())
     assert sum(p.numel() for p in model.parameters()) < sum(
         p.numel() for p in Model(tied=True).parameters()

@@ -81,7 +81,7 @@ def test_so_does_every_other_tree():
         linear_network(TTShape((2, 2), (3,), (2, 1)), 2),
         lookup_network(TTMShape((2, 2, 2), (2, 1, 3), (2, 2)), 3),
     ],
-    ids=["1+1", "2+1", "look-up"],
+    ids=["1+1", "2+1", "lookup"],
 )
 def test_operations_counted_one_by_one(network):
     check(network, find_tree(network.without("gy")), literally=True)
