@@ -105,13 +105,13 @@ def test_a_wrong_layer_is_not_timed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
-    right = TTLinear.halves
+    right = TTLinear.factors
 
     def wrong(self):
-        left, right_half = right(self)
-        return left * 1.1, right_half
+        factors = right(self)
+        return factors._replace(left=factors.left * 1.1)
 
-    monkeypatch.setattr(TTLinear, "halves", wrong)
+    monkeypatch.setattr(TTLinear, "factors", wrong)
     for command in ("step", "objective", "truncation"):
         assert bench(command, *MODEL, "--batch", "2", "--repeats", "1") == 1
         shown = capsys.readouterr().out

@@ -63,8 +63,8 @@ def test_launches_reach_the_driver_as_they_were_meant(stand_in):
         """
 group, launch_it = chains(make("3+3", 2)), contract_kernel.launch
 contract_kernel.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
-left, right = contract_kernel.merge([group])
-grads = contract_kernel.merge_backward([group], [left, right])
+left, right = contract_kernel.contract([group])
+grads = contract_kernel.contract_backward([group], [left, right])
 """,
         "sp",
     )
