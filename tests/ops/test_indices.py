@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.table.indices import make_slots, sorted_rows, sum_by
-from comera.ops.table.lookup import every_row, lookup
+from comera.ops.table.lookup import TableFactors, every_row, lookup
 
 
 @pytest.mark.parametrize("hot", [0, 3])
@@ -45,7 +45,7 @@ def test_the_form_of_static_shapes_is_the_same(hot):
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
     want, _, _ = lookup(indices, left, right, given, basis, None, None, rows, 4, False)
-    torch.testing.assert_close(every_row(indices, left, right, given, basis, 4), want)
+    torch.testing.assert_close(every_row(indices, TableFactors(left, right, given, basis), 4), want)
 
 
 def test_tables_of_a_milliard_rows():

@@ -11,7 +11,7 @@ coordinates in a basis.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,44 @@ from comera.ops.table.indices import (
     sum_by,
     sum_by_sorted,
 )
+
+
+class TableFactors(NamedTuple):
+    """What the rows of a table are read from.
+
+    Attributes:
+        left_VPR: Left factor.
+        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
+        hot_HK: Rows before those of the train; None for none.
+        basis_KD: Of the hot rows, where these are coordinates; else None.
+    """
+
+    left_VPR: Tensor
+    right_WRQ: Tensor
+    hot_HK: Tensor | None
+    basis_KD: Tensor | None
+
+    @property
+    def num_hot(self) -> int:
+        return 0 if self.hot_HK is None else self.hot_HK.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hot rows, V and W."""
+        return self.num_hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
+
+    def hot_rows(self, rows_N: Tensor) -> Tensor:
+        """Gather hot rows by their numbers, ``(N, D)``."""
+        assert self.hot_HK is not None, "the table has hot rows"
+        hot = self.hot_HK.index_select(0, rows_N)
+        return hot if self.basis_KD is None else hot @ self.basis_KD
+
+    def dense_hot(self) -> Tensor | None:
+        """Make all hot rows, ``(H, D)``."""
+        if self.hot_HK is None or self.basis_KD is None:
+            return None if self.hot_HK is None else self.hot_HK.contiguous()
+        with without_autocast(self.hot_HK):
+            return self.hot_HK @ self.basis_KD
 
 
 @operator("comera::ttm_lookup")
@@ -73,56 +111,51 @@ def lookup(
     """
     if not checked:
         check_range(indices_N, num_embeddings)
-    return LOOKUP(
-        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
-        embedding_dim, checked,
-    )  # fmt: skip
+    factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
+    return LOOKUP(indices_N, factors, weights_N, offsets_B, num_embeddings, embedding_dim)
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return new(1024), new(320, 8, 32), new(100, 32, 8), None, None, None, None, 32_000, 64, True
+    factors = TableFactors(new(320, 8, 32), new(100, 32, 8), None, None)
+    return new(1024), factors, None, None, 32_000, 64
+
+
+def _kernel_refuses(indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *_: Any
+                    ) -> str | None:  # fmt: skip
+    return refuses(*factors, weights_N)
 
 
 LOOKUP = Ways("ttm_lookup", _sample)
 
 
-@LOOKUP.way("kernel", lambda *args: refuses(*args[1:6]), kernel="ttm_lookup")
+@LOOKUP.way("kernel", _kernel_refuses, kernel="ttm_lookup")
 def _by_kernel(
     indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
+    factors: TableFactors,
     weights_N: Tensor | None,
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
-    checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hot_HD = _dense_hot(hot_HK, basis_KD)
-    indices_N = indices_N.long().contiguous()
+    indices_N, right_WRQ = indices_N.long().contiguous(), factors.right_WRQ.contiguous()
     return read(
-        indices_N, left_VPR, right_WRQ.contiguous(), hot_HD, weights_N, offsets_B, num_embeddings,
-        embedding_dim,
+        indices_N, factors.left_VPR, right_WRQ, factors.dense_hot(), weights_N, offsets_B,
+        num_embeddings, embedding_dim,
     )  # fmt: skip
 
 
 @LOOKUP.way("distinct rows")
 def _by_slots(
     indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
+    factors: TableFactors,
     weights_N: Tensor | None,
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
-    checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys_N, order_N = sorted_rows(indices_N, *_sizes(left_VPR, right_WRQ, hot_HK))
-    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
-    made_SD = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+    keys_N, order_N = sorted_rows(indices_N, *factors.sizes)
+    slots = make_slots(keys_N, *factors.sizes)
+    made_SD = _rows(slots, factors, embedding_dim)
     at_N = slots.of_entries(order_N)
     if offsets_B is None:
         return made_SD.index_select(0, at_N), keys_N, order_N
@@ -152,37 +185,40 @@ def lookup_backward(
     num_embeddings: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
     return LOOKUP_BACKWARD(
-        grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
-        offsets_B, num_embeddings, with_weights,
+        factors, weights_N, grad_BD, indices_N, keys_N, order_N, offsets_B, num_embeddings,
+        with_weights,
     )  # fmt: skip
 
 
 def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    each = new(1024)
-    return new(1024, 64), each, each, each, *_sample(new)[1:-2], False
+    each, factors, *_ = _sample(new)
+    return factors, None, new(1024, 64), each, each, each, None, 32_000, False
 
 
 LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward)
 
 
-@LOOKUP_BACKWARD.way("kernel", lambda *args: refuses_backward(*args[4:9]), kernel="ttm_lookup")
+def _back_refuses(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
+    return refuses_backward(*factors, weights_N)
+
+
+@LOOKUP_BACKWARD.way("kernel", _back_refuses, kernel="ttm_lookup")
 def _back_by_kernel(
+    factors: TableFactors,
+    weights_N: Tensor | None,
     grad_BD: Tensor,
     indices_N: Tensor,
     keys_N: Tensor,
     order_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    weights_N: Tensor | None,
     offsets_B: Tensor | None,
     num_embeddings: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    left_VPR, right_WRQ, hot_HK, basis_KD = factors
     grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
-    hot_HD, dense_WRQ = _dense_hot(hot_HK, basis_KD), right_WRQ.contiguous()
+    hot_HD, dense_WRQ = factors.dense_hot(), right_WRQ.contiguous()
     left, right, hot = row_grads(
         grad_BD, keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
     )
@@ -203,41 +239,46 @@ def _back_by_kernel(
     return _lying_as(left_VPR, left), _lying_as(right_WRQ, right), hot, basis, to_weights
 
 
-def _after_a_kernel(*args: Any) -> str | None:
+def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
     """Refuse where torch has read the rows: its keys are sorted already."""
-    left_VPR, right_WRQ, *others = args[4:9]
-    return refuses(left_VPR, right_WRQ, *others)
+    return refuses(*factors, weights_N)
 
 
-@LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_a_kernel)
-def _back_sorted(grad_BD: Tensor, indices_N: Tensor, keys_N: Tensor, _: Tensor, *rest: Any) -> Any:
-    keys_N, order_N = keys_N.sort(stable=True)
-    return _back_by_slots(grad_BD, indices_N, keys_N, order_N, *rest)
-
-
-@LOOKUP_BACKWARD.way("by slots")
-def _back_by_slots(
+@LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_torch)
+def _back_sorted(
+    factors: TableFactors,
+    weights_N: Tensor | None,
     grad_BD: Tensor,
     indices_N: Tensor,
     keys_N: Tensor,
     order_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
+    *rest: Any,
+) -> Any:
+    keys_N, order_N = keys_N.sort(stable=True)
+    return _back_by_slots(factors, weights_N, grad_BD, indices_N, keys_N, order_N, *rest)
+
+
+@LOOKUP_BACKWARD.way("by slots")
+def _back_by_slots(
+    factors: TableFactors,
     weights_N: Tensor | None,
+    grad_BD: Tensor,
+    indices_N: Tensor,
+    keys_N: Tensor,
+    order_N: Tensor,
     offsets_B: Tensor | None,
     num_embeddings: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    slots = make_slots(keys_N, *_sizes(left_VPR, right_WRQ, hot_HK))
+    left_VPR, right_WRQ, *_ = factors
+    slots = make_slots(keys_N, *factors.sizes)
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     from_N, grad_weights = order_N, _empty_like(None, grad_BD)
     if offsets_B is not None:
         bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
         from_N = bag_N.index_select(0, order_N)
         if with_weights:
-            made = _rows(slots, left_VPR, right_WRQ, hot_HK, basis_KD, grad_BD.shape[1])
+            made = _rows(slots, factors, grad_BD.shape[1])
             at_N = slots.of_entries(order_N)
             grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
                 grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
@@ -249,21 +290,13 @@ def _back_by_slots(
         cold = F.pad(cold, (0, width - cold.shape[1]))
     tall = slots.group * left_VPR.shape[1]
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
-    grad_left, grad_right = _factor_grads(slots, cold, left_VPR, right_WRQ)
+    grad_left, grad_right = _factor_grads(slots, cold, factors)
     return (
         grad_left,
         _lying_as(right_WRQ, grad_right),
-        *_hot_grads(hot, slots.hot, hot_HK, basis_KD),
+        *_hot_grads(hot, slots.hot, factors),
         grad_weights,
     )
-
-
-def _dense_hot(hot_HK: Tensor | None, basis_KD: Tensor | None) -> Tensor | None:
-    """Return all hot rows, ``(H, D)``."""
-    if hot_HK is None or basis_KD is None:
-        return None if hot_HK is None else hot_HK.contiguous()
-    with without_autocast(hot_HK):
-        return hot_HK @ basis_KD
 
 
 _SUM = 0
@@ -314,7 +347,7 @@ def _differentiable_grads(
     )
     assert left is not None, "a table has a left factor"
     assert right is not None, "a table has a right factor"
-    y_BD = every_row(indices_N, left, right, hot, basis, grad_BD.shape[1])
+    y_BD = every_row(indices_N, TableFactors(left, right, hot, basis), grad_BD.shape[1])
     if offsets is not None:  # torch's own bags can be differentiated once
         rows_ND = y_BD if weights is None else y_BD * weights[:, None]
         bag_N = _bag_of_entries(offsets, indices_N.shape[0])
@@ -325,19 +358,12 @@ def _differentiable_grads(
     return [next(grads) if x is not None and x.requires_grad else None for x in given]
 
 
-def every_row(
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    embedding_dim: int,
-) -> Tensor:
+def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> Tensor:
     """Make every entry's row for itself, all sizes fixed by the arguments.
 
     By operations of torch alone, so it can be differentiated as often as one likes.
     """
-    num_hot = count_hot(hot_HK)
+    left_VPR, right_WRQ, num_hot = factors.left_VPR, factors.right_WRQ, factors.num_hot
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
@@ -347,37 +373,28 @@ def every_row(
         right = right_WRQ.index_select(0, at)
     with without_autocast(left_VPR):
         rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if hot_HK is None:
+        if factors.hot_HK is None:
             return rows
-        hot = hot_rows(indices_N.long().clamp(max=num_hot - 1), hot_HK, basis_KD)
+        hot = factors.hot_rows(indices_N.long().clamp(max=num_hot - 1))
     return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
 
 
 lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _sizes(left_VPR: Tensor, right_WRQ: Tensor, hot_HK: Tensor | None) -> tuple[int, int, int]:
-    return count_hot(hot_HK), left_VPR.shape[0], right_WRQ.shape[0]
-
-
-def count_hot(hot_HK: Tensor | None) -> int:
-    return 0 if hot_HK is None else hot_HK.shape[0]
-
-
 _PIECE = 1 << 19
 """Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
 
 
-def _pieces(
-    slots: Slots, left_VPR: Tensor, right_WRQ: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
     Those of the right factor lie turned, as
     :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
     small matrices take up to four times as long where the rows of what they make are as short as Q.
     """
-    (_, P, R), turned_WQR = left_VPR.shape, right_WRQ.mT.contiguous()
+    left_VPR, turned_WQR = factors.left_VPR, factors.right_WRQ.mT.contiguous()
+    _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P
     at_once = _groups_at_a_time(left_VPR, count, (tall + turned_WQR.shape[1]) * R)
     for start in range(0, count, at_once):
@@ -400,37 +417,30 @@ def _all_groups(left_VPR: Tensor, count: int, numbers_each: int) -> int:
     return max(1, count)
 
 
-def _rows(
-    slots: Slots,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    embedding_dim: int,
-) -> Tensor:
+def _rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
     """Make the rows of all slots, ``(S, D)``."""
-    P, Q = left_VPR.shape[1], right_WRQ.shape[2]
+    left_VPR = factors.left_VPR
+    P, Q = left_VPR.shape[1], factors.right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+        for piece, left, right in _pieces(slots, factors):
             torch.bmm(left, right.mT, out=cold[piece])
         cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
-        if hot_HK is None:
+        if factors.hot_HK is None:
             return cold.contiguous()
-        return torch.cat([hot_rows(slots.hot, hot_HK, basis_KD), cold])
+        return torch.cat([factors.hot_rows(slots.hot), cold])
 
 
-def _factor_grads(
-    slots: Slots, grad_TGQ: Tensor, left_VPR: Tensor, right_WRQ: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of both factors from those of the rows of groups, ``(T, group * P, Q)``."""
-    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+def _factor_grads(slots: Slots, grad_TGQ: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
+    """Sum gradients of both factors from those of rows of all groups, ``(T, group * P, Q)``."""
+    left_VPR = factors.left_VPR
+    (V, P, R), (W, _, Q) = left_VPR.shape, factors.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.
     wide = torch.promote_types(left_VPR.dtype, torch.float32)
     grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, left_VPR, right_WRQ):
+        for piece, left, right in _pieces(slots, factors):
             torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
             to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
             _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
@@ -455,12 +465,6 @@ def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
-def hot_rows(rows_N: Tensor, hot_HK: Tensor, basis_KD: Tensor | None) -> Tensor:
-    """Read hot rows by their numbers, ``(N, D)``."""
-    hot = hot_HK.index_select(0, rows_N)
-    return hot if basis_KD is None else hot @ basis_KD
-
-
 def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
     if not at_N.shape[0]:  # torch refuses an empty table
         return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
@@ -473,10 +477,9 @@ def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
-def _hot_grads(
-    grad_ND: Tensor, rows: Tensor, hot_HK: Tensor | None, basis_KD: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of hot rows and their basis from those of distinct rows; empty for None."""
+def _hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
+    """Return those of hot rows and their basis, from gradients of distinct rows; empty for None."""
+    _, _, hot_HK, basis_KD = factors
     grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
     if hot_HK is None:
         return grad_hot, grad_basis

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Ways, is_eager
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, count_hot, every_row, lookup
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, TableFactors, every_row, lookup
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.table_factors import contract_table
 
@@ -70,14 +70,12 @@ def tt_embedding(
         IndexError: If an index is out of range (checked on the CPU).
     """
     checked = checked or check_range(indices, num_embeddings)  # it still has its shape here
-    train = cores, gates, threshold, num_embeddings, count_hot(hot_HK)
-    flat, left_VPR, right_WRQ, num_read = read_factors(
-        Request(indices.reshape(-1), *train, checked)
+    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
+    read = read_factors(
+        Request(indices.reshape(-1), cores, gates, threshold, num_embeddings, num_hot, checked)
     )
-    rows = _ROWS(
-        flat, left_VPR, right_WRQ, hot_HK, basis_KD, None, None, num_read, embedding_dim,
-        checked,
-    )  # fmt: skip
+    factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
+    rows = _ROWS(read.indices_N, factors, None, None, read.num_embeddings, embedding_dim, checked)
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -95,7 +93,7 @@ def tt_embedding_bag(
     basis_KD: Tensor | None = None,
     checked: bool = False,
 ) -> Tensor:
-    """Add up rows over bags, weighted of rows, no row laid out more than once.
+    """Add up rows over bags, weighted, no row laid out more than once.
 
     Args:
         indices_N: Integers, bag after bag.
@@ -117,43 +115,45 @@ def tt_embedding_bag(
         IndexError: If an index is out of range (checked on the CPU).
     """
     checked = checked or check_range(indices_N, num_embeddings)
-    train = cores, gates, threshold, num_embeddings, count_hot(hot_HK)
-    indices_N, left_VPR, right_WRQ, num_read = read_factors(Request(indices_N, *train, checked))
+    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
+    read = read_factors(
+        Request(indices_N, cores, gates, threshold, num_embeddings, num_hot, checked)
+    )
+    factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
     return _ROWS(
-        indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B.long(), num_read,
-        embedding_dim, checked,
+        read.indices_N, factors, weights_N, offsets_B.long(), read.num_embeddings, embedding_dim,
+        checked,
     )  # fmt: skip
 
 
-_ROWS = Ways("rows_of_a_table", LOOKUP.sample)
+_ROWS = Ways("rows_of_a_table", lambda new: (*LOOKUP.sample(new), True))
 
 
-def _sizes_depend_on_values(indices_N: Tensor, *args: Any) -> str | None:
+def _sizes_depend_on_values(
+    indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *_: Any
+) -> str | None:
     """Refuse distinct rows where shapes are static; with kernels no size depends on the rows."""
     if not shapes_are_static(indices_N):
         return None
-    return LOOKUP_BACKWARD.refusal(None, indices_N, None, None, *args)
+    return LOOKUP_BACKWARD.refusal(factors, weights_N)
 
 
 @_ROWS.way("lookup", _sizes_depend_on_values, kernel="ttm_lookup")
-def _looked_up(*args: Any) -> Tensor:
-    return lookup(*args)[0]
+def _looked_up(indices_N: Tensor, factors: TableFactors, *rest: Any) -> Tensor:
+    return lookup(indices_N, *factors, *rest)[0]
 
 
 @_ROWS.way("every row for itself")
 def _each_by_itself(
     indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
+    factors: TableFactors,
     weights_N: Tensor | None,
     offsets_B: Tensor | None,
     num_embeddings: int,
     embedding_dim: int,
     checked: bool,
 ) -> Tensor:
-    rows = every_row(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, embedding_dim)
+    rows = every_row(indices_N, factors, embedding_dim)
     if offsets_B is None:
         return rows
     each = torch.arange(indices_N.shape[0], device=indices_N.device)
@@ -211,10 +211,7 @@ def tt_embedding_bags(
     num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
     sums_BD = _ROWS(
         _rows_of_the_whole(tables, places_5T, num_hot, all_W),
-        left_VPR,
-        right_WRQ,
-        torch.cat(hot) if hot else None,
-        None,
+        TableFactors(left_VPR, right_WRQ, torch.cat(hot) if hot else None, None),
         _weights(tables),
         _offsets(tables),
         num_hot + left_VPR.shape[0] * all_W,
