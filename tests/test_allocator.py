@@ -18,6 +18,7 @@ assert faults() < 12288, faults()  # less than one buffer's pages for twenty buf
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_large_buffers_are_reused():
     subprocess.run([sys.executable, "-c", CODE], check=True)
@@ -39,6 +40,7 @@ assert resident() - before < 50 << 20, resident() - before
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a call of glibc")
 def test_freed_memory_is_returned_on_request():
     subprocess.run([sys.executable, "-c", CODE_OF_RETURN], check=True)

@@ -9,6 +9,8 @@ import pytest
 
 from comera.extras import _EXTRAS, MissingPackageError, needed_by
 
+pytestmark = pytest.mark.slow  # Runs and fresh processes.
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT = f"""

@@ -56,6 +56,7 @@ def test_a_name_that_is_not_there_is_named():
         comera.TTLiner  # noqa: B018
 
 
+@pytest.mark.slow
 def test_all_operators_are_registered_by_the_import():
     operators = "print(*sorted(torch._C._dispatch_get_all_op_names()))"
     plain = run(f"import comera, torch; {operators}").split()
@@ -75,6 +76,7 @@ def test_only_operators_and_what_they_need_are_loaded():
     assert not others
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_that_only_printing_planning_and_checkpoints_need():
     unwanted = {"filelock", "jsonargparse", "matplotlib", "pandas", "rich", "zstandard"}
     loaded = run("import comera; print(*sys.modules)").split()

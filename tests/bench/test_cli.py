@@ -211,6 +211,7 @@ def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_step_is_timed_beside_galore(tmp_path, capsys):
     peer("galore_torch")
     out = tmp_path / "out.json"

@@ -107,6 +107,7 @@ def test_lossy_training_goes_on(tmp_path, kind):
     assert distance(other.state_dict(), model.state_dict()) < 0.1
 
 
+@pytest.mark.slow
 def test_errors_do_not_add_up_over_ten_links(tmp_path):
     """And no moment explodes: beside key frames of the same states."""
     chain_of(tmp_path / "chain", 10, key_every=10)

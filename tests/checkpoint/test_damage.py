@@ -307,6 +307,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_there_and_right(tmp_path):
     assert last > 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_there_was(tmp_path):
     """A limit on the size of files stands for the disk."""
     chain_of(tmp_path, 2)

@@ -119,6 +119,7 @@ for shared in (49999, 60000, 50000):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_linear_layer_is_one_launch_and_two_backward(stand_in):
     nvrtc.cubin("low_rank_linear", "sm_90")

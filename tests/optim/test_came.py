@@ -342,6 +342,7 @@ class TestInterface:
             schedule.step()
         assert torch.isfinite(param).all()
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")
     def test_compiled_steps_are_the_same(self):
         torch.compiler.reset()

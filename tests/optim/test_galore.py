@@ -171,6 +171,7 @@ def test_resume_is_exact(kind, dtype):
         assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
 
 
+@pytest.mark.slow
 def test_eight_bit_state_resumes_exactly():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao's own making

@@ -19,6 +19,8 @@ from comera.recipes.cli import main
 
 from ..checkpoint.test_chain import adamw, chain_of, make_model, train
 
+pytestmark = pytest.mark.slow  # Runs and fresh processes.
+
 RUN = """
 out: {out}
 masked_text: {{folder: {folder}, vocab_size: 300, length: 32}}
@@ -73,7 +75,6 @@ def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_by_the_same_command(source, tmp_path):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
@@ -201,7 +202,6 @@ def test_training_on_cuts_ranks_where_the_run_did(source, tmp_path, capsys):
     assert capsys.readouterr().out.count("+0.00%") == 2
 
 
-@pytest.mark.slow
 def test_evaluate_sets_what_is_read_beside_the_run(source, tmp_path, capsys):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))

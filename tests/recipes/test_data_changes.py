@@ -27,6 +27,8 @@ from tests.recipes.test_folder import contents
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 
+pytestmark = pytest.mark.slow  # Runs and fresh processes.
+
 STEPS = 6
 
 
@@ -283,7 +285,6 @@ def test_a_sweep_goes_on_with_the_same_data_alone(tmp_path):
     assert contents(tmp_path / "out") == {f"one/seed-0/{k}": v for k, v in before.items()}
 
 
-@pytest.mark.slow
 def test_runs_of_a_sweep_are_of_the_same_data(tmp_path):
     config, file, name = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0
@@ -303,7 +304,6 @@ def test_runs_of_a_sweep_are_of_the_same_data(tmp_path):
     assert len(noted) == 1
 
 
-@pytest.mark.slow
 def test_a_sweep_that_is_finished_needs_no_data(tmp_path):
     config, file, _ = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0

@@ -179,6 +179,7 @@ def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
     assert twin_of(OptimizerConfig("muon", dense_lr=0.1)) == OptimizerConfig("muon", 0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_adamw_is_what_it_always_was(config):
     """With its own defaults, and in a folder begun before there were keys for others."""
     config.optimizer = OptimizerConfig("adamw")
@@ -278,6 +279,7 @@ def file(config, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_the_name_alone_in_a_file_or_on_the_command_line(file, capsys):
     def planned(*words):
         status = main(["plan", *words])
@@ -308,6 +310,7 @@ def test_training_from_the_command_line(file, caplog):
     assert (settings["name"], settings["rank"], settings["lr"]) == ("galore_adafactor", 8, 1e-2)
 
 
+@pytest.mark.slow
 def test_variants_of_a_sweep_choose(config, tmp_path):
     base = {**config.settings(), "optimizer": "came", "two_stage": None}
     base["train"] |= {"steps": 2}

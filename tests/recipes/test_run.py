@@ -89,6 +89,7 @@ def test_the_same_command_resumes_or_refuses(config):
     assert fresh.metrics != first[0].metrics
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config):
     config.twin = False
     with pytest.raises(ValueError, match="target"):
@@ -99,6 +100,7 @@ def test_a_run_that_failed_before_its_first_step_does_not_hold_its_folder(config
     assert again.metrics == outcome.metrics
 
 
+@pytest.mark.slow
 def test_starting_again_leaves_foreign_files_alone(config):
     config.twin = False
     folder = Path(config.out)
@@ -318,6 +320,7 @@ def test_epochs_of_no_step_are_refused():
         count_steps(RunConfig(train=TrainConfig(epochs=0.04)), 10)
 
 
+@pytest.mark.slow
 def test_loss_curves_are_those_of_the_cpu(config, tmp_path, device):
     """To float32 noise, by the same settings and seed. The late stage is the last step alone: it
     asks which of two numbers is larger, and noise may answer."""

@@ -161,6 +161,7 @@ def test_each_plot_says_what_it_shows(tmp_path):
     assert len(set(named)) == len(named)
 
 
+@pytest.mark.slow
 def test_report_is_the_same_each_time(tmp_path):
     write_run(tmp_path)
     assert report(tmp_path)[0] == report(tmp_path)[0]
@@ -294,6 +295,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path):
     assert "#000000" not in text
 
 
+@pytest.mark.slow
 def test_importing_comera_does_not_import_matplotlib():
     code = (
         "import sys, comera, comera.recipes.report.run_report\n"

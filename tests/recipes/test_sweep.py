@@ -237,6 +237,7 @@ def test_a_name_given_twice_is_not_lost(content, tmp_path):
         read_sweep(path)
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_settings_is_refused_or_begun_anew(content, tmp_path):
     for job in make_jobs(sweep_of(content, tmp_path)):
         finish(job)

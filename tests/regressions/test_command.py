@@ -1,5 +1,7 @@
 """What the command did when it was started in a way nobody had tried."""
 
+import pytest
+
 from comera.recipes.cli import main
 from tests.recipes.test_start import started
 
@@ -9,6 +11,7 @@ def test_ctrl_c_while_torch_is_imported_prints_no_traceback(tmp_path):
     assert (done.returncode, done.stdout + done.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_python_m_comera_is_the_command(tmp_path):
     done = started(tmp_path, ["-m", "comera", "--help"])
     assert done.stdout.startswith("usage: comera")

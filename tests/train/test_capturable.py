@@ -50,6 +50,7 @@ def test_the_step_of_six_encoders(late):
     run_without_values(started(step_of(make_model(), late), batch), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"precision": "bf16"}], ids=str)
 def test_settings_of_the_step(settings):
     run_without_values(started(step_of(make_model(1), late=True, **settings), batch), batch)
@@ -127,6 +128,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_the_recipes(name):
     make_model, batch, loss_fn = MODELS[name]
