@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
-from comera.ops.table import lookup, slices
+from comera.ops.table import distinct_rows, slices
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.tt_embedding import tt_embedding_bag
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
@@ -153,7 +153,7 @@ def test_a_gate_that_is_not_a_number_is_seen():
 
 def test_narrow_gradients_are_rounded_once(monkeypatch):
     """However many pieces they are summed over."""
-    monkeypatch.setattr(lookup, "_PIECE", 300)
+    monkeypatch.setattr(distinct_rows, "_PIECE", 300)
     table = comera.TTEmbedding(3000, 16, shape=((3000, 1), (1, 16)), rank=8, dtype=torch.bfloat16)
     with torch.no_grad():
         for core in table.cores:
@@ -167,7 +167,7 @@ def test_narrow_gradients_are_rounded_once(monkeypatch):
 
 @pytest.mark.parametrize("piece", [1, 300])
 def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
-    monkeypatch.setattr(lookup, "_PIECE", piece)
+    monkeypatch.setattr(distinct_rows, "_PIECE", piece)
     problem = Problem("4 cores", gated=True, hot=2, hot_rank=1)
     assert_all_agree(problem, torch.randint(problem.rows, (60,)))
 

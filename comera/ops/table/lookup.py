@@ -10,15 +10,15 @@ width, H = hot rows, K = their coordinates: D where they are dense, fewer where 
 coordinates in a basis.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.dispatch import Ways
 from comera.ops.kernels.lookup_kernel import (
     read,
     refuses,
@@ -27,52 +27,18 @@ from comera.ops.kernels.lookup_kernel import (
     weight_grads,
 )
 from comera.ops.operator import operator
-from comera.ops.table.indices import (
-    Slots,
-    check_range,
-    make_slots,
-    sorted_rows,
-    sum_by,
-    sum_by_sorted,
+from comera.ops.table.distinct_rows import (
+    TableFactors,
+    bag_of_entries,
+    empty_like,
+    every_row,
+    factor_grads,
+    hot_grads,
+    lying_as,
+    make_rows,
+    sum_bags,
 )
-
-
-class TableFactors(NamedTuple):
-    """What the rows of a table are read from.
-
-    Attributes:
-        left_VPR: Left factor.
-        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
-        hot_HK: Rows before those of the train; None for none.
-        basis_KD: Of the hot rows, where these are coordinates; else None.
-    """
-
-    left_VPR: Tensor
-    right_WRQ: Tensor
-    hot_HK: Tensor | None
-    basis_KD: Tensor | None
-
-    @property
-    def num_hot(self) -> int:
-        return 0 if self.hot_HK is None else self.hot_HK.shape[0]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Hot rows, V and W."""
-        return self.num_hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
-
-    def hot_rows(self, rows_N: Tensor) -> Tensor:
-        """Gather hot rows by their numbers, ``(N, D)``."""
-        assert self.hot_HK is not None, "the table has hot rows"
-        hot = self.hot_HK.index_select(0, rows_N)
-        return hot if self.basis_KD is None else hot @ self.basis_KD
-
-    def dense_hot(self) -> Tensor | None:
-        """Make all hot rows, ``(H, D)``."""
-        if self.hot_HK is None or self.basis_KD is None:
-            return None if self.hot_HK is None else self.hot_HK.contiguous()
-        with without_autocast(self.hot_HK):
-            return self.hot_HK @ self.basis_KD
+from comera.ops.table.indices import check_range, make_slots, sorted_rows, sum_by_sorted
 
 
 @operator("comera::ttm_lookup")
@@ -155,11 +121,11 @@ def _by_slots(
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys_N, order_N = sorted_rows(indices_N, *factors.sizes)
     slots = make_slots(keys_N, *factors.sizes)
-    made_SD = _rows(slots, factors, embedding_dim)
+    made_SD = make_rows(slots, factors, embedding_dim)
     at_N = slots.of_entries(order_N)
     if offsets_B is None:
         return made_SD.index_select(0, at_N), keys_N, order_N
-    return _bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
+    return sum_bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
 
 
 @lookup.register_fake
@@ -234,9 +200,9 @@ def _back_by_kernel(
             grad_BD, indices_N, left_VPR, dense_WRQ, hot_HD, offsets_B, num_embeddings
         )
     hot, basis, to_weights = (
-        _empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
+        empty_like(None, grad_BD) if grad is None else grad for grad in (hot, basis, to_weights)
     )
-    return _lying_as(left_VPR, left), _lying_as(right_WRQ, right), hot, basis, to_weights
+    return lying_as(left_VPR, left), lying_as(right_WRQ, right), hot, basis, to_weights
 
 
 def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
@@ -273,12 +239,12 @@ def _back_by_slots(
     left_VPR, right_WRQ, *_ = factors
     slots = make_slots(keys_N, *factors.sizes)
     width = left_VPR.shape[1] * right_WRQ.shape[2]
-    from_N, grad_weights = order_N, _empty_like(None, grad_BD)
+    from_N, grad_weights = order_N, empty_like(None, grad_BD)
     if offsets_B is not None:
-        bag_N = _bag_of_entries(offsets_B, order_N.shape[0])
+        bag_N = bag_of_entries(offsets_B, order_N.shape[0])
         from_N = bag_N.index_select(0, order_N)
         if with_weights:
-            made = _rows(slots, factors, grad_BD.shape[1])
+            made = make_rows(slots, factors, grad_BD.shape[1])
             at_N = slots.of_entries(order_N)
             grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
                 grad_BD.contiguous(), made, at_N, offsets_B, bag_N, _SUM
@@ -290,11 +256,11 @@ def _back_by_slots(
         cold = F.pad(cold, (0, width - cold.shape[1]))
     tall = slots.group * left_VPR.shape[1]
     cold = cold.reshape(slots.right_T.shape[0], tall, right_WRQ.shape[2])
-    grad_left, grad_right = _factor_grads(slots, cold, factors)
+    grad_left, grad_right = factor_grads(slots, cold, factors)
     return (
         grad_left,
-        _lying_as(right_WRQ, grad_right),
-        *_hot_grads(hot, slots.hot, factors),
+        lying_as(right_WRQ, grad_right),
+        *hot_grads(hot, slots.hot, factors),
         grad_weights,
     )
 
@@ -307,8 +273,8 @@ _SUM = 0
 def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
       offsets_B, num_embeddings, with_weights):  # fmt: skip
     factors = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
-    hot = _empty_like(hot_HK, grad_BD), _empty_like(basis_KD, grad_BD)
-    return *factors, *hot, _empty_like(weights_N if with_weights else None, grad_BD)
+    hot = empty_like(hot_HK, grad_BD), empty_like(basis_KD, grad_BD)
+    return *factors, *hot, empty_like(weights_N if with_weights else None, grad_BD)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -350,7 +316,7 @@ def _differentiable_grads(
     y_BD = every_row(indices_N, TableFactors(left, right, hot, basis), grad_BD.shape[1])
     if offsets is not None:  # torch's own bags can be differentiated once
         rows_ND = y_BD if weights is None else y_BD * weights[:, None]
-        bag_N = _bag_of_entries(offsets, indices_N.shape[0])
+        bag_N = bag_of_entries(offsets, indices_N.shape[0])
         y_BD = rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
     given = [left, right, hot, basis, weights]
     wanted = [x for x in given if x is not None and x.requires_grad]
@@ -358,144 +324,4 @@ def _differentiable_grads(
     return [next(grads) if x is not None and x.requires_grad else None for x in given]
 
 
-def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> Tensor:
-    """Make every entry's row for itself, all sizes fixed by the arguments.
-
-    By operations of torch alone, so it can be differentiated as often as one likes.
-    """
-    left_VPR, right_WRQ, num_hot = factors.left_VPR, factors.right_WRQ, factors.num_hot
-    cold = (indices_N.long() - num_hot).clamp(min=0)
-    left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
-    turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
-    if turned_WQR.is_contiguous():  # gathered as it lies: otherwise that takes half as long again
-        right = turned_WQR.index_select(0, at).mT
-    else:
-        right = right_WRQ.index_select(0, at)
-    with without_autocast(left_VPR):
-        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if factors.hot_HK is None:
-            return rows
-        hot = factors.hot_rows(indices_N.long().clamp(max=num_hot - 1))
-    return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
-
-
 lookup.register_autograd(_backward, setup_context=_setup_context)
-
-
-_PIECE = 1 << 19
-"""Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
-
-
-def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
-
-    Those of the right factor lie turned, as
-    :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
-    small matrices take up to four times as long where the rows of what they make are as short as Q.
-    """
-    left_VPR, turned_WQR = factors.left_VPR, factors.right_WRQ.mT.contiguous()
-    _, P, R = left_VPR.shape
-    count, tall = slots.right_T.shape[0], slots.group * P
-    at_once = _groups_at_a_time(left_VPR, count, (tall + turned_WQR.shape[1]) * R)
-    for start in range(0, count, at_once):
-        piece = slice(start, min(start + at_once, count))
-        left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
-        left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
-        yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
-
-
-_groups_at_a_time = Ways("groups_at_a_time", lambda new: (new(320, 8, 32), 1024, 512))
-
-
-@_groups_at_a_time.way("as many as stay in the cache", lambda left, *_: on_cpu_alone(left))
-def _groups_in_cache(left_VPR: Tensor, count: int, numbers_each: int) -> int:
-    return max(1, _PIECE // max(1, numbers_each))
-
-
-@_groups_at_a_time.way("all")
-def _all_groups(left_VPR: Tensor, count: int, numbers_each: int) -> int:
-    return max(1, count)
-
-
-def _rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
-    """Make the rows of all slots, ``(S, D)``."""
-    left_VPR = factors.left_VPR
-    P, Q = left_VPR.shape[1], factors.right_WRQ.shape[2]
-    cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
-    with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
-            torch.bmm(left, right.mT, out=cold[piece])
-        cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
-        if factors.hot_HK is None:
-            return cold.contiguous()
-        return torch.cat([factors.hot_rows(slots.hot), cold])
-
-
-def _factor_grads(slots: Slots, grad_TGQ: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
-    """Sum gradients of both factors from those of rows of all groups, ``(T, group * P, Q)``."""
-    left_VPR = factors.left_VPR
-    (V, P, R), (W, _, Q) = left_VPR.shape, factors.right_WRQ.shape
-    to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
-    # Narrow numbers are rounded once, when all pieces are summed.
-    wide = torch.promote_types(left_VPR.dtype, torch.float32)
-    grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
-    with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
-            torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
-            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
-            _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
-    grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
-    turned_WQR = grad_right.to(left_VPR.dtype).view(W, Q, R)
-    return grad_left.view_as(left_VPR), turned_WQR.mT
-
-
-_add_sorted_ = Ways("add_sorted", lambda new: (new(100, 256), new(64, 256), new(64)))
-
-
-@_add_sorted_.way("to the rows between the first and the last", lambda _, v, __: on_cpu_alone(v))
-def _add_between_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
-    """Add each value to the row that it is of; these rise."""
-    first, last = int(of_values[0]), int(of_values[-1])
-    _add_to_all_(sums[first : last + 1], values, of_values - first)
-
-
-@_add_sorted_.way("to all rows")
-def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
-    each = torch.arange(values.shape[0], device=values.device)
-    sums += sum_by_sorted(values, each, of_values, sums.shape[0])
-
-
-def _bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
-    if not at_N.shape[0]:  # torch refuses an empty table
-        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
-    return F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
-
-
-def _bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
-    """Find which bag each entry is in; entries before the first bag do not occur."""
-    each = torch.arange(entries, device=offsets_B.device)
-    return torch.searchsorted(offsets_B, each, right=True) - 1
-
-
-def _hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
-    """Return those of hot rows and their basis, from gradients of distinct rows; empty for None."""
-    _, _, hot_HK, basis_KD = factors
-    grad_hot, grad_basis = _empty_like(hot_HK, grad_ND), _empty_like(basis_KD, grad_ND)
-    if hot_HK is None:
-        return grad_hot, grad_basis
-    if basis_KD is not None:
-        with without_autocast(grad_ND):
-            grad_basis = hot_HK[rows].T @ grad_ND
-            grad_ND = grad_ND @ basis_KD.T
-    grad_hot.zero_()[rows] = grad_ND
-    return grad_hot, grad_basis
-
-
-def _lying_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return the same numbers in the dtype and memory layout of another tensor."""
-    same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
-    return tensor if same else torch.empty_like(like).copy_(tensor)
-
-
-def _empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
-    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)

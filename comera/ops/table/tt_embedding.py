@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Ways, is_eager
+from comera.ops.table.distinct_rows import TableFactors, every_row
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, TableFactors, every_row, lookup
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, lookup
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.table_factors import contract_table
 
