@@ -152,7 +152,7 @@ def _operator_overhead(device: str, profile: Machine, say: Say) -> float:
 
     def predicted(overhead: float) -> float:
         machine = dataclasses.replace(profile, operator_overhead=overhead)
-        return plan_linear(layer.shape, 1, machine=machine).candidate("factorized").seconds
+        return plan_linear(layer.at(1), machine=machine).candidate("factorized").seconds
 
     taken = _seconds(lambda: layer(x).sum().backward(), device)
     overhead = max(0.0, (taken - predicted(0.0)) / (predicted(1.0) - predicted(0.0)))

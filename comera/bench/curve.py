@@ -16,7 +16,6 @@ from comera.bench.timing import Timings, milliseconds
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
-from comera.ops.context import machine_of
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]
@@ -106,14 +105,7 @@ def _measure(
     layer, dense = make_layers(session, shape, rank, dtype)
     x = make_input(session, tokens, shape[0], dtype)
     compare_linear(layer, x).verdict()
-    plan = plan_linear(
-        layer.shape,
-        tokens,
-        dtype=str(dtype).removeprefix("torch."),
-        machine=machine_of(session.device),
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-    )
+    plan = plan_linear(layer.at(tokens), **layer.planner_setting())
     runs = {"dense": forward_backward(dense, x), "comera": forward_backward(layer, x)}
     return Point(at, session.time(f"{axis} {at}", runs, "dense"), 1 / plan.time_ratio)
 

@@ -13,7 +13,6 @@ from comera.bench.linear_speed import make_input, make_layers
 from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
-from comera.ops.context import machine_of
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear
 from comera.planning.network import linear_network
 from comera.planning.plan import Plan
@@ -67,13 +66,7 @@ def ranking(
 def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -> Case:
     layer, dense = make_layers(session, shape, rank, torch.float32)
     x = make_input(session, tokens, shape[0], torch.float32)
-    plan = plan_linear(
-        layer.shape,
-        tokens,
-        machine=machine_of(session.device),
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-    )
+    plan = plan_linear(layer.at(tokens), **layer.planner_setting())
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "factorized": lambda x: _factorized(layer, x),
         "sequential": lambda x: _sequential(layer, plan, x),

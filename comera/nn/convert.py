@@ -148,7 +148,7 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
             alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
-        found = break_even(layer.shape, tokens, together=len(members), **layer.planner_arguments())
+        found = break_even(layer.at(tokens, together=len(members)), **layer.planner_setting())
         if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
             names = listed([name for name, _ in members], most=2)
             log.warning("tensorize_: %s: %s", names, found)

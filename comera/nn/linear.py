@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from comera.ops.dispatch import Ways, on_this_machine
 from comera.ops.factors import Factors, contract_cores
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.crossover import dense_from
+from comera.planning.products import Layer
 from comera.shapes import TTShape, only_one, padded_rank
 
 
@@ -147,16 +147,17 @@ class TTLinear(TensorTrainModule):
             core.device, self.in_features, self.out_features, self.bias is not None,
         )  # fmt: skip
 
-    def planner_arguments(self) -> dict[str, Any]:
-        """Return what the planner's functions take by name, for this layer on its device."""
-        core = self.cores[0]
-        return {
-            "dtype": str(core.dtype).removeprefix("torch."),
-            "machine": machine_of(core.device),
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-        }
+    def at(self, tokens: int, *, together: int = 1) -> Layer:
+        """Describe this layer at a batch to the planner.
+
+        Args:
+            tokens: Rows of the batch.
+            together: How many layers of this kind contract their cores in the same calls.
+        """
+        bias = self.bias is not None
+        return Layer(
+            self.shape, tokens, self.in_features, self.out_features, bias, together=together
+        )
 
     @property
     def factor_width(self) -> int:
@@ -303,15 +304,9 @@ def _dense_from(
     """Return from how many rows on the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
-    rows = dense_from(
-        TTShape(in_modes, out_modes, ranks),
-        dtype,
-        machine_of(torch.device(device)),
-        in_features=in_features,
-        out_features=out_features,
-        bias=bias,
-        train=train,
-    )
+    shape = TTShape(in_modes, out_modes, ranks)
+    layer = Layer(shape, 1, in_features, out_features, bias, train)
+    rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))
     return sys.maxsize if rows is None else rows
 
 

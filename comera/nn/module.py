@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comera.nn.dense_weight import read_only
+from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
+from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
 from comera.params import is_sharded, set_data_
@@ -17,7 +18,6 @@ from comera.shapes import TTMShape, TTShape, is_number
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
-
 
 log = logging.getLogger("comera")
 
@@ -92,7 +92,7 @@ def versions_of(params: Sequence[Tensor]) -> list[int] | None:
         return None
 
 
-class TensorTrainModule(nn.Module):
+class TensorTrainModule(WeightByAssignment):
     """Base of the tensor-train layers: a weight held as cores, with a gate vector on every bond.
 
     Attributes:
@@ -182,12 +182,13 @@ class TensorTrainModule(nn.Module):
                 type(self).__name__, list(self.ranks), error,
             )  # fmt: skip
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
+    def planner_setting(self) -> dict[str, Any]:
+        """Return the dtype and the machine that functions of the planner take by name."""
+        core = self.cores[0]
+        return {
+            "dtype": str(core.dtype).removeprefix("torch."),
+            "machine": machine_of(core.device),
+        }
 
     def dense_weight(self) -> Tensor:
         """Return :attr:`weight` as an ordinary tensor, for what reads it in every pass."""

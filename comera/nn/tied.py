@@ -1,15 +1,16 @@
 """An output layer that works on the cores of the embedding it is tied to, and the names of both."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from comera.nn.dense_weight import WeightByAssignment
 from comera.nn.table import TTTable
 
 
-class TiedTTLinear(nn.Module):
+class TiedTTLinear(WeightByAssignment):
     """``x @ table.T + bias``, the table being that of a tensor-train embedding.
 
     The table is formed anew in each forward pass: for an output layer, which needs all of its
@@ -44,13 +45,6 @@ class TiedTTLinear(nn.Module):
     @weight.setter
     def weight(self, value: Tensor) -> None:
         self.embedding.weight = value
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set the cores on ``layer.weight = nn.Parameter(...)``; register others as torch does."""
-        if name == "weight" and param is not None:
-            self.weight = param.detach()
-        else:
-            super().register_parameter(name, param)
 
     def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
         """Approximate a dense weight by the embedding's cores, in place; gates become ones.
@@ -90,23 +84,25 @@ def rename_tied_weights_(model: nn.Module) -> None:
         for kept in ("_tied_weights_keys", "all_tied_weights_keys"):
             names = getattr(module, kept, None)
             if isinstance(names, dict):
-                still = {a: b for a, b in names.items() if not _are_gone(module, a, b)}
+                is_gone = _gone(module)
+                still = {a: b for a, b in names.items() if not (is_gone(a) or is_gone(b))}
                 setattr(module, kept, {**still, **dict(_shared_parameters(module))})
 
 
 _PARTS = {"cores", "gates", "hot"}
 
 
-def _are_gone(model: nn.Module, *names: str) -> bool:
-    """Tell whether one of these names is of a layer that was replaced; a pattern never is."""
+def _gone(model: nn.Module) -> Callable[[str], bool]:
+    """Return what tells whether a name is of a layer that was replaced; a pattern never is."""
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name in names:
+
+    def is_gone(name: str) -> bool:
         owner = modules.get(name.removesuffix(".weight"))
         converted = owner is not None and "weight" not in owner._parameters
-        if converted or (name not in params and not _PARTS.isdisjoint(name.split("."))):
-            return True
-    return False
+        return converted or (name not in params and not _PARTS.isdisjoint(name.split(".")))
+
+    return is_gone
 
 
 def _shared_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:

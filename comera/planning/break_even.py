@@ -8,7 +8,7 @@ from comera.planning.crossover import first_where
 from comera.planning.linear_ways import factorized, reconstructed, torch_linear
 from comera.planning.machine import Machine, load_machine
 from comera.planning.planner import plan_linear
-from comera.planning.products import Layer, linear_layer
+from comera.planning.products import Layer
 from comera.shapes import TTShape
 
 _MOST_ORDER = 4
@@ -65,51 +65,24 @@ class BreakEven:
 
 
 def break_even(
-    shape: TTShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
-    together: int = 1,
+    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
 ) -> BreakEven:
     """Predict whether a tensor train, computed the faster of its ways, beats nn.Linear at a batch.
 
     Args:
-        shape: Modes and ranks.
-        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        together: How many layers of this shape contract their cores in the same calls.
 
     Raises:
-        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
-            the machine has no rate for ``dtype``.
+        ValueError: If the machine has no rate for ``dtype``.
     """
-    layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
     return _break_even(layer, dtype, machine or load_machine())
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
-    plan = plan_linear(
-        layer.shape,
-        layer.tokens,
-        dtype=dtype,
-        machine=machine,
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-        bias=layer.bias,
-        train=layer.train,
-        together=layer.together,
-    )
+    plan = plan_linear(layer, dtype=dtype, machine=machine)
     loses = plan.time_ratio > 1
     return BreakEven(
         layer.tokens,
@@ -120,16 +93,7 @@ def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
 
 
 def suggest(
-    shape: TTShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
-    together: int = 1,
+    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
 ) -> Suggestion | None:
     """Find the largest rank at which a tensor train beats nn.Linear at a batch.
 
@@ -138,24 +102,16 @@ def suggest(
     what counts is the faster of multiplying by two factors and by the dense weight.
 
     Args:
-        shape: Modes and ranks.
-        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        together: How many layers of this shape contract their cores in the same calls.
 
     Returns:
         The suggestion, or None if nn.Linear is faster than any of them.
 
     Raises:
-        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
-            the machine has no rate for ``dtype``.
+        ValueError: If the machine has no rate for ``dtype``.
     """
-    layer = linear_layer(shape, tokens, in_features, out_features, bias, train, together=together)
     return _suggest(layer, dtype, machine or load_machine())
 
 

@@ -10,24 +10,15 @@ from comera.planning.products import (
     Dims,
     Layer,
     factorized_products,
-    linear_layer,
     reconstructed_products,
 )
-from comera.shapes import TTShape
 
 _MOST_TOKENS = 1 << 24
 _KEPT = 1024
 
 
 def dense_from(
-    shape: TTShape,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    *,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
+    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
 ) -> int | None:
     """Find the number of tokens from which multiplying by the dense weight beats its two factors.
 
@@ -36,23 +27,18 @@ def dense_from(
     compared in which the two ways differ; nothing is searched, and the result is kept.
 
     Args:
-        shape: Modes and ranks.
+        layer: The layer; its own number of tokens does not count.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
 
     Returns:
         The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or
         if the layer's weight has vanished.
 
     Raises:
-        ValueError: If a width does not fit the modes, or the machine has no rate for ``dtype``.
+        ValueError: If the machine has no rate for ``dtype``.
     """
-    layer = linear_layer(shape, 1, in_features, out_features, bias, train)
-    return _dense_from(layer, dtype, machine or load_machine())
+    return _dense_from(replace(layer, tokens=1), dtype, machine or load_machine())
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -7,46 +7,23 @@ from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine, load_machine
 from comera.planning.plan import Plan
-from comera.planning.products import Layer, check_count, check_width, linear_layer
-from comera.shapes import TTMShape, TTShape
+from comera.planning.products import Layer, check_count, check_width
+from comera.shapes import TTMShape
 
 _KEPT_PLANS = 1024
 
 
-def plan_linear(
-    shape: TTShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    bias: bool = True,
-    train: bool = True,
-    input_grad: bool = True,
-    together: int = 1,
-) -> Plan:
-    """Plan a linear layer; a second call with the same arguments returns the same plan.
+def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None = None) -> Plan:
+    """Plan a linear layer; a second call with equal arguments returns the same plan.
 
     Args:
-        shape: Modes and ranks.
-        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: On which it will run; the profile of this computer's CPU if None.
-        in_features: Width of the input if the modes multiply to more.
-        out_features: Width of the output if the modes multiply to more.
-        bias: Whether a bias is added.
-        train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient; the first layer's does not.
-        together: How many layers of this shape contract their cores in the same calls.
 
     Raises:
-        ValueError: If ``tokens`` or ``together`` is below one, a width does not fit the modes, or
-            the machine has no rate for ``dtype``.
+        ValueError: If the machine has no rate for ``dtype``.
     """
-    layer = linear_layer(
-        shape, tokens, in_features, out_features, bias, train, input_grad, together
-    )
     return _plan_linear(layer, machine or load_machine(), dtype)
 
 

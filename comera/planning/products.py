@@ -14,23 +14,33 @@ class Layer:
 
     Args:
         shape: Modes and ranks.
-        tokens: Rows of the batch.
-        in_features: True input width, at most the product of the input modes.
-        out_features: True output width.
+        tokens: Rows of the batch: all dimensions of the input but the last, multiplied.
+        in_features: Width of the input if the modes multiply to more.
+        out_features: Width of the output if the modes multiply to more.
         bias: Whether a bias is added.
         train: Whether a backward pass follows.
-        input_grad: Whether the input needs a gradient.
+        input_grad: Whether the input needs a gradient; the first layer's does not.
         together: How many layers of this shape contract their cores in the same calls.
+
+    Raises:
+        ValueError: If ``tokens`` or ``together`` is below one, or a width does not fit the modes.
     """
 
     shape: TTShape
     tokens: int
-    in_features: int
-    out_features: int
+    in_features: int = None  # type: ignore[assignment]  # of the modes, once it is made
+    out_features: int = None  # type: ignore[assignment]
     bias: bool = True
     train: bool = True
     input_grad: bool = True
     together: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("tokens", self.tokens)
+        check_count("together", self.together)
+        for name, modes in (("in", self.shape.in_width), ("out", self.shape.out_width)):
+            width = check_width(f"{name}_features", getattr(self, f"{name}_features"), modes)
+            object.__setattr__(self, f"{name}_features", width)
 
     @property
     def bond(self) -> int:
@@ -41,24 +51,6 @@ class Layer:
     def operators(self) -> float:
         """Python operators in each direction: one contracts the cores, one takes the batch."""
         return 1 + 1 / self.together
-
-
-def linear_layer(
-    shape: TTShape,
-    tokens: int,
-    in_features: int | None,
-    out_features: int | None,
-    bias: bool,
-    train: bool,
-    input_grad: bool = True,
-    together: int = 1,
-) -> Layer:
-    """Check what describes a layer at a batch, and fill in widths that are those of the modes."""
-    check_count("tokens", tokens)
-    check_count("together", together)
-    wide = check_width("in_features", in_features, shape.in_width)
-    high = check_width("out_features", out_features, shape.out_width)
-    return Layer(shape, tokens, wide, high, bias, train, input_grad, together)
 
 
 def factorized_products(layer: Layer) -> tuple[Dims, Dims, Dims, Dims, Dims, Dims]:

@@ -9,12 +9,10 @@ from comera.extras import needed_by
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.ops.context import machine_of
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
-from comera.planning.printing import table_html, text_table
-from comera.planning.products import linear_layer
+from comera.planning.printing import show_bytes, show_count, table_html, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +101,7 @@ class CompressionReport:
     def summary(self) -> str:
         """Return two lines of totals."""
         return (
-            f"whole model: {self.params:,} parameters ({_bytes(self.bytes)}), "
+            f"whole model: {self.params:,} parameters ({show_bytes(self.bytes)}), "
             f"dense {self.dense_params:,}: {self.compression:.1f}x smaller\n"
             f"{len(self.layers)} tensor-train layers: {self.tt_params:,} parameters, "
             f"dense {self.tt_dense_params:,}: {self.layer_compression:.1f}x smaller"
@@ -125,9 +123,9 @@ class CompressionReport:
                 f"{layer.params:,}",
                 f"{layer.live_params:,}",
                 f"{layer.dense_params / max(1, layer.params):.1f}x",
-                _bytes(layer.bytes),
-                _against(layer.operations, layer.dense_operations, _count),
-                _against(layer.saved_bytes, layer.dense_saved_bytes, _bytes),
+                show_bytes(layer.bytes),
+                _against(layer.operations, layer.dense_operations, show_count),
+                _against(layer.saved_bytes, layer.dense_saved_bytes, show_bytes),
             ]
             for layer in self.layers
         ]
@@ -192,12 +190,11 @@ def _ways(
     layer: TensorTrainModule, ranks: tuple[int, ...], tokens: int
 ) -> tuple[Candidate | None, Candidate | None]:
     """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
-    core = layer.cores[0]
-    dtype, machine = str(core.dtype).removeprefix("torch."), machine_of(core.device)
+    setting = layer.planner_setting()
+    dtype, machine = setting["dtype"], setting["machine"]
     shape: Any = replace(layer.shape, ranks=ranks)
     if isinstance(layer, TTLinear):
-        wide, high, bias = layer.in_features, layer.out_features, layer.bias is not None
-        request = linear_layer(shape, tokens, wide, high, bias, train=True)
+        request = replace(layer.at(tokens), shape=shape)
         if 0 in ranks:
             ways = [linear_ways.only_bias(request, machine, dtype)]
         else:
@@ -229,19 +226,3 @@ def _ranks(layer: LayerReport) -> str:
 def _against(mine: int, dense: int, show) -> str:
     ratio = f" ({mine / dense:.2f} of dense)" if dense else ""
     return f"{show(mine)}{ratio}"
-
-
-def _count(number: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000 or unit == "T":
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    raise AssertionError("unreachable")
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(number) < 1024 or unit == "TiB":
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    raise AssertionError("unreachable")

@@ -7,7 +7,6 @@ from torch import nn
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.ops.context import machine_of
 from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan
@@ -139,15 +138,12 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
 
 def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
     if isinstance(layer, TTLinear):
-        arguments = layer.planner_arguments()
-        return plan_linear(layer.shape, tokens, together=together, **arguments)
+        return plan_linear(layer.at(tokens, together=together), **layer.planner_setting())
     assert isinstance(layer, TTTable), "there are two formats"
-    core = layer.cores[0]
     return plan_embedding(
         layer.shape,
         tokens,
-        dtype=str(core.dtype).removeprefix("torch."),
-        machine=machine_of(core.device),
+        **layer.planner_setting(),
         num_embeddings=layer.num_embeddings - layer.hot_rows,
         embedding_dim=layer.embedding_dim,
     )
@@ -156,8 +152,8 @@ def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
 def _instead(layer: TensorTrainModule, layer_plan: Plan, together: int) -> str:
     if layer_plan.time_ratio <= 1 or not isinstance(layer, TTLinear):
         return ""
-    arguments = layer.planner_arguments()
-    better = suggest(layer.shape, layer_plan.tokens, together=together, **arguments)
+    here = layer.at(layer_plan.tokens, together=together)
+    better = suggest(here, **layer.planner_setting())
     return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
 
 

@@ -5,6 +5,7 @@ import pytest
 from comera.planning.machine import default_machine
 from comera.planning.planner import plan_embedding, plan_linear
 from comera.planning.printing import show_bytes, show_count, show_seconds
+from comera.planning.products import Layer
 from comera.shapes import TTMShape, TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")
@@ -16,7 +17,7 @@ TABLE = TTMShape((16, 20, 10, 10), (4, 4, 8, 6), (32, 32, 32))
 @pytest.mark.parametrize("shape", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_the_papers_layers_run_thin_and_win(shape, tokens):
-    plan = plan_linear(shape, tokens, machine=CPU)
+    plan = plan_linear(Layer(shape, tokens), machine=CPU)
     assert plan.chosen.name == "factorized"
     assert plan.time_ratio < 0.3
     assert plan.memory_ratio < 1
@@ -27,32 +28,32 @@ def test_the_papers_layers_run_thin_and_win(shape, tokens):
 
 
 def test_sharing_saves_what_it_should():
-    search = plan_linear(ATTENTION, 4096, machine=CPU).search
+    search = plan_linear(Layer(ATTENTION, 4096), machine=CPU).search
     forward = sum(step.operations for step in search.forward)
     assert (search.separate_operations - forward) / (search.operations - forward) == 3.5
 
 
 def test_a_wide_bond_at_a_large_batch_is_cheaper_dense():
-    plan = plan_linear(ATTENTION.with_rank(1000), 1 << 17, machine=CPU)
+    plan = plan_linear(Layer(ATTENTION.with_rank(1000), 1 << 17), machine=CPU)
     assert plan.chosen.name == "reconstructed"
     assert plan.time_ratio > 1
 
 
 def test_the_same_call_returns_the_same_plan_at_once():
-    first = plan_linear(ATTENTION, 4096, machine=CPU)
-    assert plan_linear(ATTENTION, 4096, machine=CPU) is first
-    assert plan_linear(ATTENTION, 4096, machine=CPU, in_features=768) is first
-    assert plan_linear(ATTENTION, 4095, machine=CPU) is not first
-    assert plan_linear(ATTENTION, 4096, machine=GPU) is not first
+    first = plan_linear(Layer(ATTENTION, 4096), machine=CPU)
+    assert plan_linear(Layer(ATTENTION, 4096), machine=CPU) is first
+    assert plan_linear(Layer(ATTENTION, 4096, in_features=768), machine=CPU) is first
+    assert plan_linear(Layer(ATTENTION, 4095), machine=CPU) is not first
+    assert plan_linear(Layer(ATTENTION, 4096), machine=GPU) is not first
     began = time.perf_counter()
     for _ in range(200):
-        plan_linear(ATTENTION, 4096, machine=CPU)
+        plan_linear(Layer(ATTENTION, 4096), machine=CPU)
     assert time.perf_counter() - began < 200 * 1e-3  # about 20 us; a busy machine takes longer
 
 
 def test_without_training_no_backward_pass_is_planned():
-    plan = plan_linear(ATTENTION, 4096, machine=CPU, train=False)
-    trained = plan_linear(ATTENTION, 4096, machine=CPU)
+    plan = plan_linear(Layer(ATTENTION, 4096, train=False), machine=CPU)
+    trained = plan_linear(Layer(ATTENTION, 4096), machine=CPU)
     assert plan.chosen.backward == ()
     assert plan.chosen.forward == trained.chosen.forward
     assert plan.search.gradients == 0
@@ -62,14 +63,14 @@ def test_without_training_no_backward_pass_is_planned():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "cuda"])
 def test_every_dtype_can_be_planned(dtype, machine):
-    plan = plan_linear(FEED_FORWARD, 4096, dtype=dtype, machine=machine)
+    plan = plan_linear(Layer(FEED_FORWARD, 4096), dtype=dtype, machine=machine)
     assert plan.chosen.seconds > 0
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
     assert plan.dense.saved_bytes == size * 4096 * 768
 
 
 def test_a_plan_prints_what_it_will_do():
-    plan = plan_linear(ATTENTION, 4096, machine=CPU)
+    plan = plan_linear(Layer(ATTENTION, 4096), machine=CPU)
     text = str(plan)
     assert max(map(len, text.splitlines())) <= 100
     for part in [
@@ -87,7 +88,7 @@ def test_a_plan_prints_what_it_will_do():
 
 
 def test_a_plan_shows_in_a_notebook():
-    text = plan_linear(ATTENTION, 4096, machine=CPU)._repr_html_()
+    text = plan_linear(Layer(ATTENTION, 4096), machine=CPU)._repr_html_()
     assert text.count("<table>") == 2
     assert "12x8x8 | 8x8x12" in text
     assert "-&gt;" in text
@@ -95,7 +96,7 @@ def test_a_plan_shows_in_a_notebook():
 
 
 def test_shares_add_up():
-    plan = plan_linear(ATTENTION, 4096, machine=CPU)
+    plan = plan_linear(Layer(ATTENTION, 4096), machine=CPU)
     steps = [*plan.chosen.forward, *plan.chosen.backward]
     assert sum(step.seconds(CPU, "float32") for step in steps) == pytest.approx(plan.chosen.seconds)
 
@@ -103,7 +104,7 @@ def test_shares_add_up():
 def test_a_vanished_layer_plans_to_its_bias():
     shape = TTShape((8, 2), (4,), (0, 0))
     for bias in (True, False):
-        plan = plan_linear(shape, 100, machine=CPU, bias=bias)
+        plan = plan_linear(Layer(shape, 100, bias=bias), machine=CPU)
         assert [one.name for one in plan.candidates] == ["only the bias"]
         assert plan.chosen.operations == plan.excess == 0
         assert "only the bias" in str(plan)
@@ -115,14 +116,14 @@ def test_a_vanished_layer_plans_to_its_bias():
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_padded_widths_and_all_orders(machine, order):
     shape = TTShape.fit(770, 3001, order=order, rank=24)
-    plan = plan_linear(shape, 300, machine=machine, in_features=770, out_features=3001)
+    plan = plan_linear(Layer(shape, 300, in_features=770, out_features=3001), machine=machine)
     assert "770 -> 3001" in str(plan)
     assert plan.chosen.seconds > 0
     assert plan.candidate("reconstructed").name == "reconstructed"
 
 
 def test_the_default_machine_is_this_computers_cpu():
-    assert plan_linear(ATTENTION, 64).machine.kind == "cpu"
+    assert plan_linear(Layer(ATTENTION, 64)).machine.kind == "cpu"
 
 
 def test_a_table():
@@ -147,14 +148,18 @@ def test_as_many_rows_as_can_differ():
     [
         ({"tokens": 0}, "tokens=0 must be at least 1"),
         ({"together": 0}, "together=0 must be at least 1"),
-        ({"dtype": "float31"}, "dtype='float31' must be one of 'float64', 'float32'"),
         ({"in_features": 769}, "in_features=769 must be between 1 and 768"),
         ({"out_features": 0}, "out_features=0 must be between 1 and 768"),
     ],
 )
 def test_what_cannot_be_planned_is_named(settings, problem):
     with pytest.raises(ValueError, match=problem):
-        plan_linear(ATTENTION, **{"tokens": 10, "machine": CPU, **settings})
+        Layer(ATTENTION, **{"tokens": 10, **settings})
+
+
+def test_a_dtype_without_a_rate_is_named():
+    with pytest.raises(ValueError, match="dtype='float31' must be one of 'float64', 'float32'"):
+        plan_linear(Layer(ATTENTION, 10), machine=CPU, dtype="float31")
 
 
 def test_what_cannot_be_planned_of_a_table_is_named():
@@ -167,7 +172,7 @@ def test_what_cannot_be_planned_of_a_table_is_named():
         with pytest.raises(ValueError, match=problem):
             plan_embedding(TABLE, 10, machine=CPU, **settings)
     with pytest.raises(ValueError, match="'thick' is no candidate of this plan; it must be one of"):
-        plan_linear(ATTENTION, 10, machine=CPU).candidate("thick")
+        plan_linear(Layer(ATTENTION, 10), machine=CPU).candidate("thick")
 
 
 def test_numbers_are_shown_with_three_digits_and_a_unit():
