@@ -19,7 +19,8 @@ def is_command(words: list[str]) -> bool:
     """Tell whether an interpreter was started as ``comera`` or as a module of this package.
 
     Args:
-        words: As in ``sys.orig_argv``: the interpreter, its options, what it runs, and the rest.
+        words: The whole command line, as ``sys.orig_argv`` holds it: the interpreter, its options,
+            what it runs, and the rest.
     """
     rest = iter(words[1:])
     for word in rest:

@@ -129,7 +129,7 @@ def _onednn_gain(say: Say) -> float:
         pair = torch.randn(4096, 768), torch.randn(768, width)
         theirs, its = (_seconds(partial(run, *pair), "cpu") for run in (torch.mm, by_onednn))
         gains.append(theirs / its)
-    say(f"oneDNN: {gains[0]:.2f} times as fast at thin products, {gains[1]:.2f} times at wide ones")
+    say(f"oneDNN: {gains[0]:.2f} times as fast at narrow products, {gains[1]:.2f} at wide ones")
     return min(gains)
 
 

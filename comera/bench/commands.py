@@ -54,7 +54,7 @@ from comera.checkpoint.contents import Quality
 _INTERRUPTED = 130
 
 _TOKENS, _WIDTH_TOKENS = 4096, 512
-"""Of a layer, where nothing is said; wide ones take fewer."""
+"""Rows of the batch of a layer where nothing is said; wide layers take fewer."""
 
 
 def add_bench(commands: Any) -> None:

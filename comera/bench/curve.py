@@ -1,4 +1,4 @@
-"""Where which way wins: times over tokens, ranks and widths, as a table and drawn."""
+"""Time layers over tokens, ranks and widths, and show where dense or tensor train wins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ FIRST_WORD = 5
 """Numbers below stand for padding and other marks."""
 
 TARGET = 0.2
-"""Of rank learning, as a share of the cores; any would take the same time."""
+"""Target of rank learning, as a share of the cores; any would take the same time."""
 
 _CLASSES, _DROPOUT, _SEGMENTS, _STD = 3, 0.1, 2, 0.02
 _PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}

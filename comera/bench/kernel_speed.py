@@ -223,7 +223,7 @@ def _contractions(
 
     def ours(_: int) -> list[Tensor]:
         with together:
-            return [half for layer in trains for half in layer.factors()[:2]]
+            return [factor for layer in trains for factor in layer.factors()[:2]]
 
     def plain(_: int) -> list[Tensor]:
         found = []
@@ -242,11 +242,11 @@ def _contractions(
         return found
 
     with torch.no_grad():
-        halves = ours(0)
-    lefts = halves[::2]
+        factors = ours(0)
+    lefts = factors[::2]
     params = list(model.parameters())
-    once = sum(t.numel() * t.element_size() for t in (*params, *halves))
-    flops = 2 * sum(half.numel() for half in halves) * rank
+    once = sum(t.numel() * t.element_size() for t in (*params, *factors))
+    flops = 2 * sum(factor.numel() for factor in factors) * rank
     yield from _both_ways(
         f"join the cores of {len(trains)} layers, rank {rank}", (ours, plain), lambda k: params, 1,
         (once, 3 * once), (flops, 3 * flops),
@@ -263,8 +263,8 @@ def _lookups(
         rows, width, rank=rank, shape=_TABLE_MODES.get(table), device=device, dtype=dtype
     )
     with torch.no_grad():
-        halves = contract_table(list(layer.cores))
-    left_VPR, right_WRQ = (half.detach().requires_grad_() for half in halves)
+        factors = contract_table(list(layer.cores))
+    left_VPR, right_WRQ = (factor.detach().requires_grad_() for factor in factors)
     (_, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     for count in indices:
         nbytes = count * width * dtype.itemsize
@@ -299,8 +299,8 @@ def _linears(
         for I, O in widths:  # noqa: E741
             layer = TTLinear(I, O, rank=rank, device=device, dtype=dtype)
             with torch.no_grad():
-                halves = layer.factors()[:2]
-            left_IR, right_RO = (half.detach().requires_grad_() for half in halves)
+                factors = layer.factors()[:2]
+            left_IR, right_RO = (factor.detach().requires_grad_() for factor in factors)
             nbytes = count * (I + O) * dtype.itemsize
             copies = _copies(device, nbytes)
             xs = [

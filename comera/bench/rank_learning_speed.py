@@ -1,4 +1,4 @@
-"""What rank learning costs in a step, and what a truncation saves."""
+"""Time what rank learning adds to a step, and what a truncation saves."""
 
 import copy
 

@@ -238,10 +238,10 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
 
     Args:
         sorted_n: The values.
-        ends: Of bins of them.
-        size: So many centres.
-        most: What a bin is wide at most; with no bound, all centres lie between a value far out
-            and the rest.
+        ends: Position one past the last value of each bin.
+        size: Number of centres.
+        most: Width at which a bin is cut off; without a bound, one value far out would draw all
+            centres into the gap between it and the rest.
     """
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)

@@ -151,10 +151,10 @@ def write_change(
 
 
 _LARGEST_ERROR = 0.25
-"""Of what is read of a weight by its base, as a share of the weight."""
+"""Largest error of a weight that is read by its base, as a share of the weight."""
 
 _MOST_ZEROS = 1 / 256
-"""Of all entries become zero by chance, as some do in half precision."""
+"""Share of all entries that may be zero by chance, as some become in half precision."""
 
 
 def distance(weight: Tensor, other: Tensor) -> float:
@@ -220,7 +220,7 @@ _BETWEEN = 0.75
 """0 is a price that is a share of the variance of the change; 2, of that of the weight."""
 
 _DEAREST = 0.7
-"""Of a bit, as a share of the variance of the change: however small it is, it is not lost."""
+"""Highest price of a bit as a share of the change's variance: however small, it is not lost."""
 
 
 def _quantised(

@@ -217,7 +217,7 @@ def _can_be_float32(tensor: Tensor) -> bool:
 
 
 _SMALLEST = 1e-30
-"""Of float64: a millionth of it is still a number of float32."""
+"""Smallest number kept of float64: a millionth of it is still a number of float32."""
 
 
 # ── the index ────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ import zstandard
 from numpy.typing import NDArray
 
 LEVEL = 1
-"""Of zstd: codes have no repetitions, and looking for some makes streams longer and slower."""
+"""Level of zstd: codes have no repetitions, and a search for some is slow and makes them longer."""
 _LARGEST_WINDOW = 1 << 27
 
 Bytes = NDArray[np.uint8]

@@ -60,7 +60,7 @@ class Chains:
 
     @property
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of ``left (G, I, R)`` and ``right (G, R, O)``."""
+        """Shapes of the factors ``left (G, I, R)`` and ``right (G, R, O)``."""
         modes, split = self.modes, self.split
         return (
             (self.num_layers, math.prod(modes[:split]), self.width),
@@ -69,7 +69,7 @@ class Chains:
 
     @property
     def width(self) -> int:
-        """Of the bond between the factors, what pads it included."""
+        """Width of the bond between the factors, what pads it included."""
         rank = self.cores[self.split].shape[0]
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.ops.dispatch import is_eager
+
 _BLOCK = {"cpu": 1 << 20}
 """Entries updated at a time, which bounds the work space: on a CPU what stays in its cache."""
 _DEFAULT_BLOCK = 1 << 26
@@ -219,7 +221,7 @@ def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _blocks(tensor_brc: Tensor) -> list[slice]:
     """Return slices of the rows that are updated at a time."""
     batch, rows, columns = tensor_brc.shape
-    if torch.compiler.is_compiling():  # the compiler blocks its own loops
+    if not is_eager():  # the compiler blocks its own loops
         return [slice(0, rows)]
     most = _BLOCK.get(tensor_brc.device.type, _DEFAULT_BLOCK)
     count = min(rows, -(-batch * rows * columns // most))
@@ -265,7 +267,7 @@ def _spans(blocks_bkn: Tensor) -> list[slice]:
     batch, count, size = blocks_bkn.shape
     most = _AT_A_TIME.get(blocks_bkn.device.type, _DEFAULT_AT_A_TIME)
     step = max(1, most // (batch * size))
-    if torch.compiler.is_compiling():  # the compiler needs no work space
+    if not is_eager():  # the compiler needs no work space
         step = count
     return [slice(start, start + step) for start in range(0, count, step)]
 

@@ -49,13 +49,13 @@ class _Begun(NamedTuple):
     Attributes:
         stand_in: What the inner optimizer steps in its place, if anything.
         factor: What that step is multiplied by.
-        lent: The gradient to give back to a parameter that has none.
+        full_grad: The gradient to give back to a parameter whose own was taken for the step.
     """
 
     param: Tensor
     stand_in: nn.Parameter | None
     factor: float | Tensor
-    lent: Tensor | None
+    full_grad: Tensor | None
 
 
 class GaLore(Optimizer):
@@ -400,8 +400,8 @@ def _captured() -> bool:
 def _give_back(begun: list[_Begun | None]) -> None:
     """Restore the own gradients, without penalty, of parameters that are not projected."""
     for one in begun:
-        if one is not None and one.lent is not None:
-            one.param.grad = one.lent
+        if one is not None and one.full_grad is not None:
+            one.param.grad = one.full_grad
 
 
 def _release(stand_in: nn.Parameter) -> None:

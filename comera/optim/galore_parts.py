@@ -11,7 +11,7 @@ from comera.optim.projection import PROJ_TYPES, basis_shapes, matrix_shape
 
 DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 KEYS = ("rank", *DEFAULTS)
-"""Of a projected group; the inner optimizer has no use for them."""
+"""Settings of a projected group that the inner optimizer has no use for."""
 
 OURS = "galore_"
 """Before the names of GaLore's own entries in a parameter's state."""

@@ -22,7 +22,7 @@ from comera.params import is_sharded
 log = logging.getLogger("comera")
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: steep at zero, singular values end between 0.7 and 1.2 (Jordan)."""
+"""Those of a quintic, steep at zero: singular values end between 0.7 and 1.2 (Jordan)."""
 
 _STEP_SIZE = 0.6
 """Root mean square of a step of full rank, in learning rates.

@@ -12,7 +12,7 @@ from torch.utils.hooks import unserializable_hook
 from comera.nn.module import TensorTrainModule
 
 _NEW_SHARE = 0.02
-"""Of the present step in the running mean: it looks back some fifty steps."""
+"""Share of the present step in the running mean, which so looks back some fifty steps."""
 
 
 class ImportanceScores:

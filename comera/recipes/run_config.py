@@ -218,7 +218,7 @@ class RunConfig:
 
     @property
     def width(self) -> int:
-        """Of the model."""
+        """Width of the model's hidden states."""
         return self.model.d_model if self.text is not None else self.dlrm.embedding_dim
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NOTHING = 1e-10
-"""Of the largest singular value of a bond; what is smaller is a rounding error of float64."""
+"""Share of a bond's largest singular value below which another is a rounding error of float64."""
 
 
 @torch.no_grad()

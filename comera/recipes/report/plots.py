@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 9.0
-"""Of every figure in inches; the page scales it."""
+"""Width of every figure in inches; the page scales it."""
 
 _COLOURS = {"dense": "#c4651a"}
 _MAIN_COLOUR = "#14608f"
