@@ -44,10 +44,9 @@ from comera.bench.options import (
 )
 from comera.bench.peak import LayerShape, TableShape
 from comera.bench.peak_memory import Subject, memory
-from comera.bench.rank_learning_speed import objective, truncation
 from comera.bench.ranking import ranking
 from comera.bench.session import Session
-from comera.bench.step_speed import step
+from comera.bench.step_speed import objective, step, truncation
 from comera.bench.table_speed import embedding
 from comera.checkpoint.contents import Quality
 

@@ -1,4 +1,4 @@
-"""DLRM: a click predictor of large embedding tables and small fully connected parts.
+"""DLRM, which predicts clicks by large embedding tables and small dense parts, and its metrics.
 
 Naumov et al. 2019, arXiv 1906.00091, as in facebookresearch/dlrm. Shape suffixes: B = batch,
 C = continuous features, F = fields with a table, D = width, N = entries of all bags.
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from comera.nn.collection import Bags, TTEmbeddingBagCollection
 from comera.nn.init import Init
@@ -130,3 +131,39 @@ def _layers(widths: Sequence[int], last: nn.Module | None = None) -> nn.Sequenti
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers[:-1], *([] if last is None else [last]))
+
+
+def click_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Compute the metrics of logits and labels 0 or 1, ``(n,)`` each.
+
+    Returns:
+        ``loss``, mean cross entropy; ``auc``, area under the receiver operating characteristic;
+        ``accuracy`` at a probability of one half; ``nce``, the loss over that of always predicting
+        the share of clicks (normalised cross entropy). AUC and NCE are NaN for labels of one kind.
+    """
+    logits, labels = logits.double(), labels.double()
+    loss = float(F.binary_cross_entropy_with_logits(logits, labels))
+    share = labels.mean()
+    entropy = float(F.binary_cross_entropy(share, share))
+    return {
+        "loss": loss,
+        "auc": area_under_curve(logits, labels),
+        "accuracy": float(((logits > 0) == (labels > 0)).double().mean()),
+        "nce": loss / entropy if entropy else float("nan"),
+    }
+
+
+def area_under_curve(scores: Tensor, labels: Tensor) -> float:
+    """Return the probability that a click scores above the rest; equal scores count one half.
+
+    By the sum of ranks (Mann-Whitney).
+    """
+    positives = float(labels.sum())
+    negatives = len(labels) - positives
+    if not positives or not negatives:
+        return float("nan")
+    _, kind, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    ranks = (last - (counts.double() - 1) / 2)[kind]
+    above = float(ranks[labels > 0].sum()) - positives * (positives + 1) / 2
+    return above / (positives * negatives)

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.causal_text import CausalText
 from comera.data.click_files import CRITEO_CONTINUOUS
 from comera.data.clicks import Clicks, click_digests
-from comera.data.masked_text import MaskedText
 from comera.data.nli import LABELS, NliPairs, nli_digests
 from comera.data.text import TextStreams, text_digests
+from comera.data.token_batches import CausalText, MaskedText
 from comera.models.decoder import CausalLanguageModel, Decoder
-from comera.models.dlrm import DLRM
+from comera.models.dlrm import DLRM, click_metrics
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
-from comera.recipes.metrics import click_metrics
 from comera.recipes.run_config import ModelConfig, RunConfig
 
 _LARGEST_LOSS = 700.0

@@ -4,9 +4,8 @@ import lzma
 import pytest
 import torch
 
-from comera.data.causal_text import CausalText
-from comera.data.masked_text import MaskedText
 from comera.data.text import TextData, TextStreams
+from comera.data.token_batches import CausalText, MaskedText
 from comera.data.vocabulary import CLS, MASK, PAD
 from tests.texts import write_functions
 

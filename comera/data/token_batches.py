@@ -1,4 +1,4 @@
-"""Masked-language-model batches over a stream of tokens."""
+"""Draw batches of a stream of tokens, for masked and for causal language models."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _PREDICTED_SHARE = 0.15
 
 
 class MaskedText:
-    """Batches that depend only on a seed and a step number.
+    """Batches of a masked language model, which depend only on a seed and a step number.
 
     Args:
         streams: The text; a sequence is a leading ``[CLS]`` and ``settings.length - 1`` tokens.
@@ -51,3 +51,41 @@ class MaskedText:
         tokens = window.scatter(1, positions, shown)
         tokens = torch.cat([torch.full((batch_size, 1), CLS), tokens], 1)
         return {"tokens": tokens, "positions": positions + 1, "targets": targets}
+
+
+class CausalText:
+    """Batches of a causal language model, which depend only on a seed and a step number.
+
+    Args:
+        streams: The text; a sequence is ``settings.length`` tokens, each with the next as target.
+    """
+
+    def __init__(self, streams: TextStreams) -> None:
+        self.streams = streams
+
+    def batch(self, step: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+        """Draw training batch number ``step``: ``tokens`` and ``targets``, both int64 ``(B, T)``.
+
+        Always the same for the same arguments.
+        """
+        length = self.streams.settings.length + 1
+        return _shifted(windows(self.streams.train, batch_size, length, generator_of(seed, step)))
+
+    def valid_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
+        """Cut the held-out text in order, each token a target once; the same in every run.
+
+        Args:
+            count: Take so many batches from its start; None takes all.
+            batch_size: Sequences a batch.
+        """
+        length = self.streams.settings.length
+        valid = self.streams.valid
+        rows = (len(valid) - 1) // length
+        if count is not None:
+            rows = min(rows, count * batch_size)
+        pieces = valid[: rows * length + 1].long().unfold(0, length + 1, length)
+        return [_shifted(part) for part in pieces.split(batch_size)]
+
+
+def _shifted(window: Tensor) -> dict[str, Tensor]:
+    return {"tokens": window[:, :-1], "targets": window[:, 1:]}

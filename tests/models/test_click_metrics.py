@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import mannwhitneyu
 
-from comera.recipes.metrics import area_under_curve, click_metrics
+from comera.models.dlrm import area_under_curve, click_metrics
 
 
 @pytest.mark.parametrize("ties", [False, True])
