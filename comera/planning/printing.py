@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 
 def show_count(number: float) -> str:
     """Write a count with three digits and a unit: ``94.4M``."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
+    return _in_units(number, 1000, ("", "k", "M", "G", "T"))
 
 
 def show_bytes(number: float) -> str:
     """Write bytes with three digits and a unit: ``12.1 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    return _in_units(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _in_units(number: float, base: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
         if abs(number) < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
+            return f"{number:.3g}{unit}"
+        number /= base
+    return f"{number:.3g}{units[-1]}"
 
 
 def show_seconds(number: float) -> str:

@@ -11,7 +11,7 @@ coordinates in a basis.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,15 +152,29 @@ def lookup_backward(
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
-    return LOOKUP_BACKWARD(
-        factors, weights_N, grad_BD, indices_N, keys_N, order_N, offsets_B, num_embeddings,
-        with_weights,
-    )  # fmt: skip
+    given = _Given(grad_BD, indices_N, keys_N, order_N, offsets_B, num_embeddings, with_weights)
+    return LOOKUP_BACKWARD(factors, weights_N, given)
+
+
+class _Given(NamedTuple):
+    """What the backward pass is given beside factors and weights, as :func:`lookup` names it."""
+
+    grad_BD: Tensor
+    indices_N: Tensor
+    keys_N: Tensor
+    order_N: Tensor
+    offsets_B: Tensor | None
+    num_embeddings: int
+    with_weights: bool
+
+
+_Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Gradients of both factors, hot rows, their basis and the weights; empty for what there is not."""
 
 
 def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
     each, factors, *_ = _sample(new)
-    return factors, None, new(1024, 64), each, each, each, None, 32_000, False
+    return factors, None, _Given(new(1024, 64), each, each, each, None, 32_000, False)
 
 
 LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward)
@@ -171,22 +185,13 @@ def _back_refuses(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> s
 
 
 @LOOKUP_BACKWARD.way("kernel", _back_refuses, kernel="ttm_lookup")
-def _back_by_kernel(
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    grad_BD: Tensor,
-    indices_N: Tensor,
-    keys_N: Tensor,
-    order_N: Tensor,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
     left_VPR, right_WRQ, hot_HK, basis_KD = factors
-    grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
+    offsets_B, num_embeddings = given.offsets_B, given.num_embeddings
+    grad_BD = given.grad_BD.to(left_VPR.dtype).contiguous()
     hot_HD, dense_WRQ = factors.dense_hot(), right_WRQ.contiguous()
     left, right, hot = row_grads(
-        grad_BD, keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
+        grad_BD, given.keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
     )
     hot = None if hot is None else hot.to(grad_BD.dtype)
     basis: Tensor | None = None
@@ -194,8 +199,8 @@ def _back_by_kernel(
         with without_autocast(hot):
             hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
     to_weights = None
-    if with_weights and offsets_B is not None:
-        indices_N = indices_N.long().contiguous()
+    if given.with_weights and offsets_B is not None:
+        indices_N = given.indices_N.long().contiguous()
         to_weights = weight_grads(
             grad_BD, indices_N, left_VPR, dense_WRQ, hot_HD, offsets_B, num_embeddings
         )
@@ -211,39 +216,23 @@ def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> st
 
 
 @LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_torch)
-def _back_sorted(
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    grad_BD: Tensor,
-    indices_N: Tensor,
-    keys_N: Tensor,
-    order_N: Tensor,
-    *rest: Any,
-) -> Any:
-    keys_N, order_N = keys_N.sort(stable=True)
-    return _back_by_slots(factors, weights_N, grad_BD, indices_N, keys_N, order_N, *rest)
+def _back_sorted(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
+    keys_N, order_N = given.keys_N.sort(stable=True)
+    given = given._replace(keys_N=keys_N, order_N=order_N)
+    return _back_by_slots(factors, weights_N, given)
 
 
 @LOOKUP_BACKWARD.way("by slots")
-def _back_by_slots(
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    grad_BD: Tensor,
-    indices_N: Tensor,
-    keys_N: Tensor,
-    order_N: Tensor,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _back_by_slots(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
     left_VPR, right_WRQ, *_ = factors
-    slots = make_slots(keys_N, *factors.sizes)
+    grad_BD, order_N, offsets_B = given.grad_BD, given.order_N, given.offsets_B
+    slots = make_slots(given.keys_N, *factors.sizes)
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     from_N, grad_weights = order_N, empty_like(None, grad_BD)
     if offsets_B is not None:
         bag_N = bag_of_entries(offsets_B, order_N.shape[0])
         from_N = bag_N.index_select(0, order_N)
-        if with_weights:
+        if given.with_weights:
             made = make_rows(slots, factors, grad_BD.shape[1])
             at_N = slots.of_entries(order_N)
             grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
