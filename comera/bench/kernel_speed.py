@@ -248,8 +248,8 @@ def _contractions(
     once = sum(t.numel() * t.element_size() for t in (*params, *factors))
     flops = 2 * sum(factor.numel() for factor in factors) * rank
     yield from _both_ways(
-        f"join the cores of {len(trains)} layers, rank {rank}", (ours, plain), lambda k: params, 1,
-        (once, 3 * once), (flops, 3 * flops),
+        f"contract the cores of {len(trains)} layers, rank {rank}", (ours, plain),
+        lambda k: params, 1, (once, 3 * once), (flops, 3 * flops),
     )  # fmt: skip
 
 
@@ -281,12 +281,12 @@ def _lookups(
             left_NPR, right_NRQ = left_VPR[picked[k] // W], right_WRQ[picked[k] % W]
             return [torch.einsum("npr,nrq->npq", left_NPR, right_NRQ).flatten(1)[:, :width]]
 
-        half_bytes = (left_VPR.numel() + right_WRQ.numel()) * dtype.itemsize
+        factor_bytes = (left_VPR.numel() + right_WRQ.numel()) * dtype.itemsize
         flops = 2 * count * P * Q * R
         yield from _both_ways(
             f"look up {count:,} rows of {rows:,} x {width}, rank {rank}", (ours, plain),
             lambda k: [left_VPR, right_WRQ], copies,
-            (nbytes + half_bytes, 2 * nbytes + 3 * half_bytes), (flops, 3 * flops),
+            (nbytes + factor_bytes, 2 * nbytes + 3 * factor_bytes), (flops, 3 * flops),
         )  # fmt: skip
 
 

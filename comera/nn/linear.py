@@ -274,7 +274,7 @@ def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
     fewest = _dense_from(
         layer._modes.in_modes, layer._modes.out_modes, layer.ranks,
         layer.in_features, layer.out_features, layer.bias is not None,
-        str(core.dtype).removeprefix("torch."), core.device.type, torch.is_grad_enabled(),
+        str(core.dtype).removeprefix("torch."), input.device.type, torch.is_grad_enabled(),
     )  # fmt: skip
     return None if rows < fewest else "the dense matrix pays for so many rows"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from comera.planning.contraction import Tree, schedule
 from comera.planning.machine import Machine, item_size
-from comera.planning.network import OUTPUT_GRADIENT, Network, half_networks
+from comera.planning.network import OUTPUT_GRADIENT, Network, factor_networks
 from comera.planning.operation import Step
 from comera.shapes import TTMShape, TTShape
 
@@ -133,7 +133,7 @@ def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
     cores = [f"core{k}" for k in range(len(shape.slice_sizes))]
     left = "A" if shape.split > 1 else cores[0]
     right = "B" if len(cores) - shape.split > 1 else cores[-1]
-    networks = half_networks(shape, (f"grad({left})", f"grad({right})"))
+    networks = factor_networks(shape, (f"grad({left})", f"grad({right})"))
     return (
         _half_chain(left, networks[0], cores[: shape.split], from_left=True),
         _half_chain(right, networks[1], cores[shape.split :], from_left=False),

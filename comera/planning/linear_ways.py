@@ -23,7 +23,7 @@ def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     t, y, gt, gx, ga, gb = factorized_products(layer)
     ones = Step("t", ("t",), "ones for the bias", layer.tokens * layer.bond, moved=layer.tokens)
     forward = [
-        *_halves(layer),
+        *_factors(layer),
         product("t", ("x", "A"), "bi,ir->br", (1, *t)),
         *([ones] if layer.bias else []),
         product("y", ("t", "B"), "br,ro->bo", (1, *y)),
@@ -43,7 +43,7 @@ def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     left, right = factor_chains(layer.shape)
     w, y, gx, gw, ga, gb = reconstructed_products(layer)
     forward = [
-        *_halves(layer),
+        *_factors(layer),
         product("W", ("A", "B"), "ir,ro->io", (1, *w)),
         product("y", ("x", "W"), "bi,io->bo", (1, *y)),
     ]
@@ -136,7 +136,7 @@ def _linear(
     )
 
 
-def _halves(layer: Layer) -> list[Step]:
+def _factors(layer: Layer) -> list[Step]:
     """List the steps that contract the cores to A and B, the bond between them padded."""
     left, right = factor_chains(layer.shape)
     rank, bond = layer.shape.ranks[layer.shape.split - 1], layer.bond

@@ -89,7 +89,7 @@ def linear_network(shape: TTShape, tokens: int) -> Network:
     return Network(tensors, {BATCH: tokens, **sizes})
 
 
-def half_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[Network, Network]:
+def factor_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[Network, Network]:
     """Build the closed networks of the left and right factor, each closed by its gradient.
 
     Args:

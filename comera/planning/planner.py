@@ -60,8 +60,8 @@ def plan_embedding(
     rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
     columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
     different = min(tokens, rows) if distinct is None else distinct
-    asked = Lookup(shape, tokens, different, rows, columns, train)
-    return _plan_embedding(asked, machine or load_machine(), dtype)
+    lookup = Lookup(shape, tokens, different, rows, columns, train)
+    return _plan_embedding(lookup, machine or load_machine(), dtype)
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
@@ -87,26 +87,26 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_embedding(asked: Lookup, machine: Machine, dtype: str) -> Plan:
+def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
-    shape = asked.shape
+    shape = lookup.shape
     title = (
-        f"embedding {asked.num_embeddings} x {asked.embedding_dim}, modes "
+        f"embedding {lookup.num_embeddings} x {lookup.embedding_dim}, modes "
         f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
-        f"{asked.distinct} distinct rows"
+        f"{lookup.distinct} distinct rows"
     )
-    dense = lookup_ways.torch_embedding(asked, machine, dtype)
+    dense = lookup_ways.torch_embedding(lookup, machine, dtype)
     if 0 in shape.ranks:
-        empty = lookup_ways.only_zeros(asked, machine, dtype)
-        return Plan(title, asked.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
-    optimal, search = lookup_ways.sequential(asked, machine, dtype)
+        empty = lookup_ways.only_zeros(lookup, machine, dtype)
+        return Plan(title, lookup.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
+    optimal, search = lookup_ways.sequential(lookup, machine, dtype)
     candidates = [
-        lookup_ways.from_factors(asked, machine, dtype, unique=True),
-        lookup_ways.from_factors(asked, machine, dtype, unique=False),
+        lookup_ways.from_factors(lookup, machine, dtype, unique=True),
+        lookup_ways.from_factors(lookup, machine, dtype, unique=False),
         optimal,
     ]
     ranked, runs = _ranked(candidates), (candidates[0].name,)
-    return Plan(title, asked.tokens, dtype, machine, ranked, runs, dense, search)
+    return Plan(title, lookup.tokens, dtype, machine, ranked, runs, dense, search)
 
 
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:

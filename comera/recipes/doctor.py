@@ -8,18 +8,22 @@ from rich.console import Console
 from rich.table import Table
 
 from comera import __version__
+from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample
 from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.planning.crossover import first_where
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
+_MOST_ROWS = 1 << 24
 
 
 def examine(console: Console) -> None:
     """Print what was found; works without a card, a driver or cuda-python."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    ways = [_ways(torch.device(kind)) for kind in kinds]
+    ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _linears)]
     for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
 
@@ -55,7 +59,7 @@ def _ways(device: torch.device) -> Table:
     table = Table(title=f"which way tensors on {device} go", title_justify="left")
     for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
-    for name in sorted(TABLE):
+    for name in sorted(TABLE.keys() - {"linear"}):  # whose way depends on rank and rows
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
@@ -82,6 +86,29 @@ def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
     taken = next(way for way in ways if reasons[way] is None)
     before = [f"{way}: {reasons[way]}" for way in ways[: ways.index(taken)]]
     return taken, "\n".join(before) or "-", "\n".join(ways[ways.index(taken) + 1 :]) or "-"
+
+
+def _linears(device: torch.device) -> Table:
+    """Tell from how many rows on linear layers are multiplied by their dense weight."""
+    title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
+    table = Table(title=title, title_justify="left")
+    for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):
+        table.add_column(column, justify="right")
+    for rank in _RANKS:
+        table.add_row(str(rank), *(_reconstructed_from(rank, dtype, device) for dtype in _DTYPES))
+    return table
+
+
+def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> str:
+    layer = TTLinear(_WIDTH, _WIDTH, rank=rank, device="meta", dtype=dtype)
+
+    def is_reconstructed(rows: int) -> bool:
+        batch = Sample((rows, _WIDTH), dtype, device)
+        return TABLE["linear"].chosen(layer, batch) == "reconstructed"
+
+    if not is_reconstructed(_MOST_ROWS):
+        return "-"
+    return f"{first_where(is_reconstructed, _MOST_ROWS):,} rows"
 
 
 def _devices() -> str:

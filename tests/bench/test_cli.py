@@ -359,7 +359,7 @@ def test_kernels_stand_beside_plain_torch_and_their_floors(tmp_path, capsys):
     out, table = tmp_path / "out.json", tmp_path / "tables" / "kernels.md"
     assert bench("kernels", *KERNELS, f"--json={out}", f"--markdown={table}") == 0
     titles = [
-        "join the cores of 4 layers, rank 4",
+        "contract the cores of 4 layers, rank 4",
         "look up 20 rows of 60 x 16, rank 4",
         "look up 50 rows of 60 x 16, rank 4",
         "linear 24 -> 36, rank 4, 9 tokens",

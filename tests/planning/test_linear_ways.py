@@ -192,7 +192,7 @@ def test_without_padding_the_closed_forms_agree(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_saved_is_input_thin_product_and_halves(shape):
+def test_saved_is_input_product_with_the_left_factor_and_factors(shape):
     layer = Layer(shape, 50, shape.in_width, shape.out_width, bias=False)
     assert factorized(layer, CPU, "float32").saved_bytes == 4 * tt_linear_cost(shape, 50).saved
     halves = layer.bond * (layer.in_features + layer.out_features)

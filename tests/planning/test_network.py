@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from comera.planning.network import Network, half_networks, linear_network, lookup_network
+from comera.planning.network import Network, factor_networks, linear_network, lookup_network
 from comera.shapes import TTMShape, TTShape
 
 
@@ -32,11 +32,11 @@ def test_leaving_a_tensor_out_gives_the_network_of_its_gradient():
 
 
 def test_the_halves_close_with_the_gradients_of_their_products():
-    left, right = half_networks(TTShape((2, 3), (4,), (5, 6)), ("grad(A)", "grad(core2)"))
+    left, right = factor_networks(TTShape((2, 3), (4,), (5, 6)), ("grad(A)", "grad(core2)"))
     assert left.tensors["grad(A)"] == ("a", "c", "B")
     assert right.tensors == {"core2": ("B", "d"), "grad(core2)": ("B", "d")}
     table = TTMShape((2, 3, 2, 2), (2, 2, 1, 2), (4, 5, 3))
-    left, right = half_networks(table, ("grad(A)", "grad(B)"))
+    left, right = factor_networks(table, ("grad(A)", "grad(B)"))
     assert left.size_of(left.tensors["grad(A)"]) == 4 * 6 * 5
     assert right.size_of(right.tensors["grad(B)"]) == 5 * 2 * 4
 
