@@ -13,7 +13,7 @@ _REMEDIES = {
     errno.EDQUOT: "free some space there, have the quota raised",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
-"""By what a disk says that takes no more."""
+"""What to do, by the number of the error of a disk that takes no more."""
 
 
 @contextlib.contextmanager
@@ -27,9 +27,9 @@ def naming_a_full_disk(
         otherwise: What else can be done than to free space.
 
     Raises:
-        OSError: In place of what was raised for a full disk, an exhausted quota or a limit on the
-            size of files, by Python, safetensors or NumPy; with the same ``errno`` and the path as
-            ``filename``. What else is raised passes through.
+        OSError: If the disk is full, a quota exhausted or a limit on the size of files reached, in
+            place of what was raised for it by Python, safetensors or NumPy; with the same ``errno``
+            and the path as ``filename``. What else is raised passes through.
     """
     try:
         yield

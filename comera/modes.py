@@ -10,7 +10,8 @@ _LEFT_SLICES = 8
 """Left slices of a table for each right one. Rows of one right slice are made in groups: of few
 right slices the groups of a batch fill, and what is gathered row by row, left slices, is narrow."""
 _MOST_RIGHT_SLICES = 2000
-"""However large the table: of the left factor only the slices that a batch reads are contracted."""
+"""Right slices of a table at most, however large it is: of the left factor, which then has more,
+only the slices that a batch reads are contracted."""
 _LEFT_COLS = 1 / 3
 """Exponent of a table's width that the left factor gets."""
 

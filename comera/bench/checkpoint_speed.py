@@ -22,7 +22,7 @@ def checkpoints(session: Session, entries: int, width: int, quality: Quality) ->
     """Measure checkpoints of a model of square random weights under AdamW, and of its change.
 
     Args:
-        session: Where and how.
+        session: Where to run and print.
         entries: Parameters.
         width: Rows and columns of each weight.
         quality: Quality of the lossy checkpoint.

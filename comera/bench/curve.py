@@ -32,7 +32,7 @@ class Point:
     """One place on a curve.
 
     Attributes:
-        at: Where on the axis.
+        at: Number on the axis.
         timings: Timings of ``"dense"`` and ``"comera"``.
         predicted: Dense over comera as the planner has it.
     """

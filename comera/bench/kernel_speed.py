@@ -41,7 +41,7 @@ _MOST_COPIES = 16
 _TABLE_MODES = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
 
 _Run = Callable[[int], list[Tensor]]
-"""From the number of an input to what is compared."""
+"""Runs on the input of a number and returns what is compared."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Case:
     """One operator at one size.
 
     Attributes:
-        title: In words.
-        ours: By the operator.
-        plain: By torch operations.
+        title: The operator and its size in words.
+        ours: Runs the operator.
+        plain: Runs torch operations in its place.
         copies: How many inputs there are.
-        nbytes: Read and written at least, for each of them.
+        nbytes: Bytes read and written at least, for each of them.
         flops: Operations of each of them.
     """
 
@@ -103,10 +103,10 @@ def kernels(
         operators: Some of ``OPERATORS``.
         tokens: Sizes of the batches of linear layers.
         indices: Numbers of indices of lookups, drawn evenly.
-        widths: In and out, of linear layers.
+        widths: Input and output widths of linear layers.
         rank: Rank of all tensor trains.
         layers: Layers of each of the widths, whose factors are contracted together.
-        table: Rows and width.
+        table: Rows and width of the table.
         dtype: Dtype of everything.
         markdown: A file for the table, dated.
     """

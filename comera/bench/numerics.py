@@ -1,4 +1,4 @@
-"""Before anything is timed: do compressed layers compute what the dense ones they stand for do?
+"""Check, before any timing, that compressed layers compute what their dense weights do.
 
 Outputs and gradients are taken at the batch that will be timed, so on the same path, but only of
 some of its rows: the others get an upstream gradient of zero. The reference is the dense layer in

@@ -15,7 +15,7 @@ from comera.nn.module import TensorTrainModule
 from comera.nn.table import TTTable
 
 GALORE_RANK, GALORE_GAP, GALORE_SCALE = 128, 200, 0.25
-"""As in the experiments of GaLore, arXiv 2403.03507."""
+"""Settings of GaLore's own experiments, arXiv 2403.03507."""
 
 
 class MissingPeerError(Exception):

@@ -1,4 +1,4 @@
-"""Whether the planner puts the ways to compute a layer in the order in which they are measured."""
+"""Measure whether the planner puts the ways to compute a layer in their true order."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -61,8 +61,8 @@ class Session:
     """One benchmark command.
 
     Args:
-        console: Where to print.
-        device: Where to compute.
+        console: The console to print on.
+        device: The device to compute on.
         repeats: Rounds of every timing.
         kept: Whether freed memory is kept in the process.
         results: What the JSON file will hold.

@@ -39,7 +39,7 @@ def embedding(
         session: Where to run.
         rows: Rows of the table.
         width: Width of a row.
-        indices: In a batch.
+        indices: Number of indices in a batch.
         bag: Indices that are summed to one output; 0 for plain lookups.
         rank: Rank of the tensor train.
         zipf: Exponent of the distribution of indices; 0 for a uniform one.

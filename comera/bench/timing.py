@@ -65,7 +65,8 @@ class Timings:
     """Seconds of several runs, one number a round.
 
     Args:
-        seconds: By name of the run; all runs have equally many rounds, and at least one.
+        seconds: Seconds of each round by name of the run; all runs have equally many rounds, and at
+            least one.
         baseline: Name of the run that the others are compared with.
 
     Raises:
@@ -196,7 +197,7 @@ def alternate(
 
     Raises:
         ValueError: If ``repeats`` or ``warm_up`` is below one.
-        InterruptedTimingError: On Ctrl-C after at least one whole round.
+        InterruptedTimingError: If Ctrl-C comes after at least one whole round.
     """
     for name, value in (("repeats", repeats), ("warm_up", warm_up)):
         if value < 1:

@@ -50,8 +50,8 @@ class Manifest:
         previous: Step and checksum of the checkpoint whose weights these are changes of; None for
             a key frame.
         size: Bytes of the file of streams.
-        sha256: Its checksum.
-        raw_bytes: Of all tensors as they are in memory.
+        sha256: Checksum of that file.
+        raw_bytes: Bytes of all tensors as they are in memory.
         streams: Bytes of every stream before and after its compression.
         figures: Anything else worth knowing, not needed to read it.
     """

@@ -31,10 +31,10 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps done.
-        model: For ``model.load_state_dict``.
-        optimizer: For ``optimizer.load_state_dict``; None if none was saved.
-        extra: As it was given.
-        parameters: From the keys of ``optimizer["state"]`` to names of weights, where known.
+        model: What ``model.load_state_dict`` takes.
+        optimizer: What ``optimizer.load_state_dict`` takes; None if none was saved.
+        extra: What was given as ``extra``.
+        parameters: Names of weights by the keys of ``optimizer["state"]``, where known.
     """
 
     step: int
@@ -105,7 +105,7 @@ class CheckpointChain:
                 rate of 0).
             beta: First moments smaller than ``beta`` times the mean are left out; the paper's is 2.
                 Training goes on as well without them, once second moments are read as means.
-            key_every: So many checkpoints make a chain; the first of them, the key frame, stands
+            key_every: How many checkpoints make a chain; the first of them, the key frame, stands
                 alone. 1 for no chains at all.
             key_bits: 2 to 8; weights in a key frame, and others that stand alone, become one of
                 ``2 ** key_bits - 1`` values; cores of tensor trains get two bits more.
@@ -173,7 +173,7 @@ class CheckpointChain:
             model: A module or its state.
             optimizer: An optimizer, its state, or None.
             extra: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
-            parameters: From keys of the optimizer's state to names of weights; needed only where
+            parameters: Names of weights by the keys of the optimizer's state; needed only where
                 states are given instead of objects, and parameters are not in the model's order.
 
         Raises:

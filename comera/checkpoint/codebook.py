@@ -118,10 +118,10 @@ def _refined(
 
     Args:
         sorted_n: The values.
-        sums: Of those before each.
-        centres: To begin with, ascending, float64 (k,).
-        price: Of a bit.
-        beside: So many zeros are beside the values, and zero stays a centre; 0 if it need not.
+        sums: Sums of the values before each of them.
+        centres: Centres to begin with, ascending, float64 (k,).
+        price: Price of a bit.
+        beside: Number of zeros beside the values, for which zero stays a centre; 0 if it need not.
     """
     bits = torch.zeros_like(centres)
     edges = torch.zeros(0, dtype=torch.long)

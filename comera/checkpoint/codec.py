@@ -1,4 +1,4 @@
-"""One tensor into streams, and back: exactly, or as a pruned and quantised change.
+"""Write one tensor into streams and read it back: exactly, or as a pruned and quantised change.
 
 Each ``write_`` returns what its ``read_`` needs beside the streams, as plain values; both give
 the same reconstruction, bit by bit. Shapes: n = entries, k = kept entries.
@@ -117,15 +117,15 @@ def write_change(
     coded as well as that is written exactly.
 
     Args:
-        section: Written to.
+        section: The section that is written to.
         weight: Finite floats of any shape and size; of float64, ones that float32 can hold.
         base: What the checkpoint before is read as; same shape and dtype.
         second: The weight's second moments, which say how small a change may be left out.
         bits: Kept changes become one of ``2 ** bits - 1`` values.
         key_bits: Entries become one of ``2 ** key_bits - 1`` values where there is no base.
-        rate: As in :func:`codebook.learn`, for a change as large as the weight; more for a smaller
-            one, see :func:`_worth_of_bits`.
-        alpha: See :func:`pruning.changed_weights`.
+        rate: Price of a bit, as :func:`codebook.learn` takes it, for a change as large as the
+            weight; more for a smaller one, by :func:`_worth_of_bits`.
+        alpha: Factor of :func:`pruning.changed_weights`.
 
     Returns:
         The record, where kept entries lie (k,), and what will be read: error included, so that

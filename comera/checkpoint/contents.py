@@ -1,4 +1,4 @@
-"""All of a checkpoint's tensors into streams, and back.
+"""Write all of a checkpoint's tensors into streams, and read them back.
 
 The model's tensors come first and have streams of their own: to follow a chain, those are all that
 is read of the checkpoints on the way.
@@ -59,7 +59,7 @@ def encode(
     Args:
         snapshot: What to keep.
         base: The model's tensors as the checkpoint before is read; None for a key frame.
-        quality: Of what is lossy.
+        quality: Quality of what is lossy.
     """
     streams = Streams()
     section, rest = Section("model", streams), Section("rest", streams)
@@ -128,7 +128,7 @@ def decode(
     """Return ``model``, ``optimizer``, ``extra`` and ``parameters``, and the model's tensors.
 
     Raises:
-        DamagedError: As :func:`decode_model`.
+        DamagedError: For the reasons for which :func:`decode_model` raises it.
     """
     reader = StreamReader(blobs)
     skeleton, records = _read_index(reader, max_bytes)

@@ -45,8 +45,8 @@ def scatter_(
     """Load what :func:`gathered` was saved from into every process; every rank must call it.
 
     Args:
-        model: As for :func:`gathered`.
-        optimizer: As for :func:`gathered`.
+        model: The model that :func:`gathered` was called with, or one like it.
+        optimizer: The optimizer likewise.
         saved: What ``chain.load`` returned, on rank 0; not looked at elsewhere.
 
     Raises:

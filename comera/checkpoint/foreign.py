@@ -15,7 +15,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.pt")
-"""In a folder of one checkpoint, as transformers and others write them."""
+"""Names of the weights in a folder of one checkpoint, as transformers and others write them."""
 
 
 def find_series(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The moments of one weight into streams, and back: pruned together, and quantised.
+"""Write the moments of one weight into streams, pruned together and quantised; read them back.
 
 Both ways give the same reconstruction, bit by bit.
 """
@@ -43,14 +43,14 @@ def write_moments(
     moments are what is quantised, since updates are divided by them.
 
     Args:
-        section: Written to.
+        section: The section that is written to.
         first: Finite floats of any shape.
-        second: Of the same shape, not negative.
+        second: Numbers of the same shape, not negative.
         kept_weights: Where changes of the weight were kept; others' moments are left out. None
             looks at all.
         bits: Kept moments become one of ``2 ** bits - 1`` values.
-        rate: See :func:`codebook.learn`.
-        beta: See :func:`pruning.large_moments`.
+        rate: Price of a bit, as :func:`codebook.learn` takes it.
+        beta: Factor of :func:`pruning.large_moments`.
     """
     flat = first.detach().float().reshape(-1)
     mean = float(flat.abs().mean(dtype=torch.float64)) if len(flat) else 0.0

@@ -1,4 +1,4 @@
-"""Positions and codes as bytes that an entropy coder comes to grips with."""
+"""Pack positions and codes into bytes of which an entropy coder makes few."""
 
 import math
 

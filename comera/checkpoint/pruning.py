@@ -19,7 +19,7 @@ def changed_weights(change_n: Tensor, second: Tensor | None, alpha: float) -> Te
     gradients are large, smaller changes are kept too.
 
     Args:
-        change_n: Of the weights since the last checkpoint, float32 (n,).
+        change_n: Change of the weights since the last checkpoint, float32 (n,).
         second: The second moments, of any shape; None if the optimizer keeps none.
         alpha: 0 or more, and 0 keeps every change there is; the paper's is 5e-5.
 
@@ -37,7 +37,7 @@ def large_moments(first_n: Tensor, mean: float, beta: float) -> Tensor:
 
     Args:
         first_n: First moments that may be kept, float32 (n,).
-        mean: Of the magnitude of all first moments of the parameter.
+        mean: Mean magnitude of all first moments of the parameter.
         beta: 0 or more; the paper's is 2.
 
     Returns:

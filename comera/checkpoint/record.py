@@ -20,15 +20,15 @@ class Record:
 
     Attributes:
         codec: Which pair of functions writes and reads it.
-        change: Of ``exact``: whether the bits are those of a difference to the one before.
-        kept: Of the others: how many entries were kept.
+        change: Whether the bits of ``exact`` are those of a difference to the one before.
+        kept: How many entries the other codecs have kept.
         books: How many values each of their codebooks has; two for first and second moments.
         places: Where kept entries lie: ``all``, ``many`` (marked one by one), or the bytes of their
             gaps.
-        weight: Of ``moments``: the weight without whose changes they cannot be read, if any.
-        names: Of the tensors.
-        shape: Of each of them.
-        dtypes: Of each of them.
+        weight: The weight without whose changes ``moments`` cannot be read, if any.
+        names: Names of the tensors.
+        shape: Shape that all of them have.
+        dtypes: Dtype of each of them.
     """
 
     codec: Literal["exact", "change", "moments"]

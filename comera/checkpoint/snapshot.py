@@ -118,9 +118,9 @@ def take_snapshot(
         optimizer: An optimizer, its state, or None.
         extra: Tensors and plain values of the caller.
         policy: Decides what is skipped, and what is lossy.
-        device: Where the copies are; None for where each tensor is.
-        parameters: From the optimizer's keys of parameters to names of weights, where a state is
-            given in place of an optimizer.
+        device: The device of the copies; None for that of each tensor.
+        parameters: Names of weights by the optimizer's keys of parameters, where a state is given
+            in place of an optimizer.
 
     Raises:
         TypeError: If something is neither a tensor nor a plain value; says which.

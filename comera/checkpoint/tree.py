@@ -66,14 +66,14 @@ def take_apart(
     """Return the skeleton of nested dicts, lists and tuples.
 
     Args:
-        value: Of tensors, numbers, strings, None, and dicts, lists and tuples of them.
+        value: Tensors, numbers, strings, None, and dicts, lists and tuples of them.
         take: Given every tensor under its dotted name; returns what to write in its place, or
             None to leave out the entry of the dict it is in.
-        name: Of the value itself.
-        deep: It lies in so many others.
+        name: Dotted name of the value itself.
+        deep: How many others the value lies in.
 
     Raises:
-        TypeError: For anything else; says where it lies.
+        TypeError: If there is anything else; says where it lies.
         ValueError: If it is nested too deep to be read again, or in itself.
     """
     if deep > DEEPEST_STATE:

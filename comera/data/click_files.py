@@ -107,9 +107,9 @@ def read_chunks(
         first: Number of the first chunk that is wanted.
 
     Raises:
-        ValueError: At a malformed line or cell: its number and what was expected. Malformed is a
-            number that is not finite too; only an empty cell, or in a typed column NaN, is missing,
-            and not where the label should be.
+        ValueError: If a line or cell is malformed: says its number and what was expected. Malformed
+            is a number that is not finite too; only an empty cell, or in a typed column NaN, is
+            missing, and not where the label should be.
     """
     if format == "table" and path.suffix in (".npz", ".parquet"):
         yield from itertools.islice(_whole(path, columns, skip_bad), first, None)

@@ -48,11 +48,11 @@ class ClickData:
         positive: A label above this is a click.
         fields: Columns of categories; all but the label and ``continuous`` if none is named.
         continuous: Columns of numbers.
-        transform: Of the continuous numbers x: ``log`` is ``log(1 + max(x, 0))``, ``standard``
-            shifts and scales them to mean 0 and variance 1, cut at 5; missing ones (empty, or NaN
-            in ``.npz`` and ``.parquet``) become 0.
+        transform: What becomes of continuous numbers x: ``log`` is ``log(1 + max(x, 0))``,
+            ``standard`` shifts and scales them to mean 0 and variance 1, cut at 5; missing ones
+            (empty, or NaN in ``.npz`` and ``.parquet``) become 0.
         min_count: Categories seen less often in training share one row.
-        hash_rows: Instead of a vocabulary, so many rows for each field with more categories,
+        hash_rows: Number of rows, instead of a vocabulary, of each field with more categories,
             shared by their hashes.
         heldout: Share of the rows for evaluation.
         split: ``random``, or ``last`` for the last rows of the file, such as a log's last day.
@@ -79,10 +79,10 @@ class Clicks:
 
     Attributes:
         table_sizes: Rows of each field's table.
-        field_names: Their columns.
+        field_names: Names of the fields' columns.
         num_continuous: Continuous features.
         skipped: Malformed lines that were left out.
-        digests: Of the file, as the settings name it.
+        digests: Digest of the file, by its name in the settings.
         prepared: Digest of the prepared rows.
     """
 

@@ -76,7 +76,7 @@ class NliPairs:
     Batches hold pairs of similar length, padded to the longest.
 
     Attributes:
-        digests: Of the files and data sets that were read, as the settings name them.
+        digests: Digests of the files and data sets that were read, as the settings name them.
         prepared: Digest of the encoded pairs.
     """
 

@@ -59,7 +59,7 @@ class TextStreams:
         settings: Where the text comes from.
         train: Tokens of the training files, one file after the other.
         valid: The same of the held-out files.
-        digests: Of the files that were read, by name.
+        digests: Digests of the files that were read, by name.
         prepared: Digest of both streams.
     """
 

@@ -96,7 +96,7 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     """Return for each token of a tokenizer its number when sorted by falling frequency.
 
     Args:
-        tokenizer: Its special tokens keep the first places.
+        tokenizer: The tokenizer, whose special tokens keep the first places.
         counts: ``(vocab,)`` occurrences of each of its tokens.
     """
     size = tokenizer.get_vocab_size()

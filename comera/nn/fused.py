@@ -29,7 +29,7 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
     Args:
         x: ``(*, in_features)``.
-        layers: For example the query, key and value projections of an attention.
+        layers: Layers of one input, such as the query, key and value projections of an attention.
 
     Returns:
         ``(*, out_features)`` of each layer.
@@ -50,8 +50,8 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 
     Args:
         x: ``(*, in_features)``.
-        first: From the width of x to the hidden width.
-        second: From there to the output width.
+        first: The layer from the width of x to the hidden width.
+        second: The layer from the hidden width to the output width.
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
 
     Raises:

@@ -30,7 +30,8 @@ class GroupedMerge:
     too.
 
     Args:
-        model: Its layers are found once, here; their ranks may change between two uses.
+        model: The model, whose layers are found once, here; their ranks may change between two
+            uses.
         autocast: Dtype in which the layers will be used: the factors are cast to it at once, for
             layers that are called while autocast is on.
 

@@ -198,7 +198,7 @@ class TensorTrainModule(WeightByAssignment):
         """Approximate a dense weight by TT-SVD, in place; gates become ones.
 
         Args:
-            weight: Of the shape of :attr:`weight`.
+            weight: The new weight, of the shape of :attr:`weight`.
             tolerance: Bound on the relative Frobenius error of the train, which decides its ranks:
                 parameters change their shapes, and an optimizer has to be made anew. Hot rows keep
                 theirs. The present ranks if None.

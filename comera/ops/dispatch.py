@@ -28,7 +28,7 @@ class Way(NamedTuple):
     """A way an operator can run.
 
     Attributes:
-        name: In a few words.
+        name: What the way does, in a few words.
         run: Goes it; takes the operator's arguments.
         refuses: Says of these arguments why it does not take them, or None where it does. None in
             its place takes everything.

@@ -30,7 +30,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
         x: Any shape.
         residual: What is added, of the shape of x; None for dropout alone.
         p: Probability of dropping an element.
-        training: Without it nothing is dropped.
+        training: Whether to drop anything at all.
 
     Returns:
         A tensor like x, whose kept elements are scaled so that its mean stays.

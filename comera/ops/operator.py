@@ -16,9 +16,9 @@ class Operator:
     """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
 
     Args:
-        name: With its namespace, e.g. ``"comera::contract_cores"``.
+        name: Name with its namespace, e.g. ``"comera::contract_cores"``.
         run: Computes it. Its annotations are the schema; no output is an input or a view of one.
-        tags: As in :func:`torch.library.custom_op`.
+        tags: Tags as :func:`torch.library.custom_op` takes them.
     """
 
     def __init__(self, name: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:

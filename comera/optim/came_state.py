@@ -15,7 +15,7 @@ State = dict[str, Tensor]
 
 FACTORS = ("exp_avg_sq_factors", "exp_avg_res_factors")
 _FULL = ("exp_avg_sq", "exp_avg_res")
-"""The same means while they are laid out in full."""
+"""Names of the same means while they are laid out in full."""
 
 _STACKED = {"cpu": (1 << 16, 1 << 18)}
 """Equal tensors up to so many entries are updated together, up to so many in all: where copying

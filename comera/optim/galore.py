@@ -174,7 +174,7 @@ class GaLore(Optimizer):
         """Take one step of one parameter, in group number ``position``, as :meth:`step` would.
 
         Raises:
-            RuntimeError: As :meth:`step`.
+            RuntimeError: For the reasons for which :meth:`step` raises it.
         """
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []

@@ -14,18 +14,18 @@ KEYS = ("rank", *DEFAULTS)
 """Settings of a projected group that the inner optimizer has no use for."""
 
 OURS = "galore_"
-"""Before the names of GaLore's own entries in a parameter's state."""
+"""Prefix of the names of GaLore's own entries in a parameter's state."""
 
 
 def check_group(group: dict[str, Any], inner: Optimizer) -> None:
     """Raise for a parameter group that does not fit.
 
     Args:
-        group: As the user wrote it.
+        group: The group as the user wrote it.
         inner: The optimizer that takes all keys but GaLore's.
 
     Raises:
-        ValueError: For a key that nobody takes, or a setting out of range.
+        ValueError: If nobody takes a key, or a setting is out of range.
     """
     known = {*inner.defaults, "params", "name", "initial_lr", *KEYS}
     unknown = sorted(set(group) - known)
@@ -80,8 +80,8 @@ def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str
     """Raise ``ValueError`` if subspaces to load do not fit.
 
     Args:
-        param: Whose they are.
-        group: Its group; None if it is not projected.
+        param: The parameter whose subspaces they are.
+        group: The parameter's group; None if it is not projected.
         found: ``left`` and ``right`` bases.
     """
     if group is None:

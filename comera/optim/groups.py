@@ -93,7 +93,7 @@ def galore_param_groups(
             :class:`~comera.TTConfig`: a regular expression over the whole name, or names.
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
-        proj_type: See :class:`~comera.GaLore`.
+        proj_type: From which sides to project, as :class:`~comera.GaLore` names them.
         gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Decay of dense matrices only, projected or not.

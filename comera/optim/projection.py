@@ -62,7 +62,8 @@ def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dic
     Args:
         grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
         rank: Columns of each basis, below the sides it stands for.
-        proj_type: See :func:`sides`; ``random`` takes a random subspace, not the leading one.
+        proj_type: From which sides to project, as :func:`sides` names them; ``random`` takes a
+            random subspace, not the leading one.
         seed: Seed of what is random; torch's own random state is left alone.
 
     Returns:

@@ -71,9 +71,9 @@ def loading_exactly(
     """Undo, around torch's ``load_state_dict``, that it casts state to its parameter's dtype.
 
     Args:
-        optimizer: Whose state is loaded.
-        exact: From the given state of a parameter, and that, to what its state is to hold instead
-            of what torch makes of it. What it raises leaves the optimizer as it was.
+        optimizer: The optimizer whose state is loaded.
+        exact: Makes, of the given state of a parameter and that parameter, what its state is to
+            hold instead of what torch makes of it. What it raises leaves the optimizer as it was.
     """
     found: dict[Tensor, dict[str, Any]] = {}
 

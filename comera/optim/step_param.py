@@ -1,4 +1,4 @@
-"""The step of one parameter by an optimizer that has many."""
+"""Step one parameter by an optimizer that has many."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
 
     Args:
         optimizer: Steps each parameter by its own gradient and state.
-        param: With its gradient.
+        param: The parameter to step, with its gradient.
         position: Place of its group among the optimizer's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a tensor train stops paying against nn.Linear, and a shape that would pay."""
+"""Find where a tensor train stops paying against nn.Linear, and a shape that would pay."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Suggestion:
     """Another shape that is predicted to be faster than the dense layer.
 
     Attributes:
-        shape: With it.
+        shape: Modes and ranks with the change.
         change: What to change, as one would type it: ``"rank=24"``.
         time_ratio: Predicted time in units of the dense layer's.
     """
@@ -72,7 +72,7 @@ def break_even(
     Args:
         layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
 
     Raises:
         ValueError: If the machine has no rate for ``dtype``.
@@ -104,7 +104,7 @@ def suggest(
     Args:
         layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
 
     Returns:
         The suggestion, or None if nn.Linear is faster than any of them.

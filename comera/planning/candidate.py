@@ -53,8 +53,8 @@ def candidate(
 
     Args:
         name: The way to compute the layer, in a word.
-        machine: On which it runs.
-        dtype: Of all numbers.
+        machine: The machine on which it runs.
+        dtype: Dtype of all numbers.
         forward: Steps of the forward pass in the order in which they run.
         backward: Steps of the backward pass likewise; none if there is no such pass.
         inputs: Numbers in each input of the layer, by name.
@@ -152,7 +152,7 @@ def gates(shape: TTShape | TTMShape, operators: float) -> list[Step]:
     """List the step that multiplies each core by the gate of its right bond.
 
     Args:
-        shape: For the cores.
+        shape: Modes and ranks of the cores.
         operators: Python operators of the layer; their overhead is counted here.
     """
     calls, moved = 3 + len(shape.ranks), 2 * shape.num_params

@@ -55,8 +55,8 @@ def schedule(
     """Order the products of the forward and the backward pass along one tree.
 
     Args:
-        network: Closed; ``root`` is one of its tensors.
-        tree: Over all tensors but ``root``.
+        network: A closed network; ``root`` is one of its tensors.
+        tree: The tree over all tensors but ``root``.
         root: The tensor that is known only after the forward pass: the gradient of its result.
         result: Name of the forward pass's result. It is stored in the order of ``root``.
         wanted: Tensors whose gradient is needed.
@@ -139,10 +139,10 @@ def _contract(
     """Describe one contraction as a batched matrix product, its operands in the better order.
 
     Args:
-        network: For the sizes.
+        network: The network, which says how large indices are.
         one: First operand.
         two: Second operand.
-        name: Of the result.
+        name: Name of the result.
         kept: Indices of the result.
         order: How the result would best lie in memory, if that matters.
         exact: Whether it has to lie so, by a copy if need be.
@@ -231,8 +231,8 @@ def find_tree(network: Network) -> Tree:
     none is, so its trees can take more multiply-adds; it is also slower.
 
     Args:
-        network: At least one tensor; the output's indices are kept. For the joint plan of a
-            closed network leave out the tensor at which the forward pass ends.
+        network: A network of at least one tensor; the output's indices are kept. For the joint plan
+            of a closed network leave out the tensor at which the forward pass ends.
 
     Returns:
         Nested pairs of names; within a pair the side that holds the earlier tensor comes first.

@@ -1,4 +1,4 @@
-"""From how many rows on a batch is multiplied faster by the dense weight than by its factors."""
+"""Find from how many rows on a batch is multiplied faster by the dense weight than by factors."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ def dense_from(
     Args:
         layer: The layer; its own number of tokens does not count.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
 
     Returns:
         The smallest such number, or None if dense is slower at any batch (up to 2**24 tokens), or

@@ -42,7 +42,7 @@ class Machine:
     """One device, and for a CPU one number of threads.
 
     Args:
-        name: As people call it, e.g. ``"NVIDIA H200"``.
+        name: What people call it, e.g. ``"NVIDIA H200"``.
         kind: ``"cpu"`` or ``"cuda"``.
         flops: Pairs of a dtype and the floating-point operations a second of a large square
             matrix product; a multiply-add is two.
@@ -215,8 +215,8 @@ def load_machine(kind: str = "cpu", name: str | None = None, threads: int | None
 
     Args:
         kind: ``"cpu"`` or ``"cuda"``.
-        name: Of the device, as it was saved. This computer's processor if None; a GPU without a
-            name has no profile.
+        name: Name of the device, as it was saved. This computer's processor if None; a GPU without
+            a name has no profile.
         threads: Threads in use on a CPU. As many as this process may run on if None.
 
     Raises:

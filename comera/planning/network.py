@@ -93,8 +93,8 @@ def factor_networks(shape: TTShape | TTMShape, names: tuple[str, str]) -> tuple[
     """Build the closed networks of the left and right factor, each closed by its gradient.
 
     Args:
-        shape: Of a linear layer, split between input and output; or of a table, split in the
-            middle, where a core's row and column mode count as one.
+        shape: Modes and ranks of a linear layer, split between input and output; or of a table,
+            split in the middle, where a core's row and column mode count as one.
         names: What the gradients of the two factors are called.
     """
     modes, cores, sizes = _train(shape.slice_sizes, shape.ranks)

@@ -23,8 +23,8 @@ class Plan:
     Attributes:
         title: The layer in words.
         tokens: Rows or indices in the batch.
-        dtype: Of all numbers.
-        machine: On which times are predicted.
+        dtype: Dtype of all numbers.
+        machine: The machine on which times are predicted.
         candidates: The ways to compute the layer, fastest first by prediction.
         runs: Names of those that the layer has code for; the others are there for comparison.
         dense: The torch layer it replaces.

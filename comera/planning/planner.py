@@ -19,7 +19,7 @@ def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None
     Args:
         layer: The layer and its batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
 
     Raises:
         ValueError: If the machine has no rate for ``dtype``.
@@ -44,7 +44,7 @@ def plan_embedding(
         shape: Modes and ranks.
         tokens: Indices in the batch.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: On which it will run; the profile of this computer's CPU if None.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
         distinct: How many different indices to expect; as many as can be if None.
         num_embeddings: Rows of the table if the modes multiply to more.
         embedding_dim: Width if the modes multiply to more.

@@ -50,7 +50,7 @@ def check_alike(
         settings: What else must be equal, by name.
 
     Raises:
-        ValueError: In all processes, if any two differ; the message says in what.
+        ValueError: If any two differ; raised in all processes, and says in what.
     """
     layers = tensor_trains(model)
     gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
@@ -75,8 +75,8 @@ def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
 
     Raises:
         Exception: What the function raised, where it did.
-        RuntimeError: In the other processes, if it raised in one.
-        ValueError: In all processes, if it returned different values.
+        RuntimeError: If it raised in one process; raised in the others.
+        ValueError: If it returned different values; raised in all processes.
     """
     mine, problem = None, None
     try:

@@ -23,10 +23,11 @@ class ImportanceScores:
     arXiv 1906.10771, equation 8).
 
     Args:
-        layers: Whose gates are observed, by name.
+        layers: The layers whose gates are observed, by name.
 
     Attributes:
-        mean: Of all gates, one after the other, ``(all ranks,)``; None before the first step.
+        mean: Running mean of all gates, one after the other, ``(all ranks,)``; None before the
+            first step.
     """
 
     def __init__(self, layers: Mapping[str, TensorTrainModule]) -> None:

@@ -43,7 +43,8 @@ class RankLearning(ABC):
     Attributes:
         method: The name of the class in states and errors.
         steps_done: Steps counted so far.
-        process_group: As given. ``TrainStep`` puts that of its ``DistributedDataParallel`` here.
+        process_group: The group that was given. ``TrainStep`` puts that of its
+            ``DistributedDataParallel`` here.
     """
 
     method: ClassVar[str]
@@ -99,7 +100,7 @@ class RankLearning(ABC):
         """Return what to differentiate instead of ``loss``: a scalar on the same device.
 
         Args:
-            loss: Of the batch.
+            loss: Loss of the batch.
             seen: What the size is weighed against, where that is not ``loss``: of several processes
                 the mean of theirs, so that all make the same choice.
         """
@@ -116,8 +117,8 @@ class RankLearning(ABC):
         """Return the objective of a stage that is not over.
 
         Args:
-            loss: Of the batch, to be differentiated.
-            gates: As they are now.
+            loss: Loss of the batch, to be differentiated.
+            gates: All gates as they are now.
             seen: The loss, or the mean of several processes', without a gradient.
         """
 
@@ -125,7 +126,7 @@ class RankLearning(ABC):
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Of the batch.
+            loss: Loss of the batch.
             optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
                 anew for cores that are brought into canonical form; without it such a state is left
                 as it was, which costs some steps.
@@ -211,10 +212,10 @@ class RankLearning(ABC):
         """Find the group to work with, and check that its processes hold the same ranks and gates.
 
         Args:
-            settings: Of the method, by which ranks are chosen: they must be the same too.
+            settings: Settings of the method by which ranks are chosen: they must be the same too.
 
         Raises:
-            ValueError: In all of them, if they do not.
+            ValueError: If they do not; raised in all of them.
         """
         check_whole(self.model, self.method)
         given = self.process_group

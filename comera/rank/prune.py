@@ -48,9 +48,9 @@ def prune_to_(
         named: Layers to prune, by name.
         budget: Entries the cores may have afterwards.
         min_rank: Ranks a bond must keep; at 0 a whole layer may go.
-        importance: From the ``id`` of a gate to the importance of each of its ranks, ``(R,)``, in
-            one unit for the whole model. By default the share a rank has in the squared norm that
-            its bond still carries.
+        importance: The importance of each rank, ``(R,)``, by the ``id`` of its gate, in one unit
+            for the whole model. By default the share a rank has in the squared norm that its bond
+            still carries.
         min_keep: Share of what it would keep if all layers shrank alike that every layer keeps at
             least, in ``[0, 1]``; as far as its ranks can be divided so.
 

@@ -21,8 +21,8 @@ def check_steps(name: str, steps: Any, least: int, why: str = "") -> None:
     """Raise ``ValueError`` for what is no number of steps.
 
     Args:
-        name: Of the setting.
-        steps: As given.
+        name: Name of the setting.
+        steps: The value that the user gave.
         least: The fewest there may be.
         why: What the error says besides.
     """

@@ -33,8 +33,8 @@ class SizeOfRanks:
     Relaxed, ``d_k`` is the sum of those gates, which has a gradient; at gates of one both agree.
 
     Args:
-        model: Its tensor-train layers are found once, here. Those with a frozen gate keep their
-            ranks and are not counted.
+        model: The model, whose tensor-train layers are found once, here. Those with a frozen gate
+            keep their ranks and are not counted.
         min_rank: Gates of a bond that has no more open ones than this get no gradient of the
             relaxed size.
 

@@ -1,4 +1,4 @@
-"""From settings and data to a model and what trains it."""
+"""Make of settings and data a model and what trains it."""
 
 import contextlib
 import logging

@@ -32,14 +32,14 @@ class Job:
     """One run.
 
     Attributes:
-        variant: Name of its settings.
-        seed: Its seed.
-        config: Its settings; ``out`` is its folder.
+        variant: Name of the variant that it trains.
+        seed: Seed of the run.
+        config: Settings of the run; ``out`` is its folder.
         clock: The job whose seconds in training steps this one may take.
         pace: The job whose seconds a step say how many steps those are.
         state: How far it is.
         reason: Why it failed.
-        steps: Its optimizer steps, once they are known.
+        steps: Optimizer steps of the run, once they are known.
         anew: Train it though it is finished.
     """
 
@@ -140,7 +140,7 @@ def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
     Where all are finished, or read other files, nothing is read.
 
     Args:
-        jobs: After :func:`resolve`.
+        jobs: The jobs as :func:`resolve` left them.
         overwrite: Mark finished runs of other data as waiting, to be begun anew.
 
     Raises:
@@ -189,10 +189,10 @@ def run_jobs(
     handed on to every running job, which saves and stops; a second one stops them at once.
 
     Args:
-        jobs: As :func:`resolve` left them; their states are kept up to date.
+        jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
         at_once: Processes at a time. They share the threads that torch would use in one.
         overwrite: Begin a run anew whose folder holds other settings.
-        watcher: Its callbacks are called as jobs start, run and end.
+        watcher: Callbacks that are called as jobs start, run and end.
 
     Returns:
         Whether all jobs were run; False after a signal.

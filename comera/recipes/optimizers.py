@@ -40,13 +40,13 @@ class OptimizerConfig:
             is 0.9999 where two are given.
         eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
             ``comera.GaLoreAdafactor``.
-        bias_correction: For came, true if not given: steps of the size of the rate from the first
-            on, see ``comera.CAME``.
+        bias_correction: Whether came takes steps of the size of the rate from the first on, see
+            ``comera.CAME``; true if not given.
         clip_threshold: Largest root mean square of an update, for came and adafactor.
-        beta2_decay: For adafactor: the power of the step by which its moments slow down.
-        momentum: For sgd and muon.
-        rank: Of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about what
-            its authors take.
+        beta2_decay: Power of the step by which the moments of adafactor slow down.
+        momentum: Momentum of sgd and muon.
+        rank: Rank of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about
+            what its authors take.
         update_proj_gap: Steps between two subspaces, for galore.
         scale: Factor of every projected step, for galore.
         proj_type: How to project, for galore; see ``comera.GaLore``.
@@ -193,7 +193,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     """Make the optimizer of a model, its groups by :func:`~comera.param_groups` or for GaLore.
 
     Args:
-        model: On any device, ``meta`` too.
+        model: The model, on any device, ``meta`` too.
         settings: Settings of the run.
         width: Width of the model, for the rank of GaLore.
 

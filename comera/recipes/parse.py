@@ -1,4 +1,4 @@
-"""From a mapping, as a YAML file holds it, to typed settings; what does not fit is named."""
+"""Make typed settings of a mapping, as a YAML file holds it, and name what does not fit."""
 
 import copy
 import dataclasses
@@ -25,13 +25,12 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     are dataclasses themselves, come one by one, so that an error names one key.
 
     Args:
-        kind: Such as ``RunConfig``.
-        values: From names of fields to values, or to mappings for sections; the rest keeps its
-            default.
-        within: Put before the keys in errors, as ``train.``.
+        kind: The dataclass, such as ``RunConfig``.
+        values: Values by the names of fields, or mappings for sections; the rest keeps its default.
+        within: What errors put before the keys, such as ``train.``.
 
     Raises:
-        ValueError: For a key that is no field, or a value of another type.
+        ValueError: If a key is no field, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
     parser = ArgumentParser(exit_on_error=False)

@@ -1,4 +1,4 @@
-"""How far the runs of a sweep are: bars while they run, a line for each that ends."""
+"""Show how far the runs of a sweep are: bars while they run, a line for each that ends."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ def show_progress(jobs: Sequence[Job], metric: str, console: Console) -> Iterato
     """Show one bar for all jobs, and one for each that runs.
 
     Args:
-        jobs: All, finished or not.
-        metric: Shown for each that finishes.
-        console: Where to; the bars only if it is a terminal.
+        jobs: All jobs, finished or not.
+        metric: Key of the metric that is shown for each that finishes.
+        console: The console to print on; bars are shown only if it is a terminal.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}

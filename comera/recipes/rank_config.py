@@ -95,7 +95,7 @@ class ImportancePruningConfig(ImportanceSettings):
 
 RankConfig = TwoStageConfig | ImportancePruningConfig
 RANK_SECTIONS = ("two_stage", "importance_pruning")
-"""Their names in a run; at most one is given."""
+"""Names of the sections of a run that learn ranks; at most one is given."""
 
 
 def _check(section: str, target: Any, check: Any) -> None:

@@ -48,9 +48,9 @@ def replay(
     """Evaluate checkpoints by the loss of a run.
 
     Args:
-        run: Its folder; gives the settings and what was logged.
-        chain: Checkpoints of it, kept in whatever way.
-        steps: Which.
+        run: Folder of the run, which holds the settings and what was logged.
+        chain: Checkpoints of that run, kept in whatever way.
+        steps: Steps whose checkpoints are evaluated.
         train_on: Optimizer steps to go on from each, but no further than the run's end.
         progress: Called after every step trained.
 

@@ -74,9 +74,9 @@ def run(
 
     Args:
         config: The whole run.
-        console: Where the tables go.
-        quiet: No progress bars.
-        began: Told how many optimizer steps there will be, once the data is there.
+        console: The console that the tables go to.
+        quiet: Whether to show no progress bars.
+        began: Called with the number of optimizer steps, once the data is there.
 
     Returns:
         The compressed model (or the dense one, without a ``tensorize`` section), then its twin.

@@ -110,7 +110,7 @@ class CheckpointConfig:
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
         alpha: Factor of ExCP's rule for small changes of weights; 0 leaves that to the rate.
         beta: Moments smaller than so many means are left out.
-        key_every: So many checkpoints build on each other; null for 20 of lossy ones, and none of
+        key_every: How many checkpoints build on each other; null for 20 of lossy ones, and none of
             lossless ones.
         key_bits: Bits of codes of weights where a lossy checkpoint stands alone.
         keep_last: Older checkpoints are deleted; null keeps all.
@@ -189,8 +189,8 @@ class RunConfig:
         """Return the section ``optimizer``, what it leaves open filled in from the run.
 
         Args:
-            steps: Of the whole run. Where only the data tell, None: ``gate_lr`` stays open if there
-                is a late stage.
+            steps: Steps of the whole run. None where only the data tell: ``gate_lr`` stays open if
+                there is a late stage.
         """
         name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
         gate_lr = self.optimizer.gate_lr

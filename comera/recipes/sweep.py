@@ -36,8 +36,8 @@ class Variant:
     """One way to train.
 
     Attributes:
-        name: Also of its folder.
-        config: Its settings, for any seed.
+        name: Name of the variant and of its folder.
+        config: Settings of the variant, for any seed.
         clock: Name of the variant whose time it may take, instead of a number of steps.
         pace: Name of the variant whose seconds a step say how many steps those are.
     """
@@ -57,7 +57,7 @@ class Sweep:
         seeds: Each variant is trained with each of them.
         reference: Name of the variant that the others are compared with.
         metric: Key of the last evaluation to compare.
-        variants: By name, in the order of the file.
+        variants: The variants by name, in the order of the file.
     """
 
     out: Path
@@ -81,7 +81,7 @@ def run_sweep(
         at_once: Runs at a time.
         overwrite: Begin the runs anew whose folders hold other settings or were begun with other
             data; the others stay.
-        console: Where progress and the table go.
+        console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
 
     Returns:
@@ -145,7 +145,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
 
     Raises:
-        ValueError: For the first thing that is wrong, with the name of the variant.
+        ValueError: If something is wrong; names the variant and the first such thing.
         FileNotFoundError: If the file or its base is not there.
     """
     content = read_yaml(path)

@@ -21,7 +21,7 @@ from comera.recipes.data_record import DataRecord
 from comera.recipes.run_config import ModelConfig, RunConfig
 
 _LARGEST_LOSS = 700.0
-"""Above that a perplexity is too large for a float."""
+"""Loss above which a perplexity is too large for a float."""
 _EVALUATED = 16_384
 """Rows of a click log that are evaluated at a time."""
 
@@ -57,7 +57,7 @@ def prepare_task(
 
     Args:
         config: The run.
-        device: Where its batches go.
+        device: The device that batches go to.
         digests: What :func:`data_digests` has just found, so as not to read it once more.
     """
     if config.clicks is not None:

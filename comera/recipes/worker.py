@@ -27,9 +27,9 @@ def work(config: RunConfig, threads: int, messages: Connection) -> None:
 
     Args:
         config: The run. What it prints goes to ``log.txt`` in its folder.
-        threads: For torch, unless the settings say how many.
-        messages: Is sent ``("began", steps)`` and at the end ``("finished", "")``,
-            ``("stopped", "")`` or ``("failed", reason)``.
+        threads: Threads of torch, unless the settings say how many.
+        messages: The connection that is sent ``("began", steps)`` and at the end ``("finished",
+            "")``, ``("stopped", "")`` or ``("failed", reason)``.
     """
     # The terminal's Ctrl-C goes to the starting process only, which hands it on as SIGTERM: a run
     # that got it twice would stop without saving. What came before is dropped by ignoring it.

@@ -25,7 +25,7 @@ class LayerReport:
     """One tensor-train layer.
 
     Attributes:
-        name: As in ``named_modules``.
+        name: Name of the layer, as in ``named_modules``.
         kind: Class name.
         modes: Modes of the cores.
         start_ranks: Bonds when the layer was made.
@@ -62,7 +62,7 @@ class CompressionReport:
         layers: One :class:`LayerReport` a tensor-train layer.
         tokens: Rows of the batch that operations and activations are predicted for.
         params: Parameters of the whole model, shared ones counted once.
-        bytes: Their bytes.
+        bytes: Bytes of these parameters.
         dense_params: Parameters of the model with all its layers dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
         live_params: Entries their cores would keep if they were truncated now; what

@@ -18,7 +18,7 @@ class GroupMemory:
     """Parameters that belong together.
 
     Attributes:
-        name: Of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
+        name: Name of the optimizer's group, such as ``cores``; or ``not trained``, for frozen
             parameters and buffers.
         entries: Numbers in them.
         weights: Bytes of them.
@@ -42,9 +42,9 @@ class MemoryReport:
     """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
 
     Attributes:
-        optimizer: What it is, in words.
-        groups: In the order of the optimizer's groups.
-        title: Above the table.
+        optimizer: The optimizer in words.
+        groups: One entry a parameter group, in the order of the optimizer's.
+        title: Title of the table.
     """
 
     optimizer: str
@@ -100,11 +100,11 @@ def memory_report(
     Activations, what a step computes with, and what the allocator leaves unused are not in it.
 
     Args:
-        model: On any device, ``meta`` too.
-        optimizer: Of its parameters. Its step is run on tensors without memory to see what it
-            keeps; where it has state already, that is counted. Groups of one name share a line.
-            With updates in backward the gradients listed are never alive all at once.
-        title: Above the table.
+        model: The model, on any device, ``meta`` too.
+        optimizer: The optimizer of its parameters. Its step is run on tensors without memory to see
+            what it keeps; where it has state already, that is counted. Groups of one name share a
+            line. With updates in backward the gradients listed are never alive all at once.
+        title: Title of the table.
 
     Raises:
         ValueError: If the optimizer's step does not run there and has not been run for real.

@@ -21,8 +21,8 @@ class LayerPlan:
     """The plan of layers that are alike.
 
     Attributes:
-        names: As in ``named_modules``.
-        plan: Of each of them.
+        names: Names of the layers, as in ``named_modules``.
+        plan: The plan that each of them has.
         suggestion: What would be faster than dense, where this is not; empty otherwise.
     """
 
@@ -38,7 +38,7 @@ class ModelPlan:
     Attributes:
         layers: One entry for each kind of layer.
         tokens: Rows of the batch.
-        machine: On which times are predicted.
+        machine: The machine on which times are predicted.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -33,11 +33,11 @@ def slice_state_(
 
     Args:
         param: Changed in place to ``param[keep] * scale``; its identity stays.
-        keep: From a dimension to the indices that stay, int64 on the parameter's device.
+        keep: The indices that stay, by dimension, int64 on the parameter's device.
         scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
             per unit of the parameter, is divided by it, and a second moment by its square. Where
             it is zero they become zero.
-        optimizer: Its state for ``param`` is cut too. None: there is none.
+        optimizer: The optimizer whose state for ``param`` is cut too, if there is one.
 
     Raises:
         ValueError: If the optimizer holds a state tensor that cannot be matched to the parameter.

@@ -21,7 +21,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     steps are divided is the mean of all rows, and the rest is zero.
 
     Args:
-        table: With hot rows. A ``row_order`` is stored with it: four bytes for each of its rows.
+        table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.
         counts: ``(num_embeddings,)``, how often each index was read. Among equal ones those stay
             hot that are.
         optimizer: That of the table, if it has taken a step.

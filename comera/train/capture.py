@@ -55,11 +55,11 @@ class StepDescription:
     """How a training step runs.
 
     Attributes:
-        captured: Whether as one CUDA graph.
-        why: In words.
+        captured: Whether it runs as one CUDA graph.
+        why: The reason in words.
         captures: How many graphs were captured so far.
         replays: Steps of all of them.
-        contents: Of the present one: nodes, kernels by name, bytes.
+        contents: Nodes, kernels by name and bytes of the present one.
     """
 
     captured: bool
@@ -91,7 +91,7 @@ class Capture:
         update: The whole update for a batch; returns its loss. Nothing of it may depend on values.
         host: What else a recording depends on.
         graphs: Records it.
-        device: Of the model.
+        device: The device of the model.
         warm_up: Steps alike before one is recorded.
         together: How the processes that train the model decide. All make the same calls.
     """

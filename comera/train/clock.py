@@ -33,7 +33,7 @@ class StepClock:
     an evaluation for one, is in no step.
 
     Args:
-        device: Where the steps run.
+        device: The device on which the steps run.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -35,8 +35,8 @@ class HostState:
     """What a training step depends on besides its batch, and how it is put back.
 
     Args:
-        step: Its model and optimizer are on one device; :meth:`identity` sets the optimizer up for
-            graphs.
+        step: The training step, whose model and optimizer are on one device; :meth:`identity` sets
+            the optimizer up for graphs.
     """
 
     def __init__(self, step: Captured) -> None:
@@ -173,7 +173,7 @@ def make_capturable_(optimizer: Optimizer, device: torch.device) -> bool:
 
     Args:
         optimizer: One that :func:`why_not_capturable` says nothing against.
-        device: Of its parameters.
+        device: The device of its parameters.
 
     Returns:
         Whether anything had to be changed.

@@ -66,7 +66,7 @@ def train(
 
     Args:
         step: The training step.
-        get_batch: From the number of the step, counted from 0, to a batch. It must depend on
+        get_batch: Makes a batch of the number of the step, counted from 0. It must depend on
             nothing else, so that a resumed run sees the same batches.
         steps: Optimizer steps in all.
         folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.

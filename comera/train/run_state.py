@@ -40,9 +40,10 @@ def load_checkpoint(
     """Load a checkpoint into a training step, whose model takes its truncated ranks too.
 
     Args:
-        chain: Where it was saved.
+        chain: The chain that it was saved to.
         step: A training step over the same model, optimizer and rank settings.
-        at: After how many steps; ``latest`` is the last checkpoint that is sound.
+        at: Number of steps after which it was saved; ``latest`` is the last checkpoint that is
+            sound.
 
     Returns:
         The ``extra`` of the checkpoint.

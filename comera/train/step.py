@@ -48,7 +48,7 @@ class TrainStep:
         accumulate: Split each batch along its first dimension into so many parts, whose gradients
             are added up before the one optimizer step.
         clip_norm: Largest norm of all gradients together.
-        precision: Of the forward pass: ``"fp32"``; ``"bf16"`` for mixed precision, by
+        precision: Precision of the forward pass: ``"fp32"``; ``"bf16"`` for mixed precision, by
             ``torch.autocast``; or ``"fp8"``, in which tensor-train linears multiply in eight bits
             and all else is as in ``"bf16"``. Where torch or the card cannot, it is ``"bf16"``, and
             a warning says why.

@@ -1,4 +1,4 @@
-"""Whether an operator's kernel runs, or torch operations in its place.
+"""Decide whether an operator's kernel runs, or torch operations in its place.
 
 ``COMERA_KERNELS`` decides: ``auto`` (the default) takes kernels for tensors on a card where there
 is one for their dtype and everything that compiles it is installed, ``ref`` never does, and
@@ -54,7 +54,7 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
     """Say why the kernels of a file compute nothing of tensors such as ``like``, or None.
 
     Args:
-        file: Without its suffix.
+        file: Name of the source in ``kernels/``, without its suffix.
         like: A tensor of the dtype and device in question; it may hold no numbers.
     """
     if like.is_cuda or (like.is_cpu and mode() == "emulate"):

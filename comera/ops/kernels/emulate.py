@@ -16,7 +16,7 @@ from comera.ops.kernels.nvrtc import EMULATION, KernelError, entries, folder, te
 
 ASCENDING, DESCENDING = 0, 1
 order = ASCENDING
-"""In which order the threads of a block run between two barriers; above 1 a shuffle's seed."""
+"""Order in which the threads of a block run between two barriers; above 1 a shuffle's seed."""
 
 _PROBLEMS = {
     1: "the grid or block is empty or too large",

@@ -24,9 +24,9 @@ def launch(
     """Launch a function of ``kernels/<file>.cu``.
 
     Args:
-        file: Without its suffix.
+        file: Name of the source, without its suffix.
         name: Name of the function.
-        device: Where the tensors are.
+        device: The device of the tensors.
         grid: Blocks, in up to three dimensions; nothing is launched where there are none.
         threads: Threads of each block.
         shared: Bytes of dynamic shared memory.

@@ -25,7 +25,7 @@ class TableFactors(NamedTuple):
         left_VPR: Left factor.
         right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
         hot_HK: Rows before those of the train; None for none.
-        basis_KD: Of the hot rows, where these are coordinates; else None.
+        basis_KD: Basis of the hot rows, where these are coordinates; else None.
     """
 
     left_VPR: Tensor
@@ -178,8 +178,8 @@ def hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Ten
 
     Args:
         grad_ND: Gradients of the distinct hot rows that were read.
-        rows: Their numbers.
-        factors: Of the table.
+        rows: Numbers of those rows.
+        factors: Factors of the table.
     """
     _, _, hot_HK, basis_KD = factors
     grad_hot, grad_basis = empty_like(hot_HK, grad_ND), empty_like(basis_KD, grad_ND)

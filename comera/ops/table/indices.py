@@ -1,4 +1,4 @@
-"""Where the distinct rows of a lookup stand, so that each is made once and made in groups.
+"""Find places for the distinct rows of a lookup, so that each is made once and made in groups.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
 are sorted by right slice, then left slice: equal rows come to stand together, and rows that share

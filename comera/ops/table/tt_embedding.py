@@ -197,8 +197,8 @@ def tt_embedding_bags(
     """Sum weighted rows over bags, for each table.
 
     Args:
-        tables: Their factors agree in P and Q, in dtype and device; bonds are padded to the largest
-            R. Every index is a row of its table: that is not checked here.
+        tables: Requests to tables whose factors agree in P and Q, in dtype and device; bonds are
+            padded to the largest R. Every index is a row of its table: that is not checked here.
         embedding_dim: Width of a row; P * Q may be more.
         places_5T: What :func:`places` returns, on the device of the tables.
 

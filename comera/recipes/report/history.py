@@ -21,8 +21,8 @@ class History:
 
     Attributes:
         name: ``compressed``, ``dense``, or ``model`` where the folder does not say.
-        lines: The lines of its ``metrics.jsonl``.
-        result: Its ``result.json``; None while it is unfinished.
+        lines: Lines of the model's ``metrics.jsonl``.
+        result: Content of the model's ``result.json``; None while it is unfinished.
         target_share: The target of rank learning, as a share of the size at the start.
     """
 

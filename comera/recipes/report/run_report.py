@@ -16,7 +16,7 @@ def write_report(folder: Path) -> Path:
     The file needs nothing beside it: no network, no scripts.
 
     Args:
-        folder: Of a run, holding ``metrics.jsonl`` and, as far as they are there,
+        folder: Folder of a run, holding ``metrics.jsonl`` and, as far as they are there,
             ``config.yaml``, ``result.json`` and the twin's folder ``dense``.
 
     Returns:

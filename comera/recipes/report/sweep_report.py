@@ -22,10 +22,10 @@ class Trained:
     """One finished run of a sweep.
 
     Attributes:
-        variant: Whose settings it had.
-        seed: Its seed.
+        variant: Name of the variant that was trained.
+        seed: Seed of the run.
         params: Parameters of the whole model after training.
-        metrics: Its last evaluation.
+        metrics: Figures of the last evaluation.
         steps: Optimizer steps.
         seconds: Time in training steps.
         more: The rest of its ``result.json``, without the layers.
@@ -45,8 +45,8 @@ class Row:
     """One variant over its finished seeds.
 
     Attributes:
-        variant: Its name.
-        seeds: Those that are finished.
+        variant: Name of the variant.
+        seeds: Seeds that are finished.
         params: Parameters after training, the mean.
         fewer: How many times fewer than the reference has.
         mean: Mean of the metric.
@@ -54,7 +54,7 @@ class Row:
         difference: Mean of metric minus metric of the reference, over the seeds both have.
         difference_error: Standard error of that mean; None for one seed.
         steps: Optimizer steps, the mean.
-        seconds: In training steps, the mean.
+        seconds: Time in training steps, the mean.
         speed: How many times less time a step takes than one of the reference, over the seeds
             both have.
     """
@@ -80,7 +80,7 @@ class Comparison:
         metric: Key of the evaluation that is compared.
         reference: Name of the variant the others are compared with.
         seeds: All seeds of the sweep, finished or not.
-        rows: In the order of the sweep.
+        rows: One row a variant, in the order of the sweep.
     """
 
     metric: str
