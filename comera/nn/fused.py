@@ -72,7 +72,7 @@ def self_attention(
     value: nn.Module,
     out: nn.Module,
     num_heads: int,
-    keep_BT: Tensor,
+    keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Compute multi-head self-attention, its projections included.
@@ -91,7 +91,8 @@ def self_attention(
         out: Projection from D to D, of the heads side by side.
         num_heads: Divides D.
         keep_BT: Which positions may be attended to, or what
-            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers.
+            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers. None for
+            all positions: on a GPU, attention without a mask takes less time.
         dropout: Probability of dropping an attention weight.
 
     Raises:
@@ -101,7 +102,7 @@ def self_attention(
     batch, length, width = x_BTD.shape
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads={num_heads} does not divide the width {width}")
-    if keep_BT.shape != (batch, length):
+    if keep_BT is not None and keep_BT.shape != (batch, length):
         raise ValueError(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
@@ -111,16 +112,19 @@ def self_attention(
         return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:
-        split = y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-        return split.reshape(batch * num_heads, length, y_BTD.shape[-1] // num_heads)
+        return y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     q, k, v = map(heads, linears(x_BTD, [query, key, value]))
-    mixed = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
-    return out(mixed.unflatten(0, (batch, num_heads)).transpose(1, 2).flatten(-2))
+    mixed_BHTE = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
+    return out(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
 def _factored_attention(
-    x_BTD: Tensor, trains: Sequence[TTLinear], num_heads: int, keep_BT: Tensor, dropout: float
+    x_BTD: Tensor,
+    trains: Sequence[TTLinear],
+    num_heads: int,
+    keep_BT: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attend within the bonds of factorized projections.
 
@@ -131,10 +135,10 @@ def _factored_attention(
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
 
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q.reshape(batch, length * num_heads, k.shape[1])
-        k, v = k.unflatten(0, (batch, length)), v.unflatten(0, (batch, length))
-        z = attend(q, k, v, keep_BT, scale, dropout)
-        return z.reshape(batch * length, num_heads * v.shape[2])
+        q_BHTR = q.view(batch, length, num_heads, k.shape[1]).transpose(1, 2)
+        k_B1TR, v_B1TR = (t.unflatten(0, (batch, length))[:, None] for t in (k, v))
+        mixed_BHTR = attend(q_BHTR, k_B1TR, v_B1TR, keep_BT, scale, dropout)
+        return mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1)
 
     x, lefts, rights = autocast_together(
         x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]

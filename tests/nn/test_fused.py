@@ -74,17 +74,20 @@ def plain_attention(x, modules, num_heads, keep):
         return y.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     mixed = F.scaled_dot_product_attention(
-        heads(query(x)), heads(key(x)), heads(value(x)), attn_mask=keep[:, None, None, :]
-    )
+        heads(query(x)), heads(key(x)), heads(value(x)),
+        attn_mask=None if keep is None else keep[:, None, None, :],
+    )  # fmt: skip
     return out(mixed.transpose(1, 2).flatten(-2))
 
 
 @pytest.mark.parametrize("rank", [5, 20], ids=["rank space", "rank above a head's width"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padding", "no padding"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_self_attention_equals_its_layers(kind, rank):
+def test_self_attention_equals_its_layers(kind, padded, rank):
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
     keep = torch.rand(3, 5) > 0.3
     keep[:, 0] = True
+    keep = keep if padded else None
     modules = some(kind, 4, rank=rank)
     got = self_attention(x, *modules, num_heads=2, keep_BT=keep, dropout=0.0)
     assert_equal(got, plain_attention(x, modules, 2, keep), inputs_of(x, modules))

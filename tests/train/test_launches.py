@@ -8,7 +8,7 @@ from comera.models.transformer import Encoder, SequenceClassifier
 from comera.ops.context import static_shapes
 from comera.planning.crossover import _dense_from as planned_dense_from
 from comera.train.host_state import make_capturable_
-from tests.train.counting import Launches
+from tests.train.counting import Launches, attention_as_on_a_card
 
 
 def launches(step):
@@ -53,24 +53,25 @@ def test_launches_of_a_step_stay_within_their_budget():
     assert launches(make_step(late=True)) <= 975
 
 
-@pytest.mark.parametrize(("late", "budget"), [(False, 746), (True, 773)])
+@pytest.mark.parametrize(("late", "budget"), [(False, 758), (True, 784)])
 def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
     """The course that a CUDA graph holds, counted by what PyTorch dispatches on a CPU.
 
-    Without hand-written kernels.
+    Without hand-written kernels. Attention counts as a card takes it: heads that share their keys
+    cost two sums over heads in the backward pass of each block, twelve here, and save more time.
     """
     step = make_step(late=late)
     make_capturable_(step.optimizer, torch.device("cpu"))
-    with static_shapes():
+    with attention_as_on_a_card(), static_shapes():
         assert launches(step) <= budget
 
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
     assert (many - few) / 4 <= 81  # what one encoder block adds, optimizer and clipping included
-    with static_shapes():
+    with attention_as_on_a_card(), static_shapes():
         few, many = launches(make_step(2)), launches(make_step(6))
-    assert (many - few) / 4 <= 64
+    assert (many - few) / 4 <= 66
 
 
 def test_the_second_step_plans_nothing():
