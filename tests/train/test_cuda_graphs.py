@@ -114,6 +114,24 @@ def test_evaluation_and_a_short_batch_in_between():
     assert captured.describe().captures == 1
 
 
+def test_two_recordings_of_a_step_share_their_memory():
+    def scaled(model, batch):
+        return loss_fn(model, batch) * batch["scale"]
+
+    captured, eager = make_step(early=100, device="cuda"), eager_step(early=100)
+    captured._loss_fn = eager._loss_fn = scaled
+    mixed = [
+        batch | {"scale": 2.0 if k >= FIRST and k % 3 else 0.5}
+        for k, batch in enumerate(batches(FIRST + 20))
+    ]
+    assert_close(captured, eager, mixed[:FIRST])
+    held = captured.describe().contents.pool_bytes
+    assert_close(captured, eager, mixed[FIRST:])
+    described = captured.describe()
+    assert described.captures == 2
+    assert described.contents.pool_bytes < 2 * held
+
+
 def test_what_cannot_be_captured_runs_eagerly_and_dropout_goes_on(caplog):
     def reads_back(model, batch):
         loss = loss_fn(model, batch)
