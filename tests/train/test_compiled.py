@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
