@@ -17,7 +17,7 @@ from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.dispatch import Ways
-from comera.ops.factors import Factors, set_ones_
+from comera.ops.factors import Factors, last_of_each
 from comera.ops.linear.factored_attention import PROJECTIONS, factorized_projections, head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
@@ -178,15 +178,9 @@ def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix
 def _by_torch(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
     lefts, rights = [f.left for f in factors], [f.right for f in factors]
     bias = factors[0].has_bias
-
-    def by_head(right_RD: Tensor) -> Tensor:
-        return right_RD.unflatten(1, (num_heads, -1)).transpose(0, 1)
-
+    scores, values = head_factors(*rights[:3], lefts[3], num_heads)
     t_q, t_k, t_v = _times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
-    scores_HRR = by_head(rights[0]) @ by_head(rights[1]).mT
-    values_HRR = by_head(rights[2]) @ lefts[3].unflatten(0, (num_heads, -1))
-    q = affine(t_q, scores_HRR.transpose(0, 1).flatten(1))
-    t_o = _times_left(mixed(q, t_k, t_v), [values_HRR.flatten(0, 1)], bias)
+    t_o = _times_left(mixed(affine(t_q, scores), t_k, t_v), [values], bias)
     return affine(t_o, rights[3])
 
 
@@ -195,12 +189,7 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
     if not bias:
         return affine(x, left)
-    ones = x.new_zeros(left.shape[1])
-    widths = [each.shape[1] for each in lefts]
-    # All at once where that is possible: on a card each is a launch.
-    for part in [ones.view(len(lefts), -1)] if len(set(widths)) == 1 else ones.split(widths):
-        set_ones_(part, bias)
-    return affine(x, left, ones)
+    return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

@@ -20,6 +20,18 @@ PREPARE = {
 """Operations that compute nothing: on a GPU they would start no kernel."""
 
 
+class Calls(TorchDispatchMode):
+    """Counts all that autograd and Python call, views included: what the host is busy with."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Launches:
     """Counts operations that compute something, those inside this package's own ops included.
 
