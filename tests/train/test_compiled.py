@@ -4,16 +4,19 @@ Most go through the compiler up to its code, which takes far longer to make; one
 """
 
 import functools
+import re
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import comera
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, SequenceClassifier
+from comera.ops.context import static_shapes
 from comera.train import step as step_module
+from tests.train import test_launches
+from tests.train.counting import attention_as_on_a_card
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +68,7 @@ def make(compile, model=classifier, loss_fn=classify, dtype=torch.float64, rank=
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -85,11 +88,49 @@ def assert_equal_steps(steps, batches, tolerance=1e-9):
     torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
 
 
+def assert_graphs(count):
+    """So many, and no break in any."""
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == count
+
+
 def test_all_the_way_to_code():
     """Both stages of rank learning: one graph, no break in it."""
     assert_equal_steps([make(True), make(False)], [pairs(k) for k in range(6)])
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1
+    assert_graphs(1)
+
+
+class _Enough(Exception):
+    pass
+
+
+def fused_kernels(layers, monkeypatch):
+    """Names of what the compiler makes of a forward pass as on a card, in mixed precision."""
+    code = []
+
+    def keep(text):
+        code.append(text)
+        raise _Enough  # before a C++ compiler sees it
+
+    made = "torch._inductor.graph.GraphLowering.save_output_code"
+    monkeypatch.setattr(made, staticmethod(keep))
+    step = test_launches.make_step(layers, compile=True, precision="bf16")
+    failed = pytest.raises(torch._dynamo.exc.BackendCompilerFailed)
+    with attention_as_on_a_card(), static_shapes(), failed:
+        step(test_launches.batch())
+    return re.findall(r"^ +cpp_fused_(\w+)\(", code[0].partition("def call(")[2], re.MULTILINE)
+
+
+def test_residuals_dropout_norms_and_casts_are_one_kernel(monkeypatch):
+    one = fused_kernels(1, monkeypatch)
+    torch._dynamo.reset()
+    two = fused_kernels(2, monkeypatch)
+    norms = [name for name in two if "native_layer_norm" in name]
+    assert len(norms) == 2 * 2 + 1  # the first one behind the embeddings
+    assert all("native_dropout" in name and "to_copy" in name for name in norms)
+    # Three others are parts of an attention on a CPU, of which a card has one kernel.
+    assert len(two) - len(one) == 2 + 3
 
 
 @pytest.mark.usefixtures("quick")
@@ -106,8 +147,7 @@ def test_all_the_way_to_code():
 )
 def test_models_and_settings(settings):
     assert_equal_steps([make(True, **settings), make(False, **settings)], map(pairs, range(4)))
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1
+    assert_graphs(1)
 
 
 @pytest.mark.usefixtures("quick")
@@ -117,7 +157,7 @@ def test_mixed_precision():
     for k in range(1, 4):
         got, want = (step(pairs(k)) for step in steps)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    assert not counters["graph_break"]
+    assert_graphs(1)
 
 
 @pytest.mark.usefixtures("quick")
@@ -129,5 +169,4 @@ def test_what_changes_is_compiled_anew():
     for step in steps:
         step.ranks.finish_(step.optimizer)
     assert_equal_steps(steps, [pairs(4), pairs(5, rows=2)])
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 4  # of any number of rows from the third on
+    assert_graphs(4)  # of any number of rows from the third on

@@ -1,5 +1,7 @@
 """The captured step against the eager one on a GPU, with CUDA graphs."""
 
+import time
+
 import pytest
 import torch
 
@@ -71,6 +73,24 @@ def test_replayed_steps_equal_eager_ones(settings):
     assert_close(captured, eager_step(early=100, **settings), batches(FIRST + 12))
     assert captured.describe().captured, captured.describe()
     assert captured.describe().replays == 13
+
+
+def test_a_compiled_step_of_six_encoders_starts_within_a_minute(monkeypatch, tmp_path):
+    """Nothing compiled before is used. 48 s with two cores of a CPU, by its compiler."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    torch._dynamo.reset()
+    device = torch.device("cuda", torch.cuda.current_device())
+    encoders = Encoders()
+    model = encoders.model("comera", device)
+    step = train_step(model, learned_ranks(model), compile=True)
+    data = encoders.batch(8, device)
+    began = time.perf_counter()
+    float(step(data))
+    assert time.perf_counter() - began < 60
+    for _ in range(FIRST):
+        step(data)
+    assert step.describe().captured, step.describe()
 
 
 def test_products_in_eight_bits_are_captured():
