@@ -102,7 +102,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 def loss_of_rows(model: nn.Module, batch: Batch, rows: slice | Tensor) -> Tensor:
     """Compute the mean cross entropy of some sequences of the batch."""
     tokens, segments, labels = batch
-    return F.cross_entropy(model(tokens, segments)[rows], labels[rows])
+    return F.cross_entropy(model(tokens, segments, padded=False)[rows], labels[rows])
 
 
 def train_step(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from comera.nn.fused import feed_forward, self_attention
 from comera.ops.attention import score_bias
 from comera.ops.context import autocast_dtype
+from comera.ops.dispatch import may_read_values
 from comera.ops.dropout import dropout_add
 
 PAD = 0
@@ -21,7 +22,7 @@ PAD = 0
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; only positions in ``keep_BT`` are attended to."""
+    """Multi-head self-attention; only positions in ``keep_BT`` are attended to, None for all."""
 
     def __init__(self, d_model: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(d_model, d_model)
         self.out = nn.Linear(d_model, d_model)
 
-    def forward(self, x_BTD: Tensor, keep_BT: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, keep_BT: Tensor | None) -> Tensor:
         return self_attention(
             x_BTD, self.query, self.key, self.value, self.out,
             self.num_heads, keep_BT, self.dropout if self.training else 0.0,
@@ -53,7 +54,7 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(d_model, ffn_dim), nn.Linear(ffn_dim, d_model)
         self.dropout = dropout
 
-    def forward(self, x_BTD: Tensor, keep_BT: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, keep_BT: Tensor | None) -> Tensor:
         if self.pre_norm:
             x_BTD = self._add(x_BTD, self.attention(self.norm1(x_BTD), keep_BT))
             return self._add(x_BTD, self._feed_forward(self.norm2(x_BTD)))
@@ -83,6 +84,8 @@ class Encoder(nn.Module):
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
+        ``padded=False`` says that no token is padding: without a mask attention takes a GPU less
+        time. Whoever makes the batch knows that without waiting for the device.
     """
 
     def __init__(
@@ -116,7 +119,9 @@ class Encoder(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
 
-    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, padded: bool = True
+    ) -> Tensor:
         length = tokens_BT.shape[1]
         if length > self.max_length:
             raise ValueError(f"a sequence of {length} tokens exceeds max_length={self.max_length}")
@@ -125,17 +130,25 @@ class Encoder(nn.Module):
             # By an index of two rows a GPU sums the gradient far more slowly.
             x_BTD = x_BTD + F.embedding(segments_BT, self.segments)
         x_BTD = dropout_add(self.norm(x_BTD), None, self.dropout, self.training)
-        keep_BT = score_bias(tokens_BT != PAD, autocast_dtype(x_BTD))
+        _check_padding(tokens_BT, padded)
+        keep_BT = score_bias(tokens_BT != PAD, autocast_dtype(x_BTD)) if padded else None
         for block in self.blocks:
             x_BTD = block(x_BTD, keep_BT)
         return self.final_norm(x_BTD)
+
+
+def _check_padding(tokens_BT: Tensor, padded: bool) -> None:
+    """Raise ``ValueError`` for padding that is said not to be there, where a look costs little."""
+    if not padded and may_read_values(tokens_BT) and bool((tokens_BT == PAD).any()):
+        raise ValueError(f"padded=False, but there are tokens {PAD}, which stand for padding")
 
 
 class MaskedLanguageModel(nn.Module):
     """Predict tokens at given positions.
 
     Shapes:
-        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``.
+        tokens ``(B, T)``, positions ``(B, M)``; output logits ``(B, M, V)``. ``padded`` as
+        :class:`Encoder` has it.
     """
 
     def __init__(self, encoder: Encoder, vocab_size: int) -> None:
@@ -145,8 +158,8 @@ class MaskedLanguageModel(nn.Module):
         self.norm = nn.LayerNorm(encoder.d_model)
         self.output = nn.Linear(encoder.d_model, vocab_size)
 
-    def forward(self, tokens_BT: Tensor, positions_BM: Tensor) -> Tensor:
-        hidden_BTD = self.encoder(tokens_BT)
+    def forward(self, tokens_BT: Tensor, positions_BM: Tensor, padded: bool = True) -> Tensor:
+        hidden_BTD = self.encoder(tokens_BT, padded=padded)
         picked_BMD = hidden_BTD.gather(
             1, positions_BM.unsqueeze(-1).expand(-1, -1, hidden_BTD.shape[-1])
         )
@@ -157,7 +170,8 @@ class SequenceClassifier(nn.Module):
     """Classify a sequence by its first token: dense, tanh, dense.
 
     Shapes:
-        tokens and segments ``(B, T)``; output logits ``(B, C)``.
+        tokens and segments ``(B, T)``; output logits ``(B, C)``. ``padded`` as :class:`Encoder`
+        has it.
     """
 
     def __init__(self, encoder: Encoder, num_classes: int, dropout: float = 0.1) -> None:
@@ -167,6 +181,8 @@ class SequenceClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.d_model, num_classes)
 
-    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-        first_BD = self.encoder(tokens_BT, segments_BT)[:, 0]
+    def forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None = None, padded: bool = True
+    ) -> Tensor:
+        first_BD = self.encoder(tokens_BT, segments_BT, padded)[:, 0]
         return self.output(self.dropout(torch.tanh(self.pooler(first_BD))))

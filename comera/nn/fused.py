@@ -17,7 +17,7 @@ from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_together, products_are_fp8
 from comera.ops.dispatch import Ways
-from comera.ops.factors import Factors, set_ones_
+from comera.ops.factors import Factors, last_of_each
 from comera.ops.linear.factored_attention import PROJECTIONS, factorized_projections, head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
@@ -72,7 +72,7 @@ def self_attention(
     value: nn.Module,
     out: nn.Module,
     num_heads: int,
-    keep_BT: Tensor,
+    keep_BT: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Compute multi-head self-attention, its projections included.
@@ -91,7 +91,8 @@ def self_attention(
         out: Projection from D to D, of the heads side by side.
         num_heads: Divides D.
         keep_BT: Which positions may be attended to, or what
-            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers.
+            :func:`~comera.ops.attention.score_bias` has made of it, once for all layers. None for
+            all positions: on a GPU, attention without a mask takes less time.
         dropout: Probability of dropping an attention weight.
 
     Raises:
@@ -101,7 +102,7 @@ def self_attention(
     batch, length, width = x_BTD.shape
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads={num_heads} does not divide the width {width}")
-    if keep_BT.shape != (batch, length):
+    if keep_BT is not None and keep_BT.shape != (batch, length):
         raise ValueError(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
@@ -111,16 +112,19 @@ def self_attention(
         return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
 
     def heads(y_BTD: Tensor) -> Tensor:
-        split = y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-        return split.reshape(batch * num_heads, length, y_BTD.shape[-1] // num_heads)
+        return y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     q, k, v = map(heads, linears(x_BTD, [query, key, value]))
-    mixed = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
-    return out(mixed.unflatten(0, (batch, num_heads)).transpose(1, 2).flatten(-2))
+    mixed_BHTE = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
+    return out(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
 def _factored_attention(
-    x_BTD: Tensor, trains: Sequence[TTLinear], num_heads: int, keep_BT: Tensor, dropout: float
+    x_BTD: Tensor,
+    trains: Sequence[TTLinear],
+    num_heads: int,
+    keep_BT: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attend within the bonds of factorized projections.
 
@@ -131,10 +135,10 @@ def _factored_attention(
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
 
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q.reshape(batch, length * num_heads, k.shape[1])
-        k, v = k.unflatten(0, (batch, length)), v.unflatten(0, (batch, length))
-        z = attend(q, k, v, keep_BT, scale, dropout)
-        return z.reshape(batch * length, num_heads * v.shape[2])
+        q_BHTR = q.view(batch, length, num_heads, k.shape[1]).transpose(1, 2)
+        k_B1TR, v_B1TR = (t.unflatten(0, (batch, length))[:, None] for t in (k, v))
+        mixed_BHTR = attend(q_BHTR, k_B1TR, v_B1TR, keep_BT, scale, dropout)
+        return mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1)
 
     x, lefts, rights = autocast_together(
         x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]
@@ -174,15 +178,9 @@ def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix
 def _by_torch(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
     lefts, rights = [f.left for f in factors], [f.right for f in factors]
     bias = factors[0].has_bias
-
-    def by_head(right_RD: Tensor) -> Tensor:
-        return right_RD.unflatten(1, (num_heads, -1)).transpose(0, 1)
-
+    scores, values = head_factors(*rights[:3], lefts[3], num_heads)
     t_q, t_k, t_v = _times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
-    scores_HRR = by_head(rights[0]) @ by_head(rights[1]).mT
-    values_HRR = by_head(rights[2]) @ lefts[3].unflatten(0, (num_heads, -1))
-    q = affine(t_q, scores_HRR.transpose(0, 1).flatten(1))
-    t_o = _times_left(mixed(q, t_k, t_v), [values_HRR.flatten(0, 1)], bias)
+    t_o = _times_left(mixed(affine(t_q, scores), t_k, t_v), [values], bias)
     return affine(t_o, rights[3])
 
 
@@ -191,12 +189,7 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
     if not bias:
         return affine(x, left)
-    ones = x.new_zeros(left.shape[1])
-    widths = [each.shape[1] for each in lefts]
-    # All at once where that is possible: on a card each is a launch.
-    for part in [ones.view(len(lefts), -1)] if len(set(widths)) == 1 else ones.split(widths):
-        set_ones_(part, bias)
-    return affine(x, left, ones)
+    return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

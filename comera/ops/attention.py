@@ -1,9 +1,14 @@
-"""Attention with dropout on a CPU, a few sequences at a time.
+"""Attention of several heads, whose keys and values may be shared by all of them.
 
-torch has no fused attention with dropout there: its way keeps four tensors of all scores. This
-one keeps two, one of them of bytes, and works on pieces that stay in the processor's cache.
+A GPU has fused kernels, which share the work out by sequence, head and block of keys: heads that
+share keys are given them once each, as views of one memory. A processor does not mind, and goes
+through such keys once for the queries of all heads.
 
-Shape suffixes: B = batch, N = batch times key heads, M = queries a key head, T = keys, E = width.
+torch has no fused attention with dropout on a CPU: its way keeps four tensors of all scores. The
+one here keeps two, one of them of bytes, and works on pieces that stay in the processor's cache.
+
+Shape suffixes: B = batch, H = heads, G = heads of keys, H or 1, M = queries, T = keys, E = width,
+N = batch times heads of keys, in pieces.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,43 +37,57 @@ def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q_NME: Tensor, k_NTE: Tensor, v_NTE: Tensor, keep_BT: Tensor, scale: float, dropout: float
+    q_BHME: Tensor,
+    k_BGTE: Tensor,
+    v_BGTE: Tensor,
+    keep_BT: Tensor | None,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """Compute ``softmax(scale * q @ k.T) @ v``, with dropout on the softmax.
 
     Args:
-        q_NME: Queries; several heads that share their keys stand one after the other in M.
-        k_NTE: Keys.
-        v_NTE: Values; their width may be another.
+        q_BHME: Queries; a view of ``(B, M, H, E)`` in memory is not copied on a GPU.
+        k_BGTE: Keys, of every head or one for all.
+        v_BGTE: Values, as the keys; their width may be another.
         keep_BT: Which keys may be attended to, booleans or whole numbers as Hugging Face has them,
-            or what :func:`score_bias` has made of it; N is a
-            multiple of B, sequence by sequence. A sequence without any is attended to evenly.
+            or what :func:`score_bias` has made of it. A sequence without any is attended to
+            evenly. None for all keys, which takes a GPU less time.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
 
     Returns:
-        ``(N, M, width of v)``. On a CPU it can be differentiated once.
+        ``(B, H, M, width of v)``, most often a view of ``(B, M, H, width of v)`` in memory. On a
+        CPU it can be differentiated once.
 
     Raises:
         ValueError: If ``dropout`` is no probability.
     """
     check_probability(dropout)
-    if keep_BT.dtype != q_NME.dtype:
+    if keep_BT is not None and keep_BT.dtype != q_BHME.dtype:
         keep_BT = keep_BT == 0 if keep_BT.is_floating_point() else keep_BT != 0
-        keep_BT = score_bias(keep_BT, q_NME.dtype)
-    bias_B1T = keep_BT[:, None]
-    heads = q_NME.shape[0] // max(1, keep_BT.shape[0])
-    return _ATTEND(q_NME, k_NTE, v_NTE, bias_B1T, heads, scale, dropout)
+        keep_BT = score_bias(keep_BT, q_BHME.dtype)
+    return _ATTEND(q_BHME, k_BGTE, v_BGTE, keep_BT, scale, dropout)
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return new(96, 128, 64), new(96, 128, 64), new(96, 128, 64), new(8, 1, 128), 12, 0.125, 0.1
+    return new(8, 12, 128, 32), new(8, 1, 128, 32), new(8, 1, 128, 32), new(8, 128), 0.125, 0.1
 
 
-def _not_in_pieces(q_NME: Tensor, *_: Any) -> str | None:
-    if q_NME.dtype not in (torch.float32, torch.float64):
+def _not_in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
+) -> str | None:
+    if q.dtype not in (torch.float32, torch.float64):
         return "the dtype is neither float32 nor float64"
-    return on_cpu_alone(q_NME)
+    if not dropout and k.shape[-1] == v.shape[-1]:
+        return "torch's own is fused without dropout"
+    return on_cpu_alone(q)
+
+
+def _not_as_one_head(q: Tensor, k: Tensor, *_: Any) -> str | None:
+    if q.is_cuda:
+        return "a card shares work out by heads"
+    return None if k.shape[1] == 1 else "every head has keys of its own"
 
 
 _ATTEND = Ways("attend", _sample)
@@ -76,45 +95,80 @@ _ATTEND = Ways("attend", _sample)
 
 @_ATTEND.way("in pieces", _not_in_pieces)
 def _in_pieces(
-    q_NME: Tensor,
-    k_NTE: Tensor,
-    v_NTE: Tensor,
-    bias_B1T: Tensor,
-    heads: int,
+    q_BHME: Tensor,
+    k_BGTE: Tensor,
+    v_BGTE: Tensor,
+    bias_BT: Tensor | None,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    bias_N1T = bias_B1T if heads == 1 else bias_B1T.repeat_interleave(heads, 0)
-    return _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+    q_BGME = _queries_by_keys(q_BHME, k_BGTE)
+    bias_N1T = None if bias_BT is None else bias_BT[:, None]
+    if bias_BT is not None and k_BGTE.shape[1] > 1:
+        bias_N1T = bias_BT.repeat_interleave(k_BGTE.shape[1], 0)[:, None]
+    q_NME, k_NTE, v_NTE = (x.flatten(0, 1) for x in (q_BGME, k_BGTE, v_BGTE))
+    out_NME = _attend(q_NME, k_NTE, v_NTE, bias_N1T, scale, dropout)[0]
+    return _by_heads(out_NME.view(*q_BGME.shape[:3], v_BGTE.shape[3]), q_BHME)
+
+
+@_ATTEND.way("torch, all queries in one head", _not_as_one_head)
+def _as_one_head(
+    q_BHME: Tensor,
+    k_B1TE: Tensor,
+    v_B1TE: Tensor,
+    bias_BT: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    q_B1ME = _queries_by_keys(q_BHME, k_B1TE)
+    return _by_heads(_by_torch(q_B1ME, k_B1TE, v_B1TE, bias_BT, scale, dropout), q_BHME)
 
 
 @_ATTEND.way("torch")
 def _by_torch(
-    q_NME: Tensor,
-    k_NTE: Tensor,
-    v_NTE: Tensor,
-    bias_B1T: Tensor,
-    heads: int,
+    q_BHME: Tensor,
+    k_BGTE: Tensor,
+    v_BGTE: Tensor,
+    bias_BT: Tensor | None,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Attend in four dimensions: a GPU has fused kernels for no others."""
-    q, k, v = (x.unflatten(0, (-1, max(1, heads))) for x in (q_NME, k_NTE, v_NTE))
+    heads = q_BHME.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias_B1T[:, None], dropout_p=dropout, scale=scale
-    ).flatten(0, 1)
+        q_BHME,
+        k_BGTE.expand(-1, heads, -1, -1),  # of one head for all: nothing is copied
+        v_BGTE.expand(-1, heads, -1, -1),
+        attn_mask=None if bias_BT is None else bias_BT[:, None, None],
+        dropout_p=dropout,
+        scale=scale,
+    )
+
+
+def _queries_by_keys(q_BHME: Tensor, k_BGTE: Tensor) -> Tensor:
+    """Put the queries of heads that share their keys into one head, position by position."""
+    if k_BGTE.shape[1] == q_BHME.shape[1]:
+        return q_BHME
+    return q_BHME.transpose(1, 2).flatten(1, 2)[:, None]
+
+
+def _by_heads(out_BGME: Tensor, like_BHME: Tensor) -> Tensor:
+    """Undo :func:`_queries_by_keys` for the result."""
+    if out_BGME.shape[1] == like_BHME.shape[1]:
+        return out_BGME
+    _, heads, queries, _ = like_BHME.shape
+    return out_BGME.squeeze(1).unflatten(1, (queries, heads)).transpose(1, 2)
 
 
 @operator("comera::attend", tags=[torch.Tag.nondeterministic_seeded])
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, the softmax, its dropout mask (empty without dropout) and its scale."""
     weights = q.new_empty(*q.shape[:2], k.shape[1])
     out = q.new_empty(*q.shape[:2], v.shape[2])
     keep, scale_kept = keep_mask(weights.shape if dropout else (0,), dropout)
     for n in _slices(weights):
-        scores = torch.baddbmm(bias[n], q[n], k[n].mT, alpha=scale)
+        scores = _scores(q[n], k[n], None if bias is None else bias[n], scale)
         torch.softmax(scores, -1, out=weights[n])
         _product_into(out[n], _drop(weights[n], keep, n), v[n], float(scale_kept))
     return out, weights, keep, scale_kept
@@ -169,6 +223,12 @@ def _backward(ctx, grad: Tensor | None, *_):
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    if bias is None:
+        return torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
+    return torch.baddbmm(bias, q, k.mT, alpha=scale)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:

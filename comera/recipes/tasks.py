@@ -1,7 +1,7 @@
 """The tasks a recipe can train: what differs between them, behind one interface."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from comera.data.text import TextStreams, text_digests
 from comera.data.token_batches import CausalText, MaskedText
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM, click_metrics
-from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
+from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run_config import ModelConfig, RunConfig
+
+Batch = dict[str, Any]
+"""Tensors by name, and plain values."""
 
 _LARGEST_LOSS = 700.0
 """Loss above which a perplexity is too large for a float."""
@@ -42,8 +45,8 @@ class Task:
     """
 
     make_model: Callable[[], nn.Module]
-    get_batch: Callable[[int], dict[str, Tensor]]
-    loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    get_batch: Callable[[int], Batch]
+    loss_fn: Callable[[nn.Module, Batch], Tensor]
     evaluate: Callable[[nn.Module], dict[str, float]]
     steps: int
     record: DataRecord
@@ -162,15 +165,16 @@ def _masked_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
     data = MaskedText(TextStreams.prepare(config.masked_text, digests))
     size = config.train.batch_size
 
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return _token_loss(model(batch["tokens"], batch["positions"]), batch["targets"])
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"], batch["positions"], batch["padded"])
+        return _token_loss(logits, batch["targets"])
 
     return _text_task(
         config,
         device,
         loss_fn,
-        lambda step: data.batch(step, size, config.seed),
-        data.valid_batches(config.train.eval_batches or 32, size),
+        lambda step: _say_padding(data.batch(step, size, config.seed)),
+        [_say_padding(b) for b in data.valid_batches(config.train.eval_batches or 32, size)],
         _record(data.streams),
     )
 
@@ -180,7 +184,7 @@ def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
     data = CausalText(TextStreams.prepare(config.causal_text, digests))
     size = config.train.batch_size
 
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return _token_loss(model(batch["tokens"]), batch["targets"])
 
     return _text_task(
@@ -196,9 +200,9 @@ def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
 def _text_task(
     config: RunConfig,
     device: torch.device,
-    loss_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor],
-    get_batch: Callable[[int], dict[str, Tensor]],
-    valid: list[dict[str, Tensor]],
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    get_batch: Callable[[int], Batch],
+    valid: Sequence[Batch],
     record: DataRecord,
 ) -> Task:
     """Make a task without end, judged by its loss on held-out batches."""
@@ -232,15 +236,15 @@ def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     data = NliPairs.prepare(config.nli, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
-    dev = data.dev_batches(4 * size, limit)
+    dev = [_say_padding(batch) for batch in data.dev_batches(4 * size, limit)]
     # A CUDA graph takes batches of one shape alone.
     graph = device.type == "cuda" and config.train.graph is not False
     length = config.nli.length if graph else None
 
-    def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["tokens"], batch["segments"]).float()
+    def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["tokens"], batch["segments"], batch["padded"]).float()
 
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(logits_of(model, batch), batch["labels"])
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -255,7 +259,9 @@ def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
 
     return Task(
         make_model=lambda: make_model(config, data.vocab_size),
-        get_batch=lambda step: _to(data.batch(step, size, config.seed, length), device),
+        get_batch=lambda step: _to(
+            _say_padding(data.batch(step, size, config.seed, length)), device
+        ),
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=count_steps(config, data.steps_per_epoch(size)),
@@ -269,10 +275,10 @@ def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
 
-    def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def logits_of(model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["continuous"], batch["fields"]).float()
 
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits_of(model, batch), batch["labels"])
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -309,5 +315,13 @@ def count_steps(config: RunConfig, per_epoch: int) -> int:
     return steps
 
 
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) for key, value in batch.items()}
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
+
+
+def _say_padding(batch: dict[str, Tensor]) -> Batch:
+    """Add whether any token is padding, while asking waits for no GPU."""
+    return batch | {"padded": bool((batch["tokens"] == PAD).any())}

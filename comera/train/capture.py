@@ -5,6 +5,8 @@ make the optimizer's state, and raise what is wrong with the model where it can 
 nothing has changed for a few of them the step is recorded, and from then on replayed. When
 something does change, such as the stage of rank learning or the address of a parameter, the
 recording is dropped and the same begins again. So no state is ever set back: every step trains.
+Batches that differ in a plain value alone, such as whether anything in them is padding, have a
+recording for each of the last few values.
 Eager steps stay on that stream to the end, a failed recording or not: autograd's accumulators
 remember where they first ran.
 """
@@ -14,7 +16,7 @@ import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from comera.train.static_batch import (
     StaticBatch,
     difference,
     is_shorter,
+    is_variant,
     signature,
     why_not_static,
 )
@@ -41,6 +44,10 @@ _PATIENCE = 100
 """Steps without a recording after which it is said what keeps changing."""
 
 
+_VARIANTS = 2
+"""Recordings that are kept of batches which differ in plain values alone."""
+
+
 class _Course(enum.IntEnum):
     """What to do with a batch; of several processes all do the least that one of them can."""
 
@@ -48,6 +55,13 @@ class _Course(enum.IntEnum):
     EAGER = 1
     RECORD = 2
     REPLAY = 3
+
+
+class _Kept(NamedTuple):
+    """A recording and the batch that it reads."""
+
+    recording: Recording
+    static: StaticBatch
 
 
 @dataclass(frozen=True)
@@ -109,9 +123,8 @@ class Capture:
         self._graphs, self._device = graphs, device
         self._warm_up, self._together = warm_up, together or Alone()
         self.why_not: str | None = None
-        self._recording: Recording | None = None
-        self._static: StaticBatch | None = None
-        self._state: dict[str, Any] = {}  # that of the recording, or of the last step without one
+        self._kept: list[_Kept] = []  # the latest last
+        self._state: dict[str, Any] = {}  # that of the recordings, or of the last step without one
         self._last: Signature | None = None
         self._alike = 0  # steps so far that were like the last one
         self._waiting = 0  # steps since there was a recording
@@ -146,7 +159,7 @@ class Capture:
                 return self._eagerly(batch)
             if course is _Course.RECORD:
                 problem = self._record(state, batch)
-                course = _Course.FALL_BACK if self._recording is None else _Course.REPLAY
+                course = _Course.REPLAY if self._find(signature(batch)) else _Course.FALL_BACK
             if course is _Course.REPLAY:
                 return self._replay(batch)
         self._fall_back(problem)
@@ -160,7 +173,7 @@ class Capture:
     def _possible(self, state: dict[str, Any], batch: Any) -> tuple[_Course, str | None]:
         """Decide what this process can do with a batch, and say why not more."""
         like = signature(batch)
-        if self._fits(state) and self._static is not None and like == self._static.signature:
+        if self._fits(state) and self._find(like) is not None:
             return _Course.REPLAY, None
         problem = why_not_static(batch, self._device)
         problem = problem or self._host.why_not_capturable(self._device)
@@ -177,27 +190,35 @@ class Capture:
             log.warning("the training step is not captured as a CUDA graph: %s", self.why_not)
 
     def free(self) -> None:
-        """Drop the recording and its memory."""
-        if self._recording is not None:
-            self._recording.free()
-        self._recording = self._static = None
+        """Drop all recordings and their memory."""
+        self._free_but([])
+
+    def _free_but(self, wanted: list[_Kept]) -> None:
+        for kept in self._kept:
+            if kept not in wanted:
+                kept.recording.free()
+        self._kept = wanted
+
+    def _find(self, like: Signature) -> _Kept | None:
+        """Return the recording for batches of this signature, if there is one."""
+        return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
         """Say how the update runs now, and what has been recorded so far."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)
-        if self._recording is None:
+        if not self._kept:
             why = (
                 f"it is captured once {self._warm_up} steps in a row were alike; {self._alike} were"
             )
             return StepDescription(False, why, *counts)
-        contents = self._recording.contents()
+        contents = self._kept[-1].recording.contents()
         return StepDescription(True, "nothing has changed since it was captured", *counts, contents)
 
     def _fits(self, state: dict[str, Any]) -> bool:
-        """Check that there is a recording of this state; one of another state is dropped."""
-        if self._recording is None:
+        """Check that there are recordings of this state; those of another are dropped."""
+        if not self._kept:
             return False
         if state == self._state:
             return True
@@ -205,14 +226,16 @@ class Capture:
         return False
 
     def _replay(self, batch: Any) -> Tensor:
-        assert self._recording is not None
-        assert self._static is not None
-        self._static.fill_(batch)
-        self._recording.replay()
+        like = signature(batch)
+        kept = self._find(like)
+        assert kept is not None
+        kept.static.fill_(batch)
+        kept.recording.replay()
         self._replays += 1
-        self._alike = self._waiting = 0
-        self._last = None
-        return self._recording.output.clone()
+        self._waiting = 0
+        if self._last is None or not is_variant(self._last, like):
+            self._alike, self._last = 0, None  # batches of another shape have to come in a row
+        return kept.recording.output.clone()
 
     def _compare(self, state: dict[str, Any], like: Signature, batch: Any) -> None:
         """Count how long steps have been alike, and warn where they never are."""
@@ -223,8 +246,10 @@ class Capture:
         self._state, self._last = state, like
         self._waiting += 1
         self._changes |= changed if self._waiting > self._warm_up else set()
-        if self._static is not None and not is_shorter(like, self._static.signature):
-            self._say_batch(difference(self._static.signature, like, batch))
+        if self._kept:
+            known = self._kept[-1].static.signature
+            if not is_shorter(like, known) and not is_variant(like, known):
+                self._say_batch(difference(known, like, batch))
         if self._waiting == _PATIENCE and not self._said_changes:
             self._said_changes = True
             log.warning(
@@ -245,12 +270,20 @@ class Capture:
 
     def _record(self, state: dict[str, Any], batch: Any) -> str | None:
         """Record the update, if all processes can; returns why this one could not."""
-        self.free()  # first, or the memory of two graphs would be taken
         static = StaticBatch(batch)
+        variants = [
+            kept
+            for kept in self._kept
+            if kept.static.signature != static.signature
+            and is_variant(kept.static.signature, static.signature)
+        ]
+        # First, or the memory of two graphs would be taken.
+        self._free_but(variants[1 - _VARIANTS :])
+        beside = self._kept[0].recording if self._kept else None
         random, put_back = host_random_state(), self._host.hold()
         recording, problem = None, None
         try:
-            recording = self._graphs.record(lambda: self._update(static.value))
+            recording = self._graphs.record(lambda: self._update(static.value), beside)
         except Exception as error:  # whatever it is: eager steps go on, or raise it themselves
             problem = f"{type(error).__name__}: {error}"
         except BaseException:  # Ctrl-C
@@ -266,7 +299,8 @@ class Capture:
             if names:
                 problem = f"a step changes what the next one would have to start from: {names}"
         if self._together.least(problem is None):
-            self._recording, self._static = recording, static
+            assert recording is not None
+            self._kept.append(_Kept(recording, static))
             self._captures += 1
             return None
         if recording is not None:

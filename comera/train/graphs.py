@@ -22,7 +22,7 @@ class Contents:
     Attributes:
         nodes: Kinds of nodes and how many there are; None where they cannot be counted.
         kernels: Kernels by name and how often each is started; None likewise.
-        pool_bytes: Memory that belongs to the recording alone.
+        pool_bytes: Memory that belongs to the recording, and to those beside it.
     """
 
     nodes: dict[str, int] | None
@@ -50,8 +50,13 @@ class Graphs(Protocol):
     def stream(self) -> AbstractContextManager[None]:
         """Enter the stream on which functions run before they are recorded, and as they are."""
 
-    def record(self, run: Callable[[], Tensor]) -> Recording:
+    def record(self, run: Callable[[], Tensor], beside: Recording | None = None) -> Recording:
         """Record a function; tensors are afterwards what they were before.
+
+        Args:
+            run: Returns what each replay leaves as output.
+            beside: Another recording that is kept, to take the same memory: the two are not
+                replayed at the same time, and of neither more than the output is read.
 
         Raises:
             Exception: Whatever the function raised, or why it cannot be recorded.
@@ -67,9 +72,9 @@ class CudaGraphs:
     """Recorder of a GPU.
 
     Everything happens on one stream: autograd's accumulators remember the one on which they first
-    ran, and must not be recorded from another. Each graph has a memory pool of its own, which is
-    given back before the next graph takes one: a pool that outlives its only graph cannot be used
-    again.
+    ran, and must not be recorded from another. Graphs that stand for one step share a memory pool,
+    which is given back with the last of them, before another graph takes one: a pool that outlives
+    its only graph cannot be used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,9 +91,10 @@ class CudaGraphs:
         finally:
             before.wait_stream(self._stream)
 
-    def record(self, run: Callable[[], Tensor]) -> Recording:
+    def record(self, run: Callable[[], Tensor], beside: Recording | None = None) -> Recording:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        pool = torch.cuda.graph_pool_handle()
+        shared = beside.pool() if isinstance(beside, _CudaRecording) else None
+        pool = shared or torch.cuda.graph_pool_handle()
         # A thread that pins memory for a DataLoader may go on while this one captures.
         capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         problem: Exception | None = None
@@ -123,6 +129,9 @@ class _CudaRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
         self._graph, self.output, self._device = graph, output, device
 
+    def pool(self) -> Any:
+        return self._graph.pool()
+
     def replay(self) -> None:
         self._graph.replay()
 
@@ -132,7 +141,7 @@ class _CudaRecording:
         del self.output
 
     def contents(self) -> Contents:
-        pool = tuple(self._graph.pool())
+        pool = tuple(self.pool())
         segments = torch.cuda.memory_snapshot()
         held = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
         try:

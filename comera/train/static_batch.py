@@ -79,6 +79,15 @@ def difference(before: Signature, now: Signature, batch: Any) -> str:
     return "; ".join(changes[:3]) + more
 
 
+def is_variant(now: Signature, before: Signature) -> bool:
+    """Tell whether batches differ in plain values alone: their tensors have the same places."""
+    (old_spec, old), (new_spec, new) = before, now
+    return old_spec == new_spec and all(
+        mine == theirs or Tensor not in (mine[0], theirs[0])
+        for mine, theirs in zip(new, old, strict=True)
+    )
+
+
 def is_shorter(now: Signature, before: Signature) -> bool:
     """Tell whether a batch only has fewer rows, as the last one of a data set has."""
     (old_spec, old), (new_spec, new) = before, now

@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
+from comera.nn import fused
 from comera.nn.module import tensor_trains
 
 
@@ -18,6 +19,34 @@ def test_padding_changes_nothing(norm):
     tokens = torch.randint(1, 50, (3, 7))
     padded = torch.cat([tokens, torch.full((3, 4), PAD)], 1)
     torch.testing.assert_close(model(padded)[:, :7], model(tokens))
+
+
+@pytest.mark.parametrize("kind", ["dense", "tt"])
+def test_a_batch_without_padding_needs_no_mask(kind, monkeypatch):
+    """The same numbers; said of a padded batch it is an error."""
+    model = encoder()
+    if kind == "tt":
+        comera.tensorize_(model, comera.TTConfig(rank=4))
+    seen = []
+    real = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *a: seen.append(a[3]) or real(*a))
+    tokens = torch.randint(1, 50, (3, 7))
+    want = model(tokens)
+    assert [mask.shape for mask in seen] == [(3, 7)] * 2
+    got = model(tokens, padded=False)
+    assert seen[2:] == [None] * 2
+    torch.testing.assert_close(got, want)
+    params = list(model.blocks.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(got.square().sum(), params),
+        torch.autograd.grad(want.square().sum(), params),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    tokens[1, 6] = PAD
+    with pytest.raises(
+        ValueError, match="padded=False, but there are tokens 0, which stand for pad"
+    ):
+        model(tokens, padded=False)
 
 
 def test_post_norm_block_equals_torch():

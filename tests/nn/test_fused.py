@@ -6,6 +6,7 @@ from torch.nn import functional as F
 import comera
 from comera.nn import linear
 from comera.nn.fused import feed_forward, linears, self_attention
+from comera.ops.dispatch import TABLE
 
 
 def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):
@@ -74,20 +75,62 @@ def plain_attention(x, modules, num_heads, keep):
         return y.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     mixed = F.scaled_dot_product_attention(
-        heads(query(x)), heads(key(x)), heads(value(x)), attn_mask=keep[:, None, None, :]
-    )
+        heads(query(x)), heads(key(x)), heads(value(x)),
+        attn_mask=None if keep is None else keep[:, None, None, :],
+    )  # fmt: skip
     return out(mixed.transpose(1, 2).flatten(-2))
 
 
 @pytest.mark.parametrize("rank", [5, 20], ids=["rank space", "rank above a head's width"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padding", "no padding"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_self_attention_equals_its_layers(kind, rank):
+def test_self_attention_equals_its_layers(kind, padded, rank):
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
     keep = torch.rand(3, 5) > 0.3
     keep[:, 0] = True
+    keep = keep if padded else None
     modules = some(kind, 4, rank=rank)
     got = self_attention(x, *modules, num_heads=2, keep_BT=keep, dropout=0.0)
     assert_equal(got, plain_attention(x, modules, 2, keep), inputs_of(x, modules))
+
+
+def kept_by(run, inputs):
+    """Numbers that the backward pass keeps beside the inputs, each piece of memory once."""
+    there = {t.untyped_storage().data_ptr() for t in inputs}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            kept[storage.data_ptr()] = tensor, storage.nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(numbers for _, numbers in kept.values())
+
+
+@pytest.mark.parametrize("where", ["card", "cpu"])
+@pytest.mark.parametrize("rank", [15, 40, None], ids=["rank space", "head space", "dense"])
+def test_what_an_attention_keeps(rank, where, monkeypatch):
+    """Heads are views of what products have made; keys of all heads are kept once."""
+    if where == "card":
+        monkeypatch.setattr(TABLE["attend"], "ways", TABLE["attend"].ways[-1:])
+    width, heads, rows = 192, 12, 4 * 256
+    kind = "dense" if rank is None else "tt"
+    modules = layers(4, width, width, rank, kind, dtype=torch.float32)
+    x = torch.randn(4, 256, width, requires_grad=True)
+    keep = torch.ones(4, 256, dtype=torch.bool)
+    kept = kept_by(lambda: self_attention(x, *modules, heads, keep, 0.0), inputs_of(x, modules))
+    padded = 0 if rank is None else modules[0].factor_width
+    a_row = {
+        15: 2 * heads * padded + 4 * padded,  # queries and result; x times the four left factors
+        40: 4 * width + 4 * padded,  # queries, keys, values and result
+        None: 4 * width,
+    }[rank]
+    # Beside them the sums of the softmax, the mask, and factors, those of q, k and v twice.
+    others = rows * heads + rows + 11 * padded * width
+    assert rows * a_row <= kept <= rows * a_row + others
 
 
 @pytest.mark.parametrize("kind", ["tt", "dense"])

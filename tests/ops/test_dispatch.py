@@ -63,6 +63,7 @@ CPU_OR_NOT = {
     "add_sorted": ("to the rows between the first and the last", "to all rows"),
     "dropout_add": ("a mask of bytes", T),
 }
+ONE = "torch, all queries in one head"
 READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
     "factorized_linears": KERNEL_OR_TORCH,
@@ -89,7 +90,7 @@ EXPECTED = {
     "stacked_product": (
         "as a product of two matrices", T, T, T, T, T, T, T, "as a product of two matrices", T,
     ),
-    "attend": ("in pieces", T, "in pieces", T, T, T, T, T, "in pieces", T),
+    "attend": ("in pieces", ONE, "in pieces", ONE, T, T, T, T, "in pieces", T),
     "linears": ("in the batch's dtype",) * 10,
     "linear": ("factorized",) * 10,
     **{

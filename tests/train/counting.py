@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from comera.ops.dispatch import TABLE
+
 PREPARE = {
     "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "slice", "select",
     "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided",
@@ -16,6 +18,18 @@ PREPARE = {
     "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 """Operations that compute nothing: on a GPU they would start no kernel."""
+
+
+class Calls(TorchDispatchMode):
+    """Counts all that autograd and Python call, views included: what the host is busy with."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Launches:
@@ -67,6 +81,18 @@ class Launches:
             self._counts = before
 
 
+@contextlib.contextmanager
+def attention_as_on_a_card():
+    """Attention takes the way that it takes on a card, wherever the tensors are."""
+    attend = TABLE["attend"]
+    before = attend.ways
+    attend.ways = before[-1:]
+    try:
+        yield
+    finally:
+        attend.ways = before
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self, launches):
         super().__init__()
@@ -97,7 +123,9 @@ class _Attention(TorchFunctionMode):
         q, k, v = args
         if any(t.dim() != 4 or t.shape[3] % 8 or t.stride(3) != 1 for t in args):
             return func(*args, **kwargs)
-        assert q.dtype == k.dtype == v.dtype == kwargs["attn_mask"].dtype  # nothing is cast
+        mask = kwargs["attn_mask"]
+        assert q.dtype == k.dtype == v.dtype  # nothing is cast
+        assert mask is None or mask.dtype == q.dtype
         return _Fused.apply(self.launches, kwargs, q, k, v)
 
 
@@ -105,7 +133,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, launches, kwargs, *qkv):
         ctx.launches = launches
-        padded = any(stride % 8 for stride in kwargs["attn_mask"].stride()[:-1])
+        mask = kwargs["attn_mask"]
+        padded = mask is not None and any(stride % 8 for stride in mask.stride()[:-1])
         launches.add("attention", *(["pad", "pad"] if padded else []))
         with launches.paused(), torch.enable_grad():
             ctx.qkv = [t.detach().requires_grad_() for t in qkv]

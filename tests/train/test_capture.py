@@ -245,6 +245,36 @@ def test_batches_in_any_structure(tapes):
     assert len(tapes.tapes) == 2  # the scale is a constant of each
 
 
+def scaled(model, batch):
+    return loss_fn(model, batch) * batch["scale"]
+
+
+def test_batches_of_two_plain_values_keep_a_recording_each(tapes, caplog):
+    """Such as whether anything in them is padding; however they are mixed."""
+    scales = [0.5 if k % 3 else 2.0 for k in range(30)]
+    batches = [get_batch(k) | {"scale": scale} for k, scale in enumerate(scales)]
+    captured, eager = make_step(early=100), eager_step(early=100)
+    captured._loss_fn = eager._loss_fn = scaled
+    in_a_row = [get_batch(k) | {"scale": 0.5} for k in range(FIRST)]
+    assert_same(captured, eager, in_a_row)
+    assert len(tapes.tapes) == 1
+    assert_same(captured, eager, batches)
+    assert [tape.freed for tape in tapes.tapes] == [False, False]
+    assert captured.describe().replays == 1 + 30 - WARM_UP
+    assert not said(caplog)
+
+
+def test_a_third_plain_value_takes_the_place_of_the_oldest(tapes):
+    batches = [get_batch(k) | {"scale": 1.0 + k // 6} for k in range(30)]
+    captured, eager = make_step(early=100), eager_step(early=100)
+    captured._loss_fn = eager._loss_fn = scaled
+    assert_same(captured, eager, batches)
+    assert [tape.freed for tape in tapes.tapes] == [True, True, True, False, False]
+    captured.clip_norm = eager.clip_norm = 0.5  # and all are dropped when the step changes
+    assert_same(captured, eager, batches[-FIRST:])
+    assert [tape.freed for tape in tapes.tapes] == [*[True] * 5, False]
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

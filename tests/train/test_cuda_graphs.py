@@ -1,5 +1,7 @@
 """The captured step against the eager one on a GPU, with CUDA graphs."""
 
+import time
+
 import pytest
 import torch
 
@@ -73,6 +75,24 @@ def test_replayed_steps_equal_eager_ones(settings):
     assert captured.describe().replays == 13
 
 
+def test_a_compiled_step_of_six_encoders_starts_within_a_minute(monkeypatch, tmp_path):
+    """Nothing compiled before is used. 48 s with two cores of a CPU, by its compiler."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    torch._dynamo.reset()
+    device = torch.device("cuda", torch.cuda.current_device())
+    encoders = Encoders()
+    model = encoders.model("comera", device)
+    step = train_step(model, learned_ranks(model), compile=True)
+    data = encoders.batch(8, device)
+    began = time.perf_counter()
+    float(step(data))
+    assert time.perf_counter() - began < 60
+    for _ in range(FIRST):
+        step(data)
+    assert step.describe().captured, step.describe()
+
+
 def test_products_in_eight_bits_are_captured():
     device = torch.device("cuda", torch.cuda.current_device())
     if why_not_fp8(device) is not None:
@@ -112,6 +132,24 @@ def test_evaluation_and_a_short_batch_in_between():
             evaluate(captured.model)
         captured.model.train()
     assert captured.describe().captures == 1
+
+
+def test_two_recordings_of_a_step_share_their_memory():
+    def scaled(model, batch):
+        return loss_fn(model, batch) * batch["scale"]
+
+    captured, eager = make_step(early=100, device="cuda"), eager_step(early=100)
+    captured._loss_fn = eager._loss_fn = scaled
+    mixed = [
+        batch | {"scale": 2.0 if k >= FIRST and k % 3 else 0.5}
+        for k, batch in enumerate(batches(FIRST + 20))
+    ]
+    assert_close(captured, eager, mixed[:FIRST])
+    held = captured.describe().contents.pool_bytes
+    assert_close(captured, eager, mixed[FIRST:])
+    described = captured.describe()
+    assert described.captures == 2
+    assert described.contents.pool_bytes < 2 * held
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_dropout_goes_on(caplog):

@@ -123,6 +123,15 @@ def test_a_function_is_recorded_replayed_and_freed(cuda, graphs):
     assert cuda.now == "default"
 
 
+def test_recordings_beside_each_other_share_a_pool(cuda, graphs, monkeypatch):
+    first = graphs.record(lambda: torch.ones(()))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 8))  # asserted when captured
+    second = graphs.record(lambda: torch.ones(()), beside=first)
+    assert second.pool() == first.pool()
+    first.free()
+    assert graphs.record(lambda: torch.ones(()), beside=second).pool() == second.pool()
+
+
 @pytest.mark.parametrize("end_fails", [False, True])
 def test_an_error_inside_is_the_one_that_is_raised(cuda, graphs, end_fails):
     cuda.end_fails = end_fails

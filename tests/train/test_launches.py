@@ -1,5 +1,7 @@
 """How many tensor operations a training step starts, and that the second one prepares nothing."""
 
+import collections
+
 import pytest
 import torch
 
@@ -8,16 +10,20 @@ from comera.models.transformer import Encoder, SequenceClassifier
 from comera.ops.context import static_shapes
 from comera.planning.crossover import _dense_from as planned_dense_from
 from comera.train.host_state import make_capturable_
-from tests.train.counting import Launches
+from tests.train.counting import Calls, Launches, attention_as_on_a_card
 
 
-def launches(step):
-    """Of the second step."""
+def launched(step):
+    """By name, of the second step."""
     data = batch()
     step(data)
     with Launches() as counter:
         step(data)
-    return counter.count
+    return collections.Counter(counter.log)
+
+
+def launches(step):
+    return launched(step).total()
 
 
 def make_model(layers=6):
@@ -49,28 +55,90 @@ def test_launches_of_a_step_stay_within_their_budget():
     The table has 150 of them, both ways and its halves included: it sorts its entries and groups
     rows by their slices, small operations on whole numbers that save larger ones on rows.
     """
-    assert launches(make_step()) <= 948
-    assert launches(make_step(late=True)) <= 975
+    assert launches(make_step()) <= 903
+    assert launches(make_step(late=True)) <= 929
 
 
-@pytest.mark.parametrize(("late", "budget"), [(False, 746), (True, 773)])
-def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
-    """The course that a CUDA graph holds, counted by what PyTorch dispatches on a CPU.
-
-    Without hand-written kernels.
-    """
-    step = make_step(late=late)
+def counted(layers=6, late=False, **settings):
+    """Launches by name of a step as a card takes it, without hand-written kernels."""
+    step = make_step(layers, late, **settings)
     make_capturable_(step.optimizer, torch.device("cpu"))
-    with static_shapes():
-        assert launches(step) <= budget
+    with attention_as_on_a_card(), static_shapes():
+        return launched(step)
+
+
+@pytest.mark.parametrize(("late", "budget"), [(False, 704), (True, 730)])
+def test_launches_of_a_captured_step_stay_within_their_budget(late, budget):
+    """The course that a CUDA graph holds, counted by what PyTorch dispatches on a CPU."""
+    assert counted(late=late).total() <= budget
+
+
+BLOCK = {
+    # Forward: q, k and v thin together, scores' factor, out of heads, its right half; two layers of
+    # the feed-forward part two each, less the two with ones on the way (addmm). Backward: of each
+    # product two, and the hidden activation's, computed once more.
+    "mm": 23, "addmm": 2,
+    # What stands between the projections, of all heads: scores and values; backward two each.
+    "bmm": 6,
+    "attention": 1,
+    # At most; without a mask, or in bfloat16, a card has fewer. See Launches.
+    "attention_backward": 4,
+    # Gradients of keys and values that heads share, over the heads.
+    "sum": 2,
+    # Thin factors of q, k and v side by side, and their gradients.
+    "cat": 2,
+    # Ones for the biases of the feed-forward part, in the thin product of either layer.
+    "fill_": 2,
+    # The hidden activation, again in the backward pass.
+    "gelu": 2, "gelu_backward": 1,
+    "native_layer_norm": 2, "native_layer_norm_backward": 2,
+    "native_dropout": 2, "native_dropout_backward": 2,
+    # Residuals, and their gradients where they part.
+    "add": 4,
+}  # fmt: skip
+"""Launches that one encoder block adds, optimizer, clipping and contraction of its cores included:
+the last are batched over layers, so that more layers take no more."""
+
+CASTS = {
+    # Norms give float32, of which attention and feed-forward take bfloat16 each; back once each,
+    # and the gradients that residuals hand to dropout. Weights are cast once for all layers.
+    "_to_copy": 6,
+}
+
+
+def added_by_a_block(**settings):
+    few, many = counted(2, **settings), counted(6, **settings)
+    return {name: count / 4 for name, count in (many - few).items()}
+
+
+def test_what_a_block_adds():
+    assert added_by_a_block() == BLOCK
+
+
+def test_what_a_block_adds_in_mixed_precision():
+    assert added_by_a_block(precision="bf16") == BLOCK | CASTS
+
+
+def calls(layers):
+    step, data = make_step(layers), batch()
+    step(data)
+    with Calls() as counter:
+        step(data)
+    return counter.count
+
+
+def test_calls_of_an_eager_block():
+    """Of 342, 240 are of no work: its 36 cores, 30 gates, 6 biases and 4 vectors of norms get their
+    gradients as views of those of all layers (106 views, 48 slices), each detached once (88).
+
+    Some 50 compute; the others turn operands around.
+    """
+    assert (calls(6) - calls(2)) / 4 <= 342
 
 
 def test_merging_does_not_grow_with_the_number_of_layers():
     few, many = launches(make_step(2)), launches(make_step(6))
-    assert (many - few) / 4 <= 81  # what one encoder block adds, optimizer and clipping included
-    with static_shapes():
-        few, many = launches(make_step(2)), launches(make_step(6))
-    assert (many - few) / 4 <= 64
+    assert (many - few) / 4 <= 74  # what one encoder block adds, optimizer and clipping included
 
 
 def test_the_second_step_plans_nothing():
@@ -79,25 +147,6 @@ def test_the_second_step_plans_nothing():
     before = planned_dense_from.cache_info().misses
     step(batch())
     assert planned_dense_from.cache_info().misses == before
-
-
-@pytest.mark.slow
-def test_a_compiled_step_breaks_no_graph_and_recompiles_nothing():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    step = make_step(1, compile=True)
-    eager = make_step(1)
-    eager.model.load_state_dict(step.model.state_dict())
-    for one in (step, eager):
-        one.model.eval()  # no dropout: the two draw different masks
-    data = batch()
-    torch.testing.assert_close(step(data), eager(data))
-    stats = torch._dynamo.utils.counters
-    graphs = stats["stats"]["unique_graphs"]
-    for _ in range(2):
-        torch.testing.assert_close(step(data), eager(data), rtol=1e-4, atol=1e-5)
-    assert not stats["graph_break"]
-    assert stats["stats"]["unique_graphs"] == graphs == 1
 
 
 def test_the_planner_is_no_part_of_a_compiled_graph():

@@ -196,27 +196,32 @@ def _gradients_by_torch(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
-    wide = torch.promote_types(x.dtype, torch.float32)  # what many rows are summed up in
+    slices = list(_slices(x, right1.shape[1]))
+    # What several pieces are summed up in; one is not worth a cast there and back.
+    wide = x.dtype if len(slices) == 1 else torch.promote_types(x.dtype, torch.float32)
+    turned = on_cpu_alone(x) is None  # there a narrow gradient is made faster that way
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
     grad_left2 = grad_right1 = None
     hidden, active, grad = _buffers(x, right1.shape[1], 3)
-    for rows in _slices(x, right1.shape[1]):
+    for rows in slices:
         count = t1[rows].shape[0]
         h = product_into(hidden[:count], t1[rows], right1)
         a = value(h, out=active[:count])
-        grad_left2 = add_product(grad_left2, u2[rows].T, a, wide)  # transposed: faster that way
+        pair = (u2[rows].T, a) if turned else (a.T, u2[rows])
+        grad_left2 = add_product(grad_left2, *pair, wide)
         ga = product_into(grad[:count], u2[rows], left2.T)
         gh = grad_of(ga, h, grad_input=ga)
         grad_right1 = add_product(grad_right1, t1[rows].T, gh, wide)
         store_product_(u1[rows], gh, right1.T)
     if grad_left2 is None or grad_right1 is None:  # without a row
-        grad_left2, grad_right1 = torch.zeros_like(left2.T), torch.zeros_like(right1)
+        grad_left2, grad_right1 = torch.zeros_like(left2), torch.zeros_like(right1)
+        turned = False
     return (
         product(u1, left1.T),
-        product(u1.T, x).T.contiguous(),
+        product(u1.T, x).T.contiguous() if turned else product(x.T, u1).contiguous(),
         grad_right1.to(x.dtype).contiguous(),
-        grad_left2.T.to(x.dtype).contiguous(),
+        (grad_left2.T if turned else grad_left2).to(x.dtype).contiguous(),
         product(t2.T, grad_y).contiguous(),
     )
 

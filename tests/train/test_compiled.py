@@ -1,0 +1,172 @@
+"""Compiled steps against eager ones: losses and every parameter, also where something changes.
+
+Most go through the compiler up to its code, which takes far longer to make; one goes all the way.
+"""
+
+import functools
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import comera
+from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.transformer import Encoder, SequenceClassifier
+from comera.ops.context import static_shapes
+from comera.train import step as step_module
+from tests.train import test_launches
+from tests.train.counting import attention_as_on_a_card
+
+pytestmark = pytest.mark.slow
+
+
+def classifier(norm="post"):
+    encoder = Encoder(60, 32, 2, 2, 48, 8, 0.0, num_segments=2, norm=norm)
+    return SequenceClassifier(encoder, 3, dropout=0.0)
+
+
+def classify(model, batch):
+    logits = model(batch["tokens"], batch["segments"], batch["padded"])
+    return F.cross_entropy(logits.double(), batch["labels"])
+
+
+def pairs(number, rows=4, padded=True):
+    random = torch.Generator().manual_seed(number)
+    tokens = torch.randint(1, 60, (rows, 8), generator=random)
+    if padded:
+        tokens[0, 5:] = 0
+    return {
+        "tokens": tokens,
+        "segments": (tokens > 30).long(),
+        "labels": torch.randint(0, 3, (rows,), generator=random),
+        "padded": padded,
+    }
+
+
+def decoder():
+    return CausalLanguageModel(Decoder(60, 32, 2, 2, 48), 60)
+
+
+def predict(model, batch):
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten())
+
+
+def make(compile, model=classifier, loss_fn=classify, dtype=torch.float64, rank=4, **settings):
+    torch.manual_seed(0)
+    made = model()
+    if rank:
+        config = comera.TTConfig(rank=rank, exclude_modules=["output", "lm_head"])
+        comera.tensorize_(made, config)
+    made.to(dtype)
+    optimizer = torch.optim.AdamW(comera.param_groups(made, 1e-2, gate_lr=0.2))
+    ranks = comera.TwoStage(made, 0.5, 3, 3) if rank else None
+    settings = {"clip_norm": 1.0, **settings}
+    return comera.TrainStep(made, loss_fn, optimizer, ranks, compile=compile, **settings)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Compiled without making code."""
+    quick = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(step_module.torch, "compile", quick)
+
+
+def assert_equal_steps(steps, batches, tolerance=1e-9):
+    for batch in batches:
+        got, want = (step(batch) for step in steps)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    compiled, eager = (step.model.state_dict() for step in steps)
+    torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
+
+
+def assert_graphs(count):
+    """So many, and no break in any."""
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == count
+
+
+def test_all_the_way_to_code():
+    """Both stages of rank learning: one graph, no break in it."""
+    assert_equal_steps([make(True), make(False)], [pairs(k) for k in range(6)])
+    assert_graphs(1)
+
+
+class _Enough(Exception):
+    pass
+
+
+def fused_kernels(layers, monkeypatch):
+    """Names of what the compiler makes of a forward pass as on a card, in mixed precision."""
+    code = []
+
+    def keep(text):
+        code.append(text)
+        raise _Enough  # before a C++ compiler sees it
+
+    made = "torch._inductor.graph.GraphLowering.save_output_code"
+    monkeypatch.setattr(made, staticmethod(keep))
+    step = test_launches.make_step(layers, compile=True, precision="bf16")
+    failed = pytest.raises(torch._dynamo.exc.BackendCompilerFailed)
+    with attention_as_on_a_card(), static_shapes(), failed:
+        step(test_launches.batch())
+    return re.findall(r"^ +cpp_fused_(\w+)\(", code[0].partition("def call(")[2], re.MULTILINE)
+
+
+def test_residuals_dropout_norms_and_casts_are_one_kernel(monkeypatch):
+    one = fused_kernels(1, monkeypatch)
+    torch._dynamo.reset()
+    two = fused_kernels(2, monkeypatch)
+    norms = [name for name in two if "native_layer_norm" in name]
+    assert len(norms) == 2 * 2 + 1  # the first one behind the embeddings
+    assert all("native_dropout" in name and "to_copy" in name for name in norms)
+    # Three others are parts of an attention on a CPU, of which a card has one kernel.
+    assert len(two) - len(one) == 2 + 3
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": functools.partial(classifier, "pre")},
+        {"rank": 12},
+        {"rank": None},
+        {"accumulate": 2},
+        {"model": decoder, "loss_fn": predict},
+    ],
+    ids=["pre-norm", "heads of their own", "dense", "accumulate", "decoder"],
+)
+def test_models_and_settings(settings):
+    assert_equal_steps([make(True, **settings), make(False, **settings)], map(pairs, range(4)))
+    assert_graphs(1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_mixed_precision():
+    steps = [make(c, dtype=torch.float32, precision="bf16") for c in (True, False)]
+    assert_equal_steps(steps, [pairs(0)], 1e-2)
+    for k in range(1, 4):
+        got, want = (step(pairs(k)) for step in steps)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert_graphs(1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_changes_is_compiled_anew():
+    """Batches without padding, shorter ones, and cut ranks."""
+    steps = [make(True), make(False)]
+    batches = [pairs(0), pairs(1, padded=False), pairs(2, rows=3), pairs(3)]
+    assert_equal_steps(steps, batches)
+    for step in steps:
+        step.ranks.finish_(step.optimizer)
+    assert_equal_steps(steps, [pairs(4), pairs(5, rows=2)])
+    assert_graphs(4)  # of any number of rows from the third on
