@@ -232,6 +232,7 @@ def _contractions(
             gates, below = list(layer.gates), layer.prune_below
             left = contract_chain(cores[:split], gates[:split], below)[0]
             right = contract_chain(cores[split:], gates[split:], below)[..., 0]
+            # Factors as the operator makes them: padded to its bond, the bias the last row.
             padding = left_IR.shape[1] - left.shape[1] - 1
             assert layer.bias is not None
             bias = layer.bias[None]

@@ -67,7 +67,7 @@ def step(
     parameters = dict.fromkeys((_DENSE, _DENSE + _GRAPH, _GALORE), count(dense))
     parameters |= dict.fromkeys((_COMERA, _COMPILED, _COMERA + _GRAPH), count(model))
 
-    @functools.cache
+    @functools.cache  # made only where its package is there, and once for all batches
     def galore() -> TrainStep:
         other = encoders.model("dense", session.device)
         return TrainStep(other, loss_fn, peers.galore_adamw(other, LEARNING_RATE))
@@ -86,7 +86,7 @@ def step(
                 _GALORE,
                 lambda batch=batch: functools.partial(galore(), batch),  # type: ignore[misc]
             )
-        if _GALORE in runs:
+        if _GALORE in runs:  # a step with new subspaces is too rare for the rounds to meet it
             adjust = functools.partial(_amortise, _refresh(session, galore(), batch))
         counts = {name: parameters[name] for name in runs}
         title = f"{encoders}, {size} sequences of {encoders.length} tokens, training step"

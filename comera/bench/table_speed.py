@@ -65,8 +65,8 @@ def embedding(
                 f"{name} is left out: {copies} copies of the table take {needed:.1f} GiB, more "
                 f"than --dense_limit={dense_limit:g}"
             )
-    layers |= {TRAINED: layer, _PLAIN: RowByRow(copy.deepcopy(layer))}
-    baseline = next(iter(layers))
+    layers |= {TRAINED: layer, _PLAIN: RowByRow(copy.deepcopy(layer))}  # both will be trained
+    baseline = next(iter(layers))  # the first dense table that fits in memory
     grad = torch.randn(picked.shape[0], width).to(session.device, dtype)
     runs = {
         name: train_step(table.to(session.device), picked, grad, fused="fused" in name)

@@ -215,6 +215,7 @@ def alternate(
         return clock() - began
 
     def warm(name: str) -> int:
+        # No more than tenfold at once: what a short sample says of a call is mostly noise.
         count, took = 1, sample(name, 1)
         while took < at_least:
             count = max(count + 1, min(10 * count, int(_MORE_ROOM * at_least / took * count) + 1))
@@ -224,6 +225,8 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     try:
         for number in range(warm_up + repeats):
+            # In turn, so that others on the machine slow down all runs alike, and from another one
+            # on each time, so that none always finds the caches that the same run has left.
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 if number == 0:

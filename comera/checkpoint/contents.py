@@ -78,9 +78,11 @@ def encode(
                 rate=own.rate, alpha=own.alpha,
             )  # fmt: skip
             if name in wanted and record.codec == "change":
-                kept[name] = places
+                kept[name] = places  # the moments of other entries are left out with them
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)
+            # The error is reported as a share of what is described: the change, or all of the
+            # weight where that is what was written.
             error += codec.distance(tensor, now) ** 2
             if before is None or record.places == "all":
                 change += vectors.norm(tensor) ** 2
@@ -92,6 +94,7 @@ def encode(
         records.append(record.of([name], [tensor]))
     for moments in snapshot.moments:
         records.append(_write_moments(rest, snapshot, moments, kept, quality))
+    # What is neither of the model nor a pair of moments has no slack: it is kept bit by bit.
     done = {name for record in records for name in record.names}
     for name, tensor in snapshot.rest.items():
         if name not in done:

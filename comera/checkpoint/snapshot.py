@@ -132,6 +132,7 @@ def take_snapshot(
         )
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     states = optimizer.state_dict() if hasattr(optimizer, "state_dict") else optimizer
+    # Of a bare state nothing tells parameters from buffers, which must be exact: all may be lossy.
     trained = set(weights)
     if isinstance(model, nn.Module):
         trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}

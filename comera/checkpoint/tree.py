@@ -83,6 +83,7 @@ def take_apart(
     if isinstance(value, Tensor):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in _KINDS_OF_TENSOR:
+            # Packed state of torchao: its parts are tensors, which are kept like any other.
             return {"subclass": kind, **_flattened(value, take, name)}
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{name} is a {kind}, a kind of tensor that checkpoints do not know")
@@ -92,7 +93,7 @@ def take_apart(
         return value
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, float):  # JSON knows neither inf nor NaN
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}

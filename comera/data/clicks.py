@@ -185,6 +185,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     held = np.zeros(len(labels), bool)
     held[valid] = True
     fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
+    # One field at a time: the codes of all of them, 64 bits each, may be more than memory holds.
     for k in range(len(columns.fields)):
         values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
         fields[:, k], size = _numbered(values, ~held, settings)
@@ -200,6 +201,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
+    # The folder is named after these digests: rows of another content must not be found there.
     if click_digests(settings) != digests:
         shutil.rmtree(folder / "chunks")
         raise changed_meanwhile(path)

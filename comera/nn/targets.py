@@ -55,6 +55,7 @@ def find_targets(
             small.append(name)
         else:
             chosen[name] = module
+    # What was asked for and stays dense is named, so that nobody takes it for compressed.
     for names, reason in (
         (
             attention,

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = _FILE_WIDTH
     count = _processes(os.environ)
     if count > 1:
+        # All of them would train the same run into one folder; the first alone says so.
         if (os.environ.get("RANK") or os.environ.get("LOCAL_RANK")) == "0":
             _print_error(_ONE_PROCESS.format(count=count), console)
         return 1
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 torch.set_num_threads(chosen.calibrate.threads)
             calibrate(chosen.calibrate.device, console.print)
             return 0
+        # What is left, train and plan, takes the settings of a run as dataclasses.
         config = parser.instantiate(chosen)[chosen.command]
         settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
         if chosen.command == "plan":
@@ -172,7 +174,9 @@ def make_parser() -> ArgumentParser:
         command.add_argument(
             "--config", action=ActionConfigFile, help="YAML file that describes the run."
         )
+        # Every field of a run is an option, its help the field's line in the docstring.
         command.add_class_arguments(RunConfig, None)
+        # By itself the usage would list every key of a run.
         command.usage = f"comera {name} CONFIG [--KEY=VALUE ...]"
         command.options = [s for action in command._actions for s in action.option_strings]
         commands.add_subcommand(name, command, help=text)

@@ -283,6 +283,7 @@ def _plot(comparison: Comparison, path: Path) -> None:
         from matplotlib.figure import Figure
 
     scale = 100 if comparison.metric == "accuracy" else 1
+    # A canvas of its own: pyplot would keep every figure of a process and look for a display.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -300,10 +301,11 @@ def _plot(comparison: Comparison, path: Path) -> None:
             (6, 5),
             textcoords="offset points",
             fontsize=8,
-            parse_math=False,
+            parse_math=False,  # a name may hold dollar signs
         )
         if itself:
             axes.axhline(scale * row.mean, color=colour, ls=":", lw=1)
+    # A step, no slope: a size between two variants reaches what the smaller one does.
     front = pareto_front(comparison)
     axes.step(
         [row.params for row in front],
