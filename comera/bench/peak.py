@@ -74,12 +74,12 @@ class Job:
     table: TableShape | None = None
 
     def to_json(self) -> str:
-        """Return the shape as one word of a command line."""
+        """Return the job as one word of a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
-        """Return the shape that such a word describes."""
+        """Return the job that such a word describes."""
         content: dict[str, Any] = json.loads(text)
         kinds = {"encoders": Encoders, "layer": LayerShape, "table": TableShape}
         for name, kind in kinds.items():

@@ -179,12 +179,16 @@ def test_masks_are_no_indices(settings, kind, compiled, request):
 
 def test_compiles_whole_and_for_any_batch():
     layer = TTEmbedding(50, 12, 3, rank=4, hot_rows=5)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_compiled(layer, backend="aot_eager")
+
+
+def assert_compiled(model, **settings):
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, **settings)
     for batch in (3, 5):
         x = torch.randint(50, (batch, 7))
-        got, want = compiled(x), layer(x)
+        got, want = compiled(x), model(x)
         torch.testing.assert_close(got, want)
-        got, want = (torch.autograd.grad(y.sum(), layer.parameters()) for y in (got, want))
+        got, want = (torch.autograd.grad(y.sum(), model.parameters()) for y in (got, want))
         torch.testing.assert_close(got, want)
 
 
@@ -197,14 +201,7 @@ def test_compiles_whole_and_for_any_batch():
 def test_a_model_compiles_to_machine_code(rows, width, rank, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     table = TTEmbedding(rows, width, rank=rank)
-    model = nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4))
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for batch in (3, 5):
-        x = torch.randint(50, (batch, 7))
-        got, want = compiled(x), model(x)
-        torch.testing.assert_close(got, want)
-        got, want = (torch.autograd.grad(y.sum(), model.parameters()) for y in (got, want))
-        torch.testing.assert_close(got, want)
+    assert_compiled(nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4)))
 
 
 def test_exports_for_any_batch():
