@@ -29,7 +29,7 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Ways, is_eager
 from comera.ops.kernels import choose
 from comera.ops.operator import is_concrete, operator
 
@@ -58,14 +58,14 @@ def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
     """Return a row of zeros with a one at the end of each stretch, kept from call to call.
 
     Args:
-        widths: Of the stretches.
+        widths: Widths of the stretches.
         like: A tensor of the dtype and device wanted.
 
     Returns:
         ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
         what :func:`set_ones_` does.
     """
-    if torch.compiler.is_compiling() or not is_concrete(like) or _is_captured(like):
+    if not is_eager() or not is_concrete(like) or _is_captured(like):
         return _last_of_each(widths, like.dtype, like.device)  # there nothing outlives the graph
     return _kept_last_of_each(tuple(widths), like.dtype, like.device)
 
