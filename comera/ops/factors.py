@@ -29,9 +29,9 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Ways, may_keep
 from comera.ops.kernels import choose
-from comera.ops.operator import is_concrete, operator
+from comera.ops.operator import operator
 
 
 class Factors(NamedTuple):
@@ -65,15 +65,14 @@ def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
         ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
         what :func:`set_ones_` does.
     """
-    if torch.compiler.is_compiling() or not is_concrete(like) or _is_captured(like):
-        return _last_of_each(widths, like.dtype, like.device)  # there nothing outlives the graph
-    return _kept_last_of_each(tuple(widths), like.dtype, like.device)
+    make = _kept_last_of_each if may_keep(like) else _last_of_each
+    return make(tuple(widths), like.dtype, like.device)
 
 
-def _last_of_each(widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     row = torch.zeros(sum(widths), dtype=dtype, device=device)
     # All at once where that is possible: on a card each is a launch.
-    for part in [row.view(len(widths), -1)] if len(set(widths)) == 1 else row.split(list(widths)):
+    for part in [row.view(len(widths), -1)] if len(set(widths)) == 1 else row.split(widths):
         set_ones_(part, True)
     return row
 
@@ -82,10 +81,6 @@ def _last_of_each(widths: Sequence[int], dtype: torch.dtype, device: torch.devic
 def _kept_last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return _last_of_each(widths, dtype, device)
-
-
-def _is_captured(like: Tensor) -> bool:
-    return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def contract_cores(
