@@ -8,7 +8,6 @@ happen inside products that run anyway.
 Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways, may_keep
+from comera.ops.dispatch import Ways
 from comera.ops.kernels import choose
 from comera.ops.operator import operator
 
@@ -52,35 +51,6 @@ def set_ones_(t: Tensor, has_bias: bool) -> None:
     """Set the last column of ``x @ left`` to one, which the last row of ``right`` is added by."""
     if has_bias:
         t.select(-1, -1).fill_(1)
-
-
-def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch, kept from call to call.
-
-    Args:
-        widths: Of the stretches.
-        like: A tensor of the dtype and device wanted.
-
-    Returns:
-        ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
-        what :func:`set_ones_` does.
-    """
-    make = _kept_last_of_each if may_keep(like) else _last_of_each
-    return make(tuple(widths), like.dtype, like.device)
-
-
-def _last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    row = torch.zeros(sum(widths), dtype=dtype, device=device)
-    # All at once where that is possible: on a card each is a launch.
-    for part in [row.view(len(widths), -1)] if len(set(widths)) == 1 else row.split(widths):
-        set_ones_(part, True)
-    return row
-
-
-@functools.cache
-def _kept_last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _last_of_each(widths, dtype, device)
 
 
 def contract_cores(

@@ -185,7 +185,7 @@ CHECKS = {  # validation, and what is remembered between two passes
         "models/transformer.py",
         "may_read_values",
     ): "and whether padding is where none was said to be",
-    ("ops/factors.py", "may_keep"): "a row of ones is kept from call to call",
+    ("nn/fused.py", "may_keep"): "a row of ones is kept from call to call",
     ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
     ("ops/table/indices.py", "is_eager"): "what is not checked now is left to an operator",
     ("nn/table.py", "is_eager"): "indices have been checked",
