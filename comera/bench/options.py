@@ -104,7 +104,9 @@ def add_step(parser: ArgumentParser) -> None:
         help="Numbers of sequences in a batch.",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="Time comera under torch.compile too."
+        "--compile",
+        action="store_true",
+        help="Time comera under torch.compile too, and on a GPU both, as CUDA graphs.",
     )
     _add_encoders(parser)
     _add_peers(parser)

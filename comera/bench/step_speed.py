@@ -30,7 +30,8 @@ from comera.train.capture import WARM_UP
 from comera.train.step import TrainStep
 
 _DENSE, _COMERA = "dense, AdamW", "comera, AdamW, rank objective"
-_COMPILED, _GRAPH = f"{_COMERA}, compiled", ", CUDA graph"
+_COMPILE, _GRAPH = ", compiled", ", CUDA graph"
+_COMPILED = _COMERA + _COMPILE
 _GALORE = f"dense, GaLoreAdamW, rank {peers.GALORE_RANK}"
 
 
@@ -43,7 +44,8 @@ def step(
 ) -> None:
     """Time dense, comera with the rank objective, and GaLore on dense, at every batch size.
 
-    On a GPU both as CUDA graphs too, and what is in these.
+    On a GPU both as CUDA graphs too, and what is in these. With ``compile`` comera compiled, and on
+    a GPU both compiled and as graphs: what a compressed step has to beat is the better dense one.
     """
     model = encoders.model("comera", session.device)
     data = [encoders.batch(size, session.device) for size in batches]
@@ -59,13 +61,14 @@ def step(
         steps[_COMPILED] = train_step(other, learned_ranks(other), compile=True, graph=False)
     graphs: dict[str, TrainStep] = {}
     if session.device.type == "cuda":  # with an optimizer each, on the same model
-        graphs = {
-            _DENSE + _GRAPH: train_step(dense),
-            _COMERA + _GRAPH: train_step(model, learned_ranks(model)),
-        }
+        for how in ("", _COMPILE) if compile else ("",):
+            graphs[_DENSE + how + _GRAPH] = train_step(dense, compile=bool(how))
+            ranks = learned_ranks(model)
+            graphs[_COMERA + how + _GRAPH] = train_step(model, ranks, compile=bool(how))
         steps |= graphs
-    parameters = dict.fromkeys((_DENSE, _DENSE + _GRAPH, _GALORE), count(dense))
-    parameters |= dict.fromkeys((_COMERA, _COMPILED, _COMERA + _GRAPH), count(model))
+    parameters = {
+        name: count(model if name.startswith(_COMERA) else dense) for name in (*steps, _GALORE)
+    }
 
     @functools.cache  # made only where its package is there, and once for all batches
     def galore() -> TrainStep:

@@ -148,6 +148,13 @@ def may_read_values(like: Tensor) -> bool:
     return with_values(like) is None
 
 
+def may_keep(like: Tensor) -> bool:
+    """Say whether what is made now of a tensor may outlive this call: nothing of a graph may."""
+    if torch.compiler.is_compiling() or not is_concrete(like):
+        return False
+    return not (like.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def is_eager() -> bool:
     """Say whether a check may look at objects: what is seen while a graph is compiled, it keeps."""
     return not torch.compiler.is_compiling()

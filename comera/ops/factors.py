@@ -8,7 +8,6 @@ happen inside products that run anyway.
 Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways, is_eager
+from comera.ops.dispatch import Ways
 from comera.ops.kernels import choose
-from comera.ops.operator import is_concrete, operator
+from comera.ops.operator import operator
 
 
 class Factors(NamedTuple):
@@ -52,40 +51,6 @@ def set_ones_(t: Tensor, has_bias: bool) -> None:
     """Set the last column of ``x @ left`` to one, which the last row of ``right`` is added by."""
     if has_bias:
         t.select(-1, -1).fill_(1)
-
-
-def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch, kept from call to call.
-
-    Args:
-        widths: Widths of the stretches.
-        like: A tensor of the dtype and device wanted.
-
-    Returns:
-        ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
-        what :func:`set_ones_` does.
-    """
-    if not is_eager() or not is_concrete(like) or _is_captured(like):
-        return _last_of_each(widths, like.dtype, like.device)  # there nothing outlives the graph
-    return _kept_last_of_each(tuple(widths), like.dtype, like.device)
-
-
-def _last_of_each(widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    row = torch.zeros(sum(widths), dtype=dtype, device=device)
-    # All at once where that is possible: on a card each is a launch.
-    for part in [row.view(len(widths), -1)] if len(set(widths)) == 1 else row.split(list(widths)):
-        set_ones_(part, True)
-    return row
-
-
-@functools.cache
-def _kept_last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _last_of_each(widths, dtype, device)
-
-
-def _is_captured(like: Tensor) -> bool:
-    return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def contract_cores(

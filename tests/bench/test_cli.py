@@ -211,6 +211,18 @@ def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
     assert "sparse, SparseAdam is left out: 3 copies" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_compiled_steps_are_replayed_beside_the_others_on_a_gpu(tmp_path):
+    out = tmp_path / "out.json"
+    options = [*MODEL, "--batch", "2", "--repeats", "1", "--device", "cuda", f"--json={out}"]
+    assert bench("step", *options, "--compile") == 0
+    (result,) = results(out)
+    for kind in ("dense, AdamW", "comera, AdamW, rank objective"):
+        assert {kind, f"{kind}, CUDA graph", f"{kind}, compiled, CUDA graph"} <= set(
+            result["summary"]
+        )
+
+
 @pytest.mark.slow
 def test_step_is_timed_beside_galore(tmp_path, capsys):
     peer("galore_torch")

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.nn import linear
-from comera.nn.fused import feed_forward, linears, self_attention
+from comera.nn.fused import feed_forward, last_of_each, linears, self_attention
 from comera.ops.dispatch import TABLE
 
 
@@ -92,6 +92,21 @@ def test_self_attention_equals_its_layers(kind, padded, rank):
     modules = some(kind, 4, rank=rank)
     got = self_attention(x, *modules, num_heads=2, keep_BT=keep, dropout=0.0)
     assert_equal(got, plain_attention(x, modules, 2, keep), inputs_of(x, modules))
+
+
+@pytest.mark.parametrize("widths", [[3], [2, 2], [1, 4, 2]], ids=str)
+def test_a_row_of_ones_is_made_once(widths):
+    like = torch.zeros(1, dtype=torch.float64)
+    row = last_of_each(widths, like)
+    assert row.split(widths)[-1].tolist() == [0.0] * (widths[-1] - 1) + [1.0]
+    assert row.sum() == len(widths)
+    assert row.dtype == torch.float64
+    assert last_of_each(widths, like) is row
+    assert last_of_each(widths, like.float()) is not row
+    with torch.inference_mode():
+        kept = last_of_each([*widths, 9], like)
+    assert not kept.is_inference()  # it serves training afterwards
+    assert last_of_each(widths, like.to("meta")).is_meta
 
 
 def kept_by(run, inputs):

@@ -176,11 +176,16 @@ def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch)
 
 
 PREDICATES = {"is_compiling", "is_exporting", "is_dynamo_compiling", "may_read_values", "is_eager",
-              "is_concrete", "on_this_machine"}  # fmt: skip
+              "is_concrete", "on_this_machine", "may_keep"}  # fmt: skip
 CHECKS = {  # validation, and what is remembered between two passes
     ("ops/table/indices.py", "may_read_values"): "indices are checked where they can be read",
     ("nn/embedding_bag.py", "may_read_values"): "so are offsets",
     ("train/step.py", "may_read_values"): "and losses",
+    (
+        "models/transformer.py",
+        "may_read_values",
+    ): "and whether padding is where none was said to be",
+    ("nn/fused.py", "may_keep"): "a row of ones is kept from call to call",
     ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
     ("ops/table/indices.py", "is_eager"): "what is not checked now is left to an operator",
     ("nn/table.py", "is_eager"): "indices have been checked",
@@ -190,10 +195,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/dense_weight.py", "is_eager"): "a weight is guarded",
     ("nn/linear.py", "on_this_machine"): "a refusal of the table",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
-    ("ops/factors.py", "is_concrete"): "nor is one here",
-    ("ops/factors.py", "is_eager"): "nor one of a graph",
     ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
-    ("models/transformer.py", "may_read_values"): "whether anything is padded",
 }
 
 

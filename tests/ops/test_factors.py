@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.cores import contract_chain
-from comera.ops.factors import contract_cores, contract_groups, last_of_each, layout_of
+from comera.ops.factors import contract_cores, contract_groups, layout_of
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
@@ -15,21 +15,6 @@ SHAPES = {  # bonds of a train, its modes, and how many of them carry the input
     "vanished": ((1, 0, 0, 1), (3, 2, 4), 2),
 }
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-
-
-@pytest.mark.parametrize("widths", [[3], [2, 2], [1, 4, 2]], ids=str)
-def test_a_row_of_ones_is_made_once(widths):
-    like = torch.zeros(1, dtype=torch.float64)
-    row = last_of_each(widths, like)
-    assert row.split(widths)[-1].tolist() == [0.0] * (widths[-1] - 1) + [1.0]
-    assert row.sum() == len(widths)
-    assert row.dtype == torch.float64
-    assert last_of_each(widths, like) is row
-    assert last_of_each(widths, like.float()) is not row
-    with torch.inference_mode():
-        kept = last_of_each([*widths, 9], like)
-    assert not kept.is_inference()  # it serves training afterwards
-    assert last_of_each(widths, like.to("meta")).is_meta
 
 
 class Group:

@@ -41,7 +41,7 @@ def test_compiling_a_look_up_of_a_captured_step_warns_of_nothing():
 
 
 def test_steps_after_a_failed_capture_stay_on_its_stream(monkeypatch):
-    def fails(run):
+    def fails(*_):
         raise RuntimeError("cannot be captured")
 
     tapes = Tapes()

@@ -76,7 +76,7 @@ def test_replayed_steps_equal_eager_ones(settings):
 
 
 def test_a_compiled_step_of_six_encoders_starts_within_a_minute(monkeypatch, tmp_path):
-    """Nothing compiled before is used. 48 s with two cores of a CPU, by its compiler."""
+    """Nothing compiled before is used. On a CPU it takes 33 s of Python's time, and 40 of g++."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     torch._dynamo.reset()
