@@ -6,8 +6,7 @@ activation of a feed-forward part is never kept.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,9 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_together, products_are_fp8
-from comera.ops.dispatch import Ways, may_keep
-from comera.ops.factors import Factors, set_ones_
-from comera.ops.linear.factored_attention import PROJECTIONS, factorized_projections, head_factors
+from comera.ops.dispatch import may_keep
+from comera.ops.factors import set_ones_
+from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.product import affine
@@ -134,55 +133,16 @@ def _factored_attention(
     batch, length, width = x_BTD.shape
     pairs = [train.factors() for train in trains]
     bias, scale = trains[0].bias is not None, (width // num_heads) ** -0.5
-
-    def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q_BHTR = q.view(batch, length, num_heads, k.shape[1]).transpose(1, 2)
-        k_B1TR, v_B1TR = (t.unflatten(0, (batch, length))[:, None] for t in (k, v))
-        mixed_BHTR = attend(q_BHTR, k_B1TR, v_B1TR, keep_BT, scale, dropout)
-        return mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1)
-
     x, lefts, rights = autocast_together(
         x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]
     )
-    factors = [Factors(left, right, bias) for left, right in zip(lefts, rights, strict=True)]
-    y = _FACTORED(x, factors, num_heads, mixed)
-    return y.view(batch, length, y.shape[1])
-
-
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    factors = Factors(new(768, 32), new(32, 768), True)
-    return new(1024, 768), [factors] * 4, 12, None
-
-
-def _not_by_kernel(x: Tensor, factors: Sequence[Factors], *_: Any) -> str | None:
-    lefts, right = [each.left for each in factors[:3]], factors[0].right
-    return PROJECTIONS.refusal_of_graph(x, x, lefts, right)
-
-
-_FACTORED = Ways("factored_attention", _sample)
-
-
-@_FACTORED.way("projections by a kernel", _not_by_kernel, kernel="factorized_linears")
-def _by_kernel(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
-    lefts, rights = [f.left for f in factors], [f.right for f in factors]
-    bias = factors[0].has_bias
-    scores, values = head_factors(*rights[:3], lefts[3], num_heads)
-    q, k, v, _ = factorized_projections(x, lefts[:3], scores, bias)
-    (y,) = factorized_linears(mixed(q, k, v), [values], rights[3:], bias)
-    return y
-
-
-@_FACTORED.way("torch")
-def _by_torch(x: Tensor, factors: Sequence[Factors], num_heads: int, mixed: Mix) -> Tensor:
-    lefts, rights = [f.left for f in factors], [f.right for f in factors]
-    bias = factors[0].has_bias
     scores, values = head_factors(*rights[:3], lefts[3], num_heads)
     t_q, t_k, t_v = _times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
-    t_o = _times_left(mixed(affine(t_q, scores), t_k, t_v), [values], bias)
-    return affine(t_o, rights[3])
+    q_BTHR = affine(t_q, scores).view(batch, length, num_heads, t_k.shape[1])
+    k_B1TR, v_B1TR = (t.unflatten(0, (batch, length))[:, None] for t in (t_k, t_v))
+    mixed_BHTR = attend(q_BTHR.transpose(1, 2), k_B1TR, v_B1TR, keep_BT, scale, dropout)
+    t_o = _times_left(mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1), [values], bias)
+    return affine(t_o, rights[3]).unflatten(0, (batch, length))
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:

@@ -117,33 +117,3 @@ for shared in (49999, 60000, 50000):
     assert [line for line in more if line.startswith("CALL")] == [
         "CALL cuFuncSetAttribute 8=49999", "CALL cuFuncSetAttribute 8=60000",
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-@needs_nvrtc
-def test_a_linear_layer_is_one_launch_and_two_backward(stand_in):
-    nvrtc.cubin("low_rank_linear", "sm_90")
-    lines = stand_in(
-        """
-from comera.ops.kernels import low_rank_kernel
-launch_it = low_rank_kernel.launch
-low_rank_kernel.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
-x, t, y = (torch.zeros(600, width) for width in (40, 48, 70))
-left, right = torch.zeros(40, 48), torch.zeros(48, 70)
-low_rank_kernel.multiply(x, [left], [right], [t], True)
-low_rank_kernel.multiply_backward([y], x, [left], [right], [t], True, True)
-""",
-        "s",
-    )
-    launches = [line.split() for line in lines if line.startswith("LAUNCH")]
-    # A block for each 32 rows; then for 32 of 40 and of 70 columns, in three parts of the rows.
-    shared = 4 * (8 * 32 * 36 + 32 * (2 * 32 + 8))
-    assert [line[1:6] for line in launches] == [
-        [f"low_rank_{name}_f32", grid, "256,1,1", str(shared), "0xabc0"]
-        for name, grid in [
-            ("forward", "19,1,1"),
-            ("back_rows", "19,1,1"),
-            ("back_columns", "5,3,1"),
-        ]
-    ]
-    assert [line[6] for line in launches] == ["1"] * 3  # pairs

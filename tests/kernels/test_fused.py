@@ -1,4 +1,4 @@
-"""Attention and feed-forward parts whose layers are multiplied by kernels."""
+"""Attention and feed-forward parts, and whole models, with kernels."""
 
 import copy
 
@@ -8,12 +8,10 @@ import torch
 import comera
 from comera.nn.fused import feed_forward, self_attention
 from comera.ops.context import static_shapes
-from comera.ops.kernels import choose, low_rank_kernel
+from comera.ops.kernels import choose
 from tests.kernels.numbers import assert_near
 from tests.train.test_launches import batch as batch_of_tokens
 from tests.train.test_launches import make_step
-
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Part(torch.nn.Module):
@@ -47,41 +45,6 @@ class Part(torch.nn.Module):
 
 def batch(device="cpu"):
     return torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(1)).to(device)
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kind", ["attention", "feed-forward"])
-def test_by_kernels_as_by_torch(kind, bias, emulated, monkeypatch):
-    part, x = Part(kind, bias=bias), batch().requires_grad_()
-    started, launch = [], low_rank_kernel.launch
-    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
-    got = part.run(x)
-    kernels = ["forward"] * 2 + ["back_rows", "back_columns"] * 2
-    assert started == [f"low_rank_{kernel}_f32" for kernel in kernels]
-    monkeypatch.setattr(choose, "mode", lambda: "ref")
-    want = copy.deepcopy(part).double().run(batch().double().requires_grad_())
-    assert_near(got, want, torch.float32, factor=4)
-
-
-@pytest.mark.parametrize("kind", ["attention", "feed-forward"])
-def test_under_autocast(kind, emulated, monkeypatch):
-    part, x = Part(kind), batch().requires_grad_()
-    started, launch = [], low_rank_kernel.launch
-    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: started.append(a[1]) or launch(*a))
-    got = part.run(x, torch.bfloat16)
-    assert len(started) == 6
-    assert all(name.endswith("_bf16") for name in started)
-    monkeypatch.setattr(choose, "mode", lambda: "ref")
-    assert_near(got, part.run(x, torch.bfloat16), torch.bfloat16, factor=4)
-
-
-@pytest.mark.parametrize("kind", ["attention", "feed-forward"])
-def test_too_wide_a_bond_takes_torch_operations(kind, emulated, monkeypatch):
-    monkeypatch.setattr(low_rank_kernel, "_MOST_RANK", 7)
-    monkeypatch.setattr(low_rank_kernel, "launch", lambda *a: pytest.fail("a kernel ran"))
-    part, x = Part(kind), batch().requires_grad_()
-    assert_near(part.run(x), Part(kind).double().run(x.double().detach().requires_grad_()),
-                torch.float32, factor=4)  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -66,19 +66,13 @@ CPU_OR_NOT = {
 ONE = "torch, all queries in one head"
 READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
-    "factorized_linears": KERNEL_OR_TORCH,
-    "factorized_linears_backward": KERNEL_OR_TORCH,
-    "factorized_feed_forward": KERNEL_OR_TORCH,
-    "factorized_feed_forward_backward": KERNEL_OR_TORCH,
-    "factorized_projections": KERNEL_OR_TORCH,
-    "factorized_projections_backward": KERNEL_OR_TORCH,
+    "factorized_feed_forward": (T,) * 10,
+    "factorized_feed_forward_backward": (T,) * 10,
     "contract_cores": KERNEL_OR_TORCH,
     "contract_cores_backward": KERNEL_OR_TORCH,
     # In a graph for a card it is left to the operator, which is asked when the graph runs.
     "contract_tables": ("one by one",) * 4 + ("all at once, as layers",) * 2
     + ("one by one", "all at once, as layers", "one by one", "all at once, as layers"),
-    "factored_attention": (T,) * 4 + ("projections by a kernel",) * 2
-    + (T, "projections by a kernel", T, "projections by a kernel"),
     "ttm_lookup": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
     "ttm_lookup_backward": (
         "by slots", "by slots", "by slots", "by slots", K, K, "by slots",
@@ -123,10 +117,9 @@ def test_which_way_is_taken(name, column, monkeypatch):
     assert got == EXPECTED[name][COLUMNS.index(column)]
 
 
-@pytest.mark.parametrize("name", ["factorized_linears_backward", "contract_cores_backward"])
-def test_a_second_derivative_takes_no_kernel(name):
+def test_a_second_derivative_takes_no_kernel():
     with torch.enable_grad():
-        reasons = TABLE[name].reasons(*sample(name, CARD))
+        reasons = TABLE["contract_cores_backward"].reasons(*sample("contract_cores_backward", CARD))
     assert reasons == {"kernel": choose.DIFFERENTIATED, "torch": None}
 
 

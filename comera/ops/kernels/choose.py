@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-CONTRACT, LOOKUP, LOW_RANK = "contract", "ttm_lookup", "low_rank_linear"
+CONTRACT, LOOKUP = "contract", "ttm_lookup"
 """The sources, without their suffix."""
 
 MODES = ("auto", "ref", "emulate")
@@ -25,10 +25,9 @@ OLDEST = (8, 0)
 
 ON_CPU = "the tensors are on a CPU"
 NO_CARD = "the tensors are not on a card"
-NO_RANK = "no rank is left"
 DIFFERENTIATED = "this backward pass is itself differentiated"
 REF = "COMERA_KERNELS=ref"
-_EXPECTED = {ON_CPU, NO_CARD, NO_RANK, DIFFERENTIATED, REF}
+_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF}
 """Refusals that are nothing to be warned of."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")

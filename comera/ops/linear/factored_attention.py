@@ -1,24 +1,17 @@
-"""The parts of an attention that stays in the middle bonds of its tensor trains, for kernels.
+"""What stands between the projections of an attention that stays in their middle bonds.
 
 With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
 ``(x A_q) (B_q B_k^T) (x A_k)^T``. The batch meets ``A_q`` and then the small middle factors of all
 heads side by side, which is a low-rank linear layer itself; of the keys and values only ``x A_k``
 and ``x A_v`` are wanted.
 
-Shape suffixes: M = rows of the batch, I = input width, D = width, H = heads, R = padded bonds.
+Shape suffixes: D = width, H = heads, R = padded bonds.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import Ways
-from comera.ops.factors import set_ones_
-from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
-from comera.ops.linear.tt_linear import kernel_refuses
 from comera.ops.operator import operator
 
 
@@ -95,125 +88,6 @@ def _back_factors(ctx, grad_scores: Tensor, grad_values: Tensor):
 
 
 head_factors.register_autograd(_back_factors, setup_context=_setup_factors)
-
-
-@operator("comera::factorized_projections")
-def factorized_projections(
-    x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool
-) -> list[Tensor]:
-    """Compute one layer's output and the products of others with their left factors, in one pass.
-
-    Args:
-        x_MI: The batch.
-        lefts: ``(I, R)`` each, left factors as
-            :func:`~comera.ops.factors.contract_cores` makes them.
-        right_RO: Right factor of the first.
-        bias: Whether the last column of each ``x @ left`` is one instead.
-
-    Returns:
-        ``x @ lefts[0] @ right``, then ``x @ left`` of all the others, then that of the first. All
-        can be differentiated once but the last, which is for the backward pass.
-    """
-    return PROJECTIONS(x_MI, lefts, right_RO, bias)
-
-
-def _refuses(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, *_: Any) -> str | None:
-    return kernel_refuses(x_MI, lefts, [right_RO])
-
-
-PROJECTIONS = Ways(
-    "factorized_projections", lambda new: (new(1024, 768), [new(768, 32)] * 3, new(32, 384), True)
-)
-
-
-@PROJECTIONS.way("kernel", _refuses, kernel="factorized_linears")
-def _by_kernel(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
-    ts = [x_MI.new_empty(x_MI.shape[0], left.shape[1]) for left in lefts]
-    (y,) = multiply(x_MI, lefts, [right_RO], ts, bias)
-    return [y, *ts[1:], ts[0]]
-
-
-@PROJECTIONS.way("torch")
-def _by_torch(x_MI: Tensor, lefts: Sequence[Tensor], right_RO: Tensor, bias: bool) -> list[Tensor]:
-    ts = [x_MI @ left for left in lefts]
-    for t in ts:
-        set_ones_(t, bias)
-    return [ts[0] @ right_RO, *ts[1:], ts[0]]
-
-
-@factorized_projections.register_fake
-def _(x_MI, lefts, right_RO, bias):
-    widths = [right_RO.shape[1], *(left.shape[1] for left in (*lefts[1:], lefts[0]))]
-    return [x_MI.new_empty(x_MI.shape[0], width) for width in widths]
-
-
-@torch.library.custom_op("comera::factorized_projections_backward", mutates_args=())
-def _factorized_projections_backward(
-    grads: Sequence[Tensor],
-    x_MI: Tensor,
-    lefts: Sequence[Tensor],
-    right_RO: Tensor,
-    t_MR: Tensor,
-) -> list[Tensor]:
-    """Return the gradients of x, of the left factors and of the right one."""
-    return _PROJECTIONS_BACK(x_MI, lefts, right_RO, grads, t_MR)
-
-
-_PROJECTIONS_BACK = Ways("factorized_projections_backward", PROJECTIONS.sample)
-
-
-@_PROJECTIONS_BACK.way("kernel", _refuses, kernel="factorized_linears")
-def _gradients_by_kernel(
-    x_MI: Tensor,
-    lefts: Sequence[Tensor],
-    right_RO: Tensor,
-    grads: Sequence[Tensor],
-    t_MR: Tensor,
-) -> list[Tensor]:
-    grad_x, grad_lefts, grad_rights = multiply_backward(
-        grads, x_MI, lefts, [right_RO], [t_MR], True, True
-    )
-    assert grad_x is not None
-    return [grad_x, *grad_lefts, *grad_rights]
-
-
-@_PROJECTIONS_BACK.way("torch")
-def _gradients_by_torch(
-    x_MI: Tensor,
-    lefts: Sequence[Tensor],
-    right_RO: Tensor,
-    grads: Sequence[Tensor],
-    t_MR: Tensor,
-) -> list[Tensor]:
-    us = [grads[0] @ right_RO.T, *grads[1:]]
-    u = torch.cat(us, 1)
-    return [u @ torch.cat(list(lefts), 1).T, *(x_MI.T @ each for each in us), t_MR.T @ grads[0]]
-
-
-@_factorized_projections_backward.register_fake
-def _(grads, x_MI, lefts, right_RO, t_MR):
-    return [each.new_empty(each.shape) for each in (x_MI, *lefts, right_RO)]
-
-
-def _setup_projections(ctx, inputs, output) -> None:
-    x_MI, lefts, right_RO, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_MI, *lefts, right_RO, output[-1])
-
-
-def _back_projections(ctx, grads: Sequence[Tensor | None]):
-    x_MI, *lefts, right_RO, t_MR = ctx.saved_tensors
-    widths = [right_RO.shape[1], *(left.shape[1] for left in lefts[1:])]
-    with without_autocast(x_MI):
-        grads = [
-            x_MI.new_zeros(x_MI.shape[0], width) if grad is None else grad.to(x_MI.dtype)
-            for grad, width in zip(grads, widths, strict=False)
-        ]
-        grad_x, *factors = _factorized_projections_backward(grads, x_MI, lefts, right_RO, t_MR)
-    return grad_x, factors[:-1], factors[-1], None
-
-
-factorized_projections.register_autograd(_back_projections, setup_context=_setup_projections)
 
 
 def _by_head(

@@ -17,8 +17,6 @@ from torch import Tensor
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
-from comera.ops.kernels.low_rank_kernel import multiply, multiply_backward
-from comera.ops.linear.tt_linear import kernel_refuses
 from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
@@ -88,31 +86,7 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 768), *factors, True, "gelu"
 
 
-def _kernel_refuses(
-    x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, *_: Any
-) -> str | None:
-    return kernel_refuses(x, [left1], [right1]) or kernel_refuses(x, [left2], [right2])
-
-
 _FORWARD = Ways("factorized_feed_forward", _sample)
-
-
-@_FORWARD.way("kernel", _kernel_refuses, kernel="factorized_linears")
-def _by_kernel(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    bias: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute it by kernels: the hidden activation exists for all rows at once, but is not kept."""
-    t1, t2 = (x.new_empty(x.shape[0], left.shape[1]) for left in (left1, left2))
-    (h,) = multiply(x, [left1], [right1], [t1], bias)
-    value, _ = ACTIVATIONS[activation]
-    (y,) = multiply(value(h, out=h), [left2], [right2], [t2], bias)
-    return y, t1, t2
 
 
 @_FORWARD.way("torch")
@@ -160,27 +134,6 @@ def _feed_forward_backward(
 
 
 _BACKWARD = Ways("factorized_feed_forward_backward", _sample)
-
-
-@_BACKWARD.way("kernel", _kernel_refuses, kernel="factorized_linears")
-def _gradients_by_kernel(
-    x: Tensor,
-    left1: Tensor,
-    right1: Tensor,
-    left2: Tensor,
-    right2: Tensor,
-    grad_y: Tensor,
-    t1: Tensor,
-    t2: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    value, grad_of = ACTIVATIONS[activation]
-    h = t1 @ right1
-    a = value(h, out=torch.empty_like(h))
-    ga, (gl2,), (gr2,) = multiply_backward([grad_y], a, [left2], [right2], [t2], True, True)
-    gh = grad_of(ga, h, grad_input=ga)
-    gx, (gl1,), (gr1,) = multiply_backward([gh], x, [left1], [right1], [t1], True, True)
-    return gx, gl1, gr1, gl2, gr2  # type: ignore[return-value]
 
 
 @_BACKWARD.way("torch")

@@ -16,7 +16,6 @@ from comera.ops.context import autocast_together, products_are_fp8, without_auto
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import Ways
 from comera.ops.factors import Factors, contract_cores, set_ones_
-from comera.ops.kernels import choose
 from comera.ops.operator import operator
 from comera.ops.product import affine, product
 
@@ -150,38 +149,11 @@ def _factorized_linears(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     """Return every ``y``, then ``t = x @ left`` of all pairs side by side, with ones for a bias."""
-    *ys, t = _LINEARS(x_BI.reshape(-1, x_BI.shape[-1]), lefts, rights, bias)
+    *ys, t = _multiply(x_BI.reshape(-1, x_BI.shape[-1]), lefts, rights, bias)
     return [*(y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys), t]
 
 
-_LINEARS = Ways("factorized_linears", _sample)
-
-
-def kernel_refuses(
-    x_MI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any
-) -> str | None:
-    """Say why kernels do not multiply a batch by these factors, or None."""
-    reason = choose.kernel_refuses(choose.LOW_RANK, x_MI)
-    if reason is not None:
-        return reason
-    from comera.ops.kernels.low_rank_kernel import unfit  # where a kernel may run
-
-    return unfit(x_MI, lefts, rights)
-
-
-@_LINEARS.way("kernel", kernel_refuses, kernel="factorized_linears")
-def _by_kernel(
-    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
-) -> list[Tensor]:
-    from comera.ops.kernels.low_rank_kernel import multiply
-
-    widths = [left.shape[1] for left in lefts]
-    t = x.new_empty(x.shape[0], sum(widths))
-    return [*multiply(x, lefts, rights, t.split(widths, 1), bias), t]
-
-
-@_LINEARS.way("torch")
-def _by_torch(
+def _multiply(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     t = product(x, _beside(lefts)).contiguous()  # as all results are promised to be
@@ -222,38 +194,13 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
             else gy.reshape(-1, gy.shape[-1]).to(x.dtype)
             for gy, right in zip(grad_ys, rights, strict=True)
         ]
-        found = _LINEARS_BACK(x, lefts, rights, gys, grad_t, t, *needs)
+        found = _gradients(x, lefts, rights, gys, grad_t, t, *needs)
         grad_x, *grads_of_factors = found
         grad_lefts = grads_of_factors[: ctx.count] if needs[1] else [None] * ctx.count
         grad_rights = grads_of_factors[ctx.count :] if needs[2] else [None] * ctx.count
         return grad_x.reshape(x_BI.shape) if need_x else None, grad_lefts, grad_rights, None
 
 
-_LINEARS_BACK = Ways("factorized_linears_backward", _sample)
-
-
-def _back_refuses(
-    x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any
-) -> str | None:
-    if torch.is_grad_enabled():
-        return choose.DIFFERENTIATED
-    return kernel_refuses(x, lefts, rights)
-
-
-@_LINEARS_BACK.way("kernel", _back_refuses, kernel="factorized_linears")
-def _gradients_by_kernel(
-    x: Tensor,
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    gys: Sequence[Tensor],
-    grad_t: Tensor | None,
-    t: Tensor,
-    *needs: bool,
-) -> list[Tensor]:
-    return _factorized_linears_backward(gys, x, t, lefts, rights, *needs)
-
-
-@_LINEARS_BACK.way("torch")
 def _gradients(
     x: Tensor,
     lefts: Sequence[Tensor],
@@ -284,43 +231,6 @@ def _gradients(
             else nothing
         ),
     ]
-
-
-@operator("comera::factorized_linears_backward")
-def _factorized_linears_backward(
-    gys: Sequence[Tensor],
-    x: Tensor,
-    t: Tensor,
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    need_x: bool,
-    need_lefts: bool,
-    need_rights: bool,
-) -> list[Tensor]:
-    needs = need_x, need_lefts, need_rights
-    if _LINEARS.refusal(x, lefts, rights, True) is not None:
-        # A graph that was compiled where kernels run may be called where they do not.
-        found = _gradients(x, lefts, rights, gys, None, t, *needs)
-        return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
-    from comera.ops.kernels.low_rank_kernel import multiply_backward
-
-    ts = t.split([left.shape[1] for left in lefts], 1)
-    grad_x, grad_lefts, grad_rights = multiply_backward(
-        gys, x, lefts, rights, ts, need_x, need_lefts or need_rights
-    )
-    of_x = x.new_empty(0) if grad_x is None else grad_x
-    if not grad_lefts:
-        return [of_x, *(x.new_empty(0) for _ in (*lefts, *rights))]
-    return [of_x, *grad_lefts, *grad_rights]
-
-
-@_factorized_linears_backward.register_fake
-def _(gys, x, t, lefts, rights, need_x, need_lefts, need_rights):
-    of_factors = [
-        x.new_empty(factor.shape if need_lefts or need_rights else 0)
-        for factor in (*lefts, *rights)
-    ]
-    return [x.new_empty(x.shape if need_x else 0), *of_factors]
 
 
 _factorized_linears.register_autograd(_backward, setup_context=_setup_context)
