@@ -20,8 +20,22 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct f16 {
+  uint16_t bits;
+};
+
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ float wide(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
+
+__device__ __forceinline__ float wide(f16 x) {
+#ifdef COMERA_EMULATION
+  return emulation::from_f16(x.bits);
+#else
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#endif
+}
 
 // To the nearest, ties to even; NaN stays NaN.
 __device__ __forceinline__ uint16_t to_bf16(float x) {
@@ -36,6 +50,16 @@ __device__ __forceinline__ uint16_t to_bf16(float x) {
 #endif
 }
 
+__device__ __forceinline__ uint16_t to_f16(float x) {
+#ifdef COMERA_EMULATION
+  return emulation::to_f16(x);
+#else
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T narrow(float x);
 template <>
@@ -45,6 +69,11 @@ __device__ __forceinline__ float narrow<float>(float x) {
 template <>
 __device__ __forceinline__ bf16 narrow<bf16>(float x) {
   return bf16{to_bf16(x)};
+}
+
+template <>
+__device__ __forceinline__ f16 narrow<f16>(float x) {
+  return f16{to_f16(x)};
 }
 
 // To tf32, ten bits after the point, to the nearest.

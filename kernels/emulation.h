@@ -235,6 +235,25 @@ T shuffle(T value, int from) {
   return found;
 }
 
+// Half precision: to the nearest, ties to even; beyond its range infinite, below it with fewer bits.
+inline float from_f16(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                    : std::ldexp(float(exponent ? mantissa + 1024 : mantissa),
+                                                 (exponent ? exponent : 1) - 25);
+  return bits >> 15 ? -size : size;
+}
+inline uint16_t to_f16(float x) {
+  const uint16_t sign = std::signbit(x) << 15;
+  if (x != x) return 0x7fff;
+  const float size = std::fabs(x);
+  if (size >= 65520.f) return sign | 0x7c00;
+  int exponent = -14;
+  if (size >= std::ldexp(1.f, -14)) exponent = std::ilogb(size);
+  const int mantissa = int(std::nearbyint(std::ldexp(size, 10 - exponent)));  // 2048: the next one
+  return sign | uint16_t(mantissa + (exponent + 14) * 1024);
+}
+
 struct Fragments {
   uint32_t a[32][4], b[32][2];
 };

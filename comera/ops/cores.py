@@ -36,6 +36,7 @@ class Chains:
         split: How many cores of a layer carry the input.
         threshold: A gate at or below it is a pruned rank.
         padded: Whether the bond between the factors is padded, for a bias and for fast products.
+        dtype: Of the factors; None for that of the cores.
     """
 
     cores: Sequence[Tensor]
@@ -45,6 +46,11 @@ class Chains:
     split: int
     threshold: float
     padded: bool = True
+    dtype: torch.dtype | None = None
+
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        return self.cores[0].dtype if self.dtype is None else self.dtype
 
     @property
     def length(self) -> int:
@@ -73,11 +79,6 @@ class Chains:
         rank = self.cores[self.split].shape[0]
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 
-    @property
-    def pointers(self) -> int:
-        """How many addresses a launch is given for them."""
-        return len(self.cores) + len(self.gates) + len(self.biases)
-
     def of_layers(self, first: int, count: int) -> "Chains":
         """Select ``count`` of the layers, from number ``first`` on."""
 
@@ -87,7 +88,7 @@ class Chains:
 
         return Chains(
             some(self.cores), some(self.gates), some(self.biases), count, self.split,
-            self.threshold, self.padded,
+            self.threshold, self.padded, self.dtype,
         )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def _from_left(cores: Sequence[Tensor]) -> bool:
 def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
     """Tell which ranks of a gate are not pruned: those above the threshold; no NaN is.
 
-    The one place that says so; ``kernels/contract.cu`` repeats it for the card.
+    The one place that says so; ``kernels/contract.cuh`` repeats it for the card.
 
     Args:
         gate_R: ``(R,)``.

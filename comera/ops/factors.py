@@ -61,6 +61,7 @@ def contract_cores(
     split: int,
     threshold: float,
     padded: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Contract the first ``split`` cores of each layer, and the others.
 
@@ -73,12 +74,14 @@ def contract_cores(
         split: How many cores of a layer carry the input.
         threshold: A gate at or below it is a pruned rank.
         padded: Whether to pad the bond, which a bias needs.
+        dtype: Of the factors; None for that of the cores. They are rounded to it once, from sums
+            in float32.
 
     Returns:
-        ``left (G, I, R)`` and ``right (G, R, O)`` in the dtype of the cores; what pads the bond is
-        zero, but for the last row of ``right``, which holds the bias.
+        ``left (G, I, R)`` and ``right (G, R, O)``; what pads the bond is zero, but for the last row
+        of ``right``, which holds the bias.
     """
-    layout = layout_of(cores, gates, biases, num_layers, split, padded)
+    layout = layout_of(cores, gates, biases, num_layers, split, padded, dtype)
     left_GIR, right_GRO = contract_groups(cores, gates, biases, layout, [threshold])
     return left_GIR, right_GRO
 
@@ -90,9 +93,11 @@ def layout_of(
     num_layers: int,
     split: int,
     padded: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> list[int]:
     """Return what :func:`contract_groups` has to know of a group, as integers."""
-    return [len(cores), len(gates), len(biases), num_layers, split, int(padded)]
+    counts = len(cores), len(gates), len(biases)
+    return [*counts, num_layers, split, int(padded), _DTYPES.index(dtype)]
 
 
 @operator("comera::contract_cores")
@@ -121,13 +126,18 @@ def contract_groups(
 @contract_groups.register_fake
 def _(cores, gates, biases, layout, thresholds):
     groups = _groups(cores, gates, biases, layout, thresholds)
-    return [cores[0].new_empty(shape) for group in groups for shape in group.factor_shapes]
+    return [
+        cores[0].new_empty(shape, dtype=group.factor_dtype)
+        for group in groups
+        for shape in group.factor_shapes
+    ]
 
 
 def _setup_context(ctx, inputs, output) -> None:
     cores, gates, biases, ctx.layout, ctx.thresholds = inputs
     ctx.num_cores = len(cores)
     ctx.bias_widths = [bias.shape[0] for bias in biases]
+    ctx.bias_dtypes = [bias.dtype for bias in biases]
     ctx.save_for_backward(*cores, *gates)
 
 
@@ -140,8 +150,9 @@ def _backward(ctx, grads: Sequence[Tensor]):
     grad_biases: list[Tensor] = []
     for number, count in enumerate(ctx.layout[2::_PER_GROUP]):
         if count:
-            width = ctx.bias_widths[len(grad_biases)]
-            grad_biases += list(grads[2 * number + 1][:, -1, :width].unbind(0))
+            first = len(grad_biases)
+            rows = grads[2 * number + 1][:, -1, : ctx.bias_widths[first]]
+            grad_biases += list(rows.to(ctx.bias_dtypes[first]).unbind(0))
     return grad_cores, grad_gates, grad_biases, None, None
 
 
@@ -215,8 +226,11 @@ def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-_PER_GROUP = 6
+_PER_GROUP = 7
 """Numbers of a group in a layout."""
+
+_DTYPES = None, torch.float64, torch.float32, torch.bfloat16, torch.float16
+"""What the last of them stands for."""
 
 
 def _groups(
@@ -227,17 +241,18 @@ def _groups(
     thresholds: Sequence[float],
 ) -> list[Chains]:
     if len(thresholds) == 1:
-        *_, num_layers, split, padded = layout
-        return [Chains(cores, gates, biases, num_layers, split, thresholds[0], bool(padded))]
+        *_, num_layers, split, padded, dtype = layout
+        more = thresholds[0], bool(padded), _DTYPES[dtype]
+        return [Chains(cores, gates, biases, num_layers, split, *more)]
     groups, rest = [], [iter(cores), iter(gates), iter(biases)]
     for number, threshold in enumerate(thresholds):
-        *counts, num_layers, split, padded = layout[number * _PER_GROUP :][:_PER_GROUP]
+        *counts, num_layers, split, padded, dtype = layout[number * _PER_GROUP :][:_PER_GROUP]
         of_cores, of_gates, of_biases = (
             list(itertools.islice(tensors, count))
             for tensors, count in zip(rest, counts, strict=True)
         )
-        lists = of_cores, of_gates, of_biases
-        groups.append(Chains(*lists, num_layers, split, threshold, bool(padded)))
+        more = threshold, bool(padded), _DTYPES[dtype]
+        groups.append(Chains(of_cores, of_gates, of_biases, num_layers, split, *more))
     return groups
 
 
@@ -253,7 +268,11 @@ CONTRACT = Ways("contract_cores", lambda new: (_sample_groups(new),))
 
 
 def _kernel_refuses(groups: Sequence[Chains]) -> str | None:
-    reason = choose.kernel_refuses(choose.CONTRACT, groups[0].cores[0])
+    like, dtype = groups[0].cores[0], groups[0].factor_dtype
+    file = choose.CONTRACT.get((like.dtype, dtype))
+    if file is None and like.dtype in choose.DTYPES:
+        return f"no kernel contracts cores of {like.dtype} to factors of {dtype}"
+    reason = choose.kernel_refuses(file or "contract_f32", like)
     if reason is not None:
         return reason
     from comera.ops.kernels.contract_kernel import unfit  # where a kernel may run
@@ -285,7 +304,7 @@ def _contract(group: Chains) -> tuple[Tensor, Tensor]:
         left, right = contract_chains(gated[:split])[:, 0], contract_chains(gated[split:])[..., 0]
         if group.biases:
             right[:, -1, : group.biases[0].shape[0]] = torch.stack(list(group.biases))
-        return left.to(cores[0].dtype), right.to(cores[0].dtype)
+        return left.to(group.factor_dtype), right.to(group.factor_dtype)
 
 
 def _contract_grads(

@@ -56,7 +56,7 @@ def ways(monkeypatch):
 
     def make(name="joining", more=None):
         found = Ways(name, lambda new: (new(2),))
-        refuses = lambda like: kernel_refuses("contract", like) or more  # noqa: E731
+        refuses = lambda like: kernel_refuses("contract_f32", like) or more  # noqa: E731
         found.way("kernel", refuses, kernel=name)(lambda like: "kernel")
         found.way("torch")(lambda like: "torch")
         return found
@@ -76,7 +76,7 @@ def test_a_card_that_takes_it_runs_the_kernel(card, ways):
         ({"capability": (7, 5)}, torch.float32, None, "compute capability 7.5 is below 8.0"),
         ({"nvrtc": fails("no NVRTC")}, torch.float32, None, "no NVRTC"),
         ({"function": fails("see the log")}, torch.float32, None, "see the log"),
-        ({}, torch.float64, None, "kernels take float32 and bfloat16, not float64"),
+        ({}, torch.float64, None, "kernels take float32, bfloat16 and float16, not float64"),
         ({}, torch.float32, "too wide", "too wide"),
     ],
 )
@@ -100,7 +100,8 @@ def test_ref_and_tensors_on_a_cpu_say_nothing(card, ways, monkeypatch):
     joining = ways()
     assert joining(torch.zeros(1)) == "torch"
     assert (
-        choose.why_not("contract", torch.device("cpu"), torch.float32) == "the tensors are on a CPU"
+        choose.why_not("contract_f32", torch.device("cpu"), torch.float32)
+        == "the tensors are on a CPU"
     )
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     assert joining(on_a_card()) == joining(torch.zeros(1)) == "torch"
@@ -161,7 +162,7 @@ def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
     device = torch.device("cuda", 0)
 
     def choice(x):
-        return x + (1 if choose.why_not("contract", device, torch.float32) == reason else 0)
+        return x + (1 if choose.why_not("contract_f32", device, torch.float32) == reason else 0)
 
     assert compiled(choice)(torch.zeros(1)) == 1
     assert asked == [1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import emulate, nvrtc
+from comera.ops.kernels import contract_walk, emulate, nvrtc
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -58,43 +58,55 @@ def stand_in(tmp_path_factory):
 
 @needs_nvrtc
 def test_launches_reach_the_driver_as_they_were_meant(stand_in):
-    nvrtc.cubin("contract", "sm_90")  # NVRTC itself looks for a driver, so not beside the stand-in
+    nvrtc.cubin("contract_f32", "sm_90")  # NVRTC looks for a driver, so not beside the stand-in
     lines = stand_in(
         """
 group, launch_it = chains(make("3+3", 2)), contract_kernel.launch
 contract_kernel.launch = lambda file, name, device, *rest: launch_it(file, name, card, *rest)
-left, right = contract_kernel.contract([group])
-grads = contract_kernel.contract_backward([group], [left, right])
+for _ in range(2):
+    left, right = contract_kernel.contract([group])
+    grads = contract_kernel.contract_backward([group], [left, right])
 """,
-        "sp",
+        "pp",
     )
     assert lines[:2] == ["CALL cuCtxSetCurrent", "CALL cuLibraryLoadData cubin"]
-    shared = 4 * (16 * 33 + 32 * 65)
-    forward, halves, cores = [line.split() for line in lines[2:]]
-    # Two layers; heads of 2 and 2; cores with bonds 2 5 6 | 6 5 2 inwards are six tiles of eight.
-    assert forward[:6] == ["LAUNCH", "contract_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
-    assert halves[1:6] == ["contract_back_factors_f32", "8,1,1", "128,1,1", str(shared), "0xabc0"]
-    assert cores[1:6] == ["contract_back_cores_f32", "12,1,1", "128,1,1", str(shared), "0xabc0"]
-    assert [line[6] for line in (forward, halves, cores)] == ["1", "1", "1"]  # groups
-    assert halves[7] == cores[7]  # scratch memory
+    walks = [contract_walk.Walk((2, 3, 4), (2, 5, 6), right) for right in (False, True)]
+    shared = [max(sizes) for sizes in zip(*(walk.shared for walk in walks), strict=True)]
+    launches = [line.split() for line in lines if line.startswith("LAUNCH")]
+    describe, last, first = "contract_describe", "contract_back_last_f32", "contract_back_first_f32"
+    # Two layers of two factors: a block for 64 columns of each, which have 24.
+    assert [line[1:6] for line in launches] == [
+        [describe, "1,1,1", "256,1,1", "0", "0xabc0"],
+        ["contract_f32", "4,1,1", "256,1,1", str(shared[0]), "0xabc0"],
+        [describe, "1,1,1", "256,1,1", "0", "0xabc0"],
+        [last, "4,1,1", "256,1,1", str(shared[1]), "0xabc0"],
+        [first, "4,1,1", "256,1,1", str(shared[2]), "0xabc0"],
+        ["contract_f32", "4,1,1", "256,1,1", str(shared[0]), "0xabc0"],
+        [last, "4,1,1", "256,1,1", str(shared[1]), "0xabc0"],
+        [first, "4,1,1", "256,1,1", str(shared[2]), "0xabc0"],
+    ]
+    assert launches[1][6:] == launches[5][6:]  # the same descriptors
 
 
 @needs_nvrtc
 def test_arguments_keep_their_kinds_and_a_new_thread_enters_the_context_once(stand_in):
-    nvrtc.cubin("contract", "sm_90")
+    nvrtc.cubin("contract_f32", "sm_90")
     lines = stand_in(
         """
 def go():
     for number in (7, 8):
         launch.launch(
-            "contract", "contract_bf16", card, (3, 2), 128, 50000, torch.zeros(3), None, number, 0.5
+            "contract_f32", "contract_f32", card, (3, 2), 128, 50000, torch.zeros(3), None,
+            number, 0.5,
         )
 go()
 other = threading.Thread(target=go)
 other.start(), other.join()
-launch.launch("contract", "contract_bf16", card, 0, 128, 0)  # no blocks: nothing to launch
+launch.launch("contract_f32", "contract_f32", card, 0, 128, 0)  # no blocks: nothing to launch
 for shared in (49999, 60000, 50000):
-    launch.launch("contract", "contract_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5)
+    launch.launch(
+        "contract_f32", "contract_back_last_f32", card, 1, 128, shared, torch.zeros(3), None, 9, 0.5
+    )
 """,
         "ppif",
     )
@@ -103,7 +115,7 @@ for shared in (49999, 60000, 50000):
     launches = [line.split() for line in lines if line.startswith("LAUNCH")]
     for launched, number in zip(launches, [7, 8, 7, 8], strict=True):
         *start, pointer, nothing, whole, other = launched
-        assert start == ["LAUNCH", "contract_bf16", "3,2,1", "128,1,1", "50000", "0xabc0"]
+        assert start == ["LAUNCH", "contract_f32", "3,2,1", "128,1,1", "50000", "0xabc0"]
         assert int(pointer, 16)
         assert (nothing, whole, other) == ("(nil)", str(number), "0.5")
     assert [line.split()[1] for line in lines if line not in map(" ".join, launches)] == [

@@ -252,9 +252,9 @@ def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeyp
         )
     layer = comera.TTEmbedding(100, 12, rank=4)
     layer(torch.tensor([3, 99])).sum().backward()
-    assert started == [
-        "contract_f32", "ttm_rows_f32", "ttm_back_rows_f32", "contract_back_factors_f32",
-        "contract_back_cores_f32",
+    assert [name for name in started if name != "contract_describe"] == [
+        "contract_f32", "ttm_rows_f32", "ttm_back_rows_f32", "contract_back_last_f32",
+        "contract_back_first_f32",
     ]  # fmt: skip
 
 

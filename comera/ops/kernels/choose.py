@@ -12,12 +12,21 @@ import warnings
 import torch
 from torch import Tensor
 
-CONTRACT, LOOKUP = "contract", "ttm_lookup"
-"""The sources, without their suffix."""
+LOOKUP = "ttm_lookup"
+"""The source of lookups, without its suffix."""
 
 MODES = ("auto", "ref", "emulate")
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Which dtypes kernels take, and what the names of their functions end in."""
+
+CONTRACT = {
+    (torch.float32, torch.float32): "contract_f32",
+    (torch.float32, torch.bfloat16): "contract_f32_bf16",
+    (torch.float32, torch.float16): "contract_f32_f16",
+    (torch.bfloat16, torch.bfloat16): "contract_bf16",
+    (torch.float16, torch.float16): "contract_f16",
+}
+"""The sources that contract cores of one dtype to factors of another, without their suffix."""
 
 OLDEST = (8, 0)
 """Compute capability from which kernels run."""
@@ -74,8 +83,10 @@ def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if mode() == "ref":
         return REF
     if dtype not in DTYPES:
-        names = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        return f"kernels take {names}, not {str(dtype).removeprefix('torch.')}"
+        *names, last = (str(known).removeprefix("torch.") for known in DTYPES)
+        return (
+            f"kernels take {', '.join(names)} and {last}, not {str(dtype).removeprefix('torch.')}"
+        )
     if device.type == "cuda":
         return _why_not_on(file, torch.cuda.current_device() if device.index is None
                            else device.index)  # fmt: skip

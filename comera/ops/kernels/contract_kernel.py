@@ -1,8 +1,10 @@
 """The kernels that contract chains: all layers of a model in one launch forward, two backward.
 
-The addresses of cores, gates and biases travel as arguments of the launch, by value: nothing is
-copied to the card before it, and a CUDA graph keeps them. ``kernels/contract.cu`` says how they
-work.
+What they have to know of a factor lies on the card as a descriptor: addresses of cores and bias,
+sizes, and places among gates and in what a call makes. It is written once, and again only where a
+parameter has moved; what each call has anew, the gates of all layers together among it, travels as
+arguments of the launch. Both can be captured.
+``kernels/contract.cuh`` says how the kernels work.
 """
 
 import ctypes
@@ -14,58 +16,73 @@ import torch
 from torch import Tensor
 
 from comera.ops.cores import Chains
-from comera.ops.kernels.choose import CONTRACT, DTYPES
+from comera.ops.kernels.choose import CONTRACT
+from comera.ops.kernels.contract_walk import MOST_CORES, Walk, walks
 from comera.ops.kernels.launch import launch
 
-# As in contract.cu.
-_MOST_GROUPS, _MOST_POINTERS, _MOST_CORES = 16, 1536, 16
-_THREADS, _TILE = 128, 8
-_SHARED = 4 * (16 * (32 + 1) + 32 * (64 + 1))
+# As in contract.cuh.
+_MOST_FACTORS, _THREADS, _AT_ONCE = 64, 256, 16384
+
+_MOST_SHARES = 1 << 24
+"""Numbers of all blocks' shares of gradients that a launch may write: 64 MiB."""
+
+_MOST_KEPT = 32
+"""Plans that are kept, beside those that captured graphs need."""
 
 
-class _Group(ctypes.Structure):
+class _Half(ctypes.Structure):
     _fields_ = (
-        ("first_block", ctypes.c_int), ("first_tile", ctypes.c_int),
-        ("layers", ctypes.c_int), ("length", ctypes.c_int), ("split", ctypes.c_int),
-        ("gated", ctypes.c_int), ("bias_width", ctypes.c_int), ("width", ctypes.c_int),
-        ("first_pointer", ctypes.c_int), ("threshold", ctypes.c_float),
-        ("mode", ctypes.c_int * _MOST_CORES), ("bond", ctypes.c_int * (_MOST_CORES + 1)),
-        ("kept", ctypes.c_int * 2), ("work", ctypes.c_int * 2),
-        ("left", ctypes.c_void_p), ("right", ctypes.c_void_p),
-        ("first_work", ctypes.c_int64), ("first_core_grad", ctypes.c_int64),
-        ("first_gate_grad", ctypes.c_int64),
+        ("core", ctypes.c_void_p * MOST_CORES), ("gate", ctypes.c_void_p * MOST_CORES),
+        ("bias", ctypes.c_void_p), ("gate_at", ctypes.c_int64 * MOST_CORES),
+        ("core_grad", ctypes.c_int64 * MOST_CORES), ("gate_grad", ctypes.c_int64 * MOST_CORES),
+        ("place", ctypes.c_int64), ("share", ctypes.c_int64),
+        ("mode", ctypes.c_int * MOST_CORES), ("bond", ctypes.c_int * MOST_CORES),
+        ("at_once", ctypes.c_int * 2), ("at_once_back", ctypes.c_int * 2),
+        ("cores", ctypes.c_int), ("right", ctypes.c_int), ("factor", ctypes.c_int),
+        ("width", ctypes.c_int), ("bias_width", ctypes.c_int), ("blocks", ctypes.c_int),
+        ("gated", ctypes.c_int), ("threshold", ctypes.c_float),
     )  # fmt: skip
 
 
-class _Model(ctypes.Structure):
-    _fields_ = (
-        ("groups", ctypes.c_int),
-        ("group", _Group * _MOST_GROUPS),
-        ("pointer", ctypes.c_void_p * _MOST_POINTERS),
-    )
+class _Factors(ctypes.Structure):
+    _fields_ = (("of", ctypes.c_void_p * _MOST_FACTORS),)
+
+
+class _Bytes(ctypes.Structure):
+    _fields_ = (("of", ctypes.c_char * _AT_ONCE),)
 
 
 def unfit(groups: Sequence[Chains]) -> str | None:
     """Say why kernels do not contract these chains on any card, or None."""
     like = groups[0].cores[0]
     for group in groups:
-        if group.length > _MOST_CORES:
-            return f"a tensor train has {group.length} cores, more than {_MOST_CORES}"
         if any(gate.dtype != torch.float32 for gate in group.gates):
             return f"gates are {group.gates[0].dtype}, not torch.float32"
         together = (*group.cores, *group.biases)
         if any(t.dtype != like.dtype or t.device != like.device for t in together):
             return "cores and biases are of several dtypes or devices"
+        if group.factor_dtype != groups[0].factor_dtype:
+            return "factors are wanted in several dtypes"
+        if all(isinstance(size, int) for size in (*group.modes, *group.bonds)):
+            for walk in walks(group):  # else a graph is traced, and the operator asked when it runs
+                reason = walk.unfit()
+                if reason is not None:
+                    return reason
     return None
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
     """Return each group's ``left`` and ``right``, as :func:`~comera.ops.factors.contract_cores`."""
-    like = groups[0].cores[0]
-    factors = [like.new_empty(shape) for group in groups for shape in group.factor_shapes]
-    for part in _parts(groups, factors):
-        work = like.new_empty(part.work(backward=False), dtype=torch.float32)
-        part.launch("contract", part.blocks, part.arguments(backward=False), work)
+    like, dtype = groups[0].cores[0], groups[0].factor_dtype
+    groups = [_contiguous(group) for group in groups]
+    shapes = [shape for group in groups for shape in group.factor_shapes]
+    factors = [like.new_empty(shape, dtype=dtype) for shape in shapes]
+    file = CONTRACT[like.dtype, dtype]
+    for plan in _plans(file, groups, [group.width for group in groups], backward=False):
+        launch(
+            file, file, like.device, plan.blocks.shape[0], _THREADS, plan.shared[0],
+            plan.halves, plan.blocks, _first_gate(groups), plan.addresses(factors),
+        )  # fmt: skip
     return factors
 
 
@@ -76,147 +93,208 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
         groups: What was contracted.
         grads: Gradients of the factors, two for each group.
     """
-    like = groups[0].cores[0]
-    grads = [grad.to(like.dtype).contiguous() for grad in grads]
+    like, dtype = groups[0].cores[0], groups[0].factor_dtype
+    groups = [_contiguous(group) for group in groups]
+    grads = [grad.to(dtype).contiguous() for grad in grads]
     core_grads = like.new_empty(sum(core.numel() for group in groups for core in group.cores))
     gate_numbers = sum(gate.numel() for group in groups for gate in group.gates)
     gate_grads = like.new_empty(gate_numbers, dtype=torch.float32)
-    for part in _parts(groups, grads):
-        work = like.new_empty(part.work(backward=True), dtype=torch.float32)
-        arguments = part.arguments(backward=True)
-        part.launch("contract_back_factors", part.blocks, arguments, work)
-        part.launch("contract_back_cores", part.tiles, arguments, work, core_grads, gate_grads)
+    file = CONTRACT[like.dtype, dtype]
+    plans = _plans(file, groups, [grad.shape[2] for grad in grads[::2]], backward=True)
+    gates = _first_gate(groups)
+    shares = like.new_empty(max(plan.shares for plan in plans), dtype=torch.float32)
+    for plan in plans:
+        addresses = plan.addresses(grads)
+        for kernel, blocks, shared, arguments in (
+            ("last", plan.blocks.shape[0], plan.shared[1],
+             (plan.halves, plan.blocks, gates, addresses, core_grads, shares)),
+            ("first", plan.count, plan.shared[2],
+             (plan.halves, gates, addresses, shares, core_grads, gate_grads)),
+        ):  # fmt: skip
+            name = file.replace("contract", f"contract_back_{kernel}")
+            launch(file, name, like.device, blocks, _THREADS, shared, *arguments)
     return core_grads, gate_grads
 
 
 @dataclass
-class _Member:
-    """Layers of one group that a launch takes along.
+class _Plan:
+    """What a launch works on.
 
     Attributes:
-        chains: The layers.
-        left: Their left factors or the gradients of these.
-        right: Their right factors or the gradients of these.
-        core_grad: Place of their first core's gradient among all.
-        gate_grad: Place of their first gate's gradient among all.
+        halves: Descriptors, on the card.
+        blocks: For each block the number of its factor and, in the low half, that of its columns.
+        count: How many factors there are.
+        groups: Numbers of the groups they belong to.
+        shared: Bytes of shared memory of a block: forward, then backward.
+        shares: Numbers that the first backward launch leaves for the second.
     """
 
-    chains: Chains
-    left: Tensor
-    right: Tensor
-    core_grad: int
-    gate_grad: int
+    halves: Tensor
+    blocks: Tensor
+    count: int
+    groups: list[int]
+    shared: tuple[int, ...]
+    shares: int
 
-    def kept(self, right: bool) -> tuple[int, int]:
-        """Count the entries of partial products that a factor keeps, without and with gradients."""
-        chains = self.chains
-        modes, bonds = chains.modes, chains.bonds
-        if right:
-            modes, inner = modes[chains.split :][::-1], bonds[chains.split :][:-1][::-1]
-        else:
-            modes, inner = modes[: chains.split], bonds[1 : chains.split + 1]
-        rows = itertools.accumulate(modes, lambda a, b: a * b)
-        sizes = [count * bond for count, bond in zip(rows, inner, strict=True)][:-1]
-        return sum(sizes[1:]), sum(sizes[1:]) + sum(sizes)
-
-    @property
-    def blocks(self) -> int:
-        modes = self.chains.modes
-        return self.chains.num_layers * (modes[0] + modes[-1])
-
-    @property
-    def tiles(self) -> int:
-        bonds, split = self.chains.bonds, self.chains.split
-        inner = [bonds[k + (k < split)] for k in range(self.chains.length)]
-        return self.chains.num_layers * sum(-(-bond // _TILE) for bond in inner)
+    def addresses(self, factors: Sequence[Tensor]) -> _Factors:
+        """Collect those of the groups' factors, or of gradients of these."""
+        found = [factors[2 * g + right].data_ptr() for g in self.groups for right in (0, 1)]
+        addresses = _Factors()
+        addresses.of[: len(found)] = found
+        return addresses
 
 
-class _Part:
-    """What one launch works on."""
+_kept: dict[object, list[_Plan]] = {}
+"""Plans by all they depend on; as an address is part of that, none is ever wrong."""
 
-    def __init__(self, members: Sequence[_Member]) -> None:
-        self.members = members
-        self.blocks = sum(member.blocks for member in members)
-        self.tiles = sum(member.tiles for member in members)
+_captured: set[object] = set()
+"""Keys of those that graphs hold."""
 
-    def work(self, backward: bool) -> int:
-        """Count the entries of scratch memory that a launch needs."""
-        return sum(
-            member.chains.num_layers * member.kept(right)[backward]
-            for member in self.members
-            for right in (False, True)
-        )
 
-    def arguments(self, backward: bool) -> _Model:
-        """Collect sizes and addresses, as the kernels want them."""
-        model = _Model(groups=len(self.members))
-        pointers: list[int] = []
-        block = tile = work = 0
-        for place, member in zip(model.group, self.members, strict=False):
-            chains = member.chains
-            place.first_block, place.first_tile, place.first_work = block, tile, work
-            place.layers, place.length, place.split = (
-                chains.num_layers, chains.length, chains.split
+def _plans(
+    file: str, groups: Sequence[Chains], widths: Sequence[int], backward: bool
+) -> list[_Plan]:
+    """Return the launches for some groups, described on the card before or now."""
+    device = groups[0].cores[0].device
+    tensors = [t for g in groups for of in (g.cores, g.biases) for t in of]
+    gates = _gates_at(groups)
+    sizes = tuple(
+        (*g.modes, -1, *g.bonds, g.split, g.num_layers, len(g.gates), len(g.biases), g.threshold,
+         width, g.biases[0].shape[0] if g.biases else 0)
+        for g, width in zip(groups, widths, strict=True)
+    )  # fmt: skip
+    key = (file, device, backward, sizes, *gates, *(t.data_ptr() for t in tensors))
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key in _kept:
+        if captured:
+            _captured.add(key)
+        return _kept[key]
+    drafts = _drafts(groups, widths, gates, backward)
+    plans = [draft.on_card(file, device) for draft in drafts]
+    if not captured:  # there it is written when the graph runs, not before
+        _keep(key, plans, device)
+    return plans
+
+
+def _keep(key: object, plans: list[_Plan], device: torch.device) -> None:
+    if len(_kept) - len(_captured) >= _MOST_KEPT:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # another stream may still read what is let go
+        for old in [old for old in _kept if old not in _captured]:
+            del _kept[old]
+    _kept[key] = plans
+
+
+class _Draft:
+    """Descriptors of some layers, before they are on the card."""
+
+    def __init__(self) -> None:
+        self.halves: list[_Half] = []
+        self.walks: list[Walk] = []
+        self.groups: list[int] = []
+        self.shares = 0
+
+    def add(self, half: _Half, walk: Walk) -> None:
+        half.share = self.shares
+        self.shares += walk.blocks * walk.share
+        self.halves.append(half)
+        self.walks.append(walk)
+
+    def on_card(self, file: str, device: torch.device) -> _Plan:
+        """Write them there, by launches that take them as arguments: a graph can hold these."""
+        numbers = sorted(
+            range(len(self.walks)), key=lambda n: -self.walks[n].share
+        )  # long ones first
+        codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
+        halves = bytes((_Half * len(self.halves))(*self.halves))
+        data = halves + bytes((ctypes.c_int32 * len(codes))(*codes))
+        table = torch.empty(len(data) // 4, dtype=torch.int32, device=device)
+        for start in range(0, len(data), _AT_ONCE):
+            piece = data[start : start + _AT_ONCE]
+            launch(
+                file, "contract_describe", device, 1, _THREADS, 0,
+                _Bytes.from_buffer_copy(piece.ljust(_AT_ONCE, b"\0")), table, start // 4,
+                len(piece) // 4,
             )  # fmt: skip
-            place.gated = bool(chains.gates)
-            place.bias_width = chains.biases[0].shape[0] if chains.biases else 0
-            place.width = member.left.shape[2]
-            place.first_pointer = len(pointers)
-            place.threshold = chains.threshold
-            place.mode[: chains.length] = chains.modes
-            place.bond[: chains.length + 1] = chains.bonds
-            left, right = member.kept(False), member.kept(True)
-            place.kept[:] = left[0], right[0]
-            place.work[:] = left[backward], right[backward]
-            place.left, place.right = member.left.data_ptr(), member.right.data_ptr()
-            place.first_core_grad = member.core_grad
-            place.first_gate_grad = member.gate_grad
-            for layer in range(chains.num_layers):
-                one = chains.of_layers(layer, 1)
-                pointers += [t.data_ptr() for t in (*one.cores, *one.gates, *one.biases)]
-            block += member.blocks
-            tile += member.tiles
-            work += chains.num_layers * (left[backward] + right[backward])
-        model.pointer[: len(pointers)] = pointers
-        return model
-
-    def launch(self, name: str, blocks: int, *arguments: _Model | Tensor) -> None:
-        like = self.members[0].left
-        launch(
-            CONTRACT, f"{name}_{DTYPES[like.dtype]}", like.device, blocks, _THREADS, _SHARED,
-            *arguments,
-        )  # fmt: skip
+        end = len(halves) // 4
+        shared = tuple(map(max, zip(*(walk.shared for walk in self.walks), strict=True)))
+        return _Plan(table[:end], table[end:], len(self.halves), self.groups, shared, self.shares)
 
 
-def _parts(groups: Sequence[Chains], factors: Sequence[Tensor]) -> Iterator[_Part]:
-    """Split groups into as many launches as addresses and shapes need: nearly always one."""
-    members: list[_Member] = []
-    room = _MOST_POINTERS
-    core_grad = gate_grad = 0
-    for group, left, right in zip(groups, factors[::2], factors[1::2], strict=True):
-        group = _contiguous(group)
-        each = group.pointers // group.num_layers
-        first = 0
-        while first < group.num_layers:
-            count = min(group.num_layers - first, room // each)
-            if not count or len(members) == _MOST_GROUPS:
-                yield _Part(members)
-                members, room = [], _MOST_POINTERS
-                continue
-            some = group.of_layers(first, count)
-            end = first + count
-            members.append(_Member(some, left[first:end], right[first:end], core_grad, gate_grad))
-            core_grad += sum(core.numel() for core in some.cores)
-            gate_grad += sum(gate.numel() for gate in some.gates)
-            room -= count * each
-            first = end
-    yield _Part(members)
+def _drafts(
+    groups: Sequence[Chains], widths: Sequence[int], gates: Sequence[int], backward: bool
+) -> Iterator[_Draft]:
+    """Split groups into as many launches as they need: nearly always one."""
+    draft = _Draft()
+    core_grad = gate_grad = first_gate = 0
+    for number, (group, width) in enumerate(zip(groups, widths, strict=True)):
+        both = walks(group)
+        more = sum(walk.blocks * walk.share for walk in both)
+        for layer in range(group.num_layers):
+            full = number not in draft.groups and 2 * len(draft.groups) == _MOST_FACTORS
+            too_many = backward and draft.shares + more > _MOST_SHARES
+            if draft.halves and (full or too_many):
+                yield draft
+                draft = _Draft()
+            if number not in draft.groups:
+                draft.groups.append(number)
+            one = group.of_layers(layer, 1)
+            for walk in both:
+                half = _half(one, walk, width, core_grad, gate_grad, gates[first_gate:])
+                half.place = layer * width * walk.rows(len(walk.modes))
+                half.factor = 2 * draft.groups.index(number) + walk.right
+                draft.add(half, walk)
+            core_grad += sum(core.numel() for core in one.cores)
+            gate_grad += sum(gate.numel() for gate in one.gates)
+            first_gate += len(one.gates)
+    yield draft
+
+
+def _half(
+    one: Chains, walk: Walk, width: int, core_grad: int, gate_grad: int, gates_at: Sequence[int]
+) -> _Half:
+    """Describe a factor of one layer, whose first core and gate have their gradients there."""
+    half = _Half(
+        cores=len(walk.modes), right=walk.right, width=width, blocks=walk.blocks,
+        threshold=one.threshold,
+    )  # fmt: skip
+    half.mode[: len(walk.modes)], half.bond[: len(walk.bonds)] = walk.modes, walk.bonds
+    half.at_once[: len(walk.at_once)] = walk.at_once
+    half.at_once_back[: len(walk.at_once)] = walk.at_once_back
+    if walk.right and one.biases:
+        half.bias, half.bias_width = one.biases[0].data_ptr(), one.biases[0].shape[0]
+    cores = _starts(one.cores, core_grad)
+    gates = _starts(one.gates, gate_grad)
+    for s in range(len(walk.modes)):
+        core = one.length - 1 - s if walk.right else s
+        half.core[s], half.core_grad[s] = one.cores[core].data_ptr(), cores[core]
+        gate = core - 1 if walk.right else core
+        if one.gates and not (walk.right and s == len(walk.modes) - 1):  # the left factor's
+            half.gate_at[s], half.gate_grad[s] = gates_at[gate], gates[gate]
+            half.gated |= 1 << s
+    return half
+
+
+def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
+    """Return the gate whose address all others' are counted from."""
+    return next((group.gates[0] for group in groups if group.gates), None)
+
+
+def _gates_at(groups: Sequence[Chains]) -> list[int]:
+    """List where gates lie, in numbers from the first: the same wherever all lie together."""
+    places = [gate.data_ptr() for group in groups for gate in group.gates]
+    return [(place - places[0]) // 4 for place in places]
+
+
+def _starts(tensors: Sequence[Tensor], first: int) -> list[int]:
+    """List where each of some tensors begins, one after the other."""
+    return list(itertools.accumulate((t.numel() for t in tensors), initial=first))
 
 
 def _contiguous(group: Chains) -> Chains:
     """Copy tensors that are not contiguous; a launch is enqueued before the copies are freed."""
-    cores, gates, biases = (
-        [tensor.contiguous() for tensor in tensors]
-        for tensors in (group.cores, group.gates, group.biases)
-    )
+    lists = group.cores, group.gates, group.biases
+    if all(tensor.is_contiguous() for tensors in lists for tensor in tensors):
+        return group
+    cores, gates, biases = ([tensor.contiguous() for tensor in tensors] for tensors in lists)
     return replace(group, cores=cores, gates=gates, biases=biases)

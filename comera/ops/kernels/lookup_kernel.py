@@ -41,6 +41,8 @@ def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str 
 
 
 def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
+    if left_VPR.dtype == torch.float16:
+        return "kernels of lookups take float32 and bfloat16, not float16"
     tensors = (right_WRQ, *(other for other in others if other is not None))
     if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
         return "factors, hot rows and weights are of several dtypes or devices"

@@ -108,6 +108,7 @@ def checked(answer: tuple[Any, ...], what: str) -> Any:
 COMMON = "common.cuh"
 EMULATION = "emulation.h"
 
+_INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
 
@@ -134,8 +135,19 @@ def files() -> list[str]:
 @functools.cache
 def text(file: str) -> str:
     """Return a source with its includes pasted in, so that no compiler needs an include path."""
-    common = (folder() / COMMON).read_text().replace("#pragma once\n", "")
-    return (folder() / f"{file}.cu").read_text().replace(f'#include "{COMMON}"\n', common)
+    pasted: set[str] = set()
+
+    def paste(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name in pasted:
+            return ""
+        pasted.add(name)
+        return open_(name).replace("#pragma once\n", "")
+
+    def open_(name: str) -> str:
+        return _INCLUDE.sub(paste, (folder() / name).read_text())
+
+    return open_(f"{file}.cu")
 
 
 def entries(file: str) -> list[str]:

@@ -62,7 +62,10 @@ def contract_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
     return _TABLES(chains, tables)
 
 
-_TABLES = Ways("contract_tables", lambda new: ([Chains([new(1, 64, 32)], [], [], 1, 0, 0.0)], []))
+_TABLES = Ways(
+    "contract_tables",
+    lambda new: ([Chains([new(1, 64, 32), new(32, 64, 1)], [], [], 1, 1, 0.0)], []),
+)
 
 
 def _not_together(chains: Sequence[Chains], tables: Sequence[Table]) -> str | None:
