@@ -32,8 +32,8 @@ class GroupedMerge:
     Args:
         model: The model, whose layers are found once, here; their ranks may change between two
             uses.
-        autocast: Dtype in which the layers will be used: the factors are cast to it at once, for
-            layers that are called while autocast is on.
+        autocast: Dtype in which the layers will be used: the factors are made in it, for layers
+            that are called while autocast is on; one that is called outside contracts its own.
 
     Raises:
         ValueError: If a tensor train is sharded, as by ``fully_shard``.
@@ -86,11 +86,8 @@ class GroupedMerge:
         for groups, (cores, *rest) in self._calls:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
             factors = contract_groups(cores, gates, *rest)
-            _hand_out(groups, factors, "shared_factors")
-            if self._autocast is not None and factors[0].dtype != torch.float64:
-                _hand_out(
-                    groups, [factor.to(self._autocast) for factor in factors], "narrow_factors"
-                )
+            narrow = factors[0].dtype != cores[0].dtype
+            _hand_out(groups, factors, "narrow_factors" if narrow else "shared_factors")
 
     def __exit__(self, *problem: object) -> None:
         for layer in self._layers:
@@ -111,7 +108,7 @@ class GroupedMerge:
             core = layers[0].cores[0]
             trained = any(p.requires_grad for layer in layers for p in layer.parameters())
             together.setdefault((core.dtype, core.device, trained), []).append(layers)
-        return [(groups, _arguments(groups)) for groups in together.values()]
+        return [(groups, _arguments(groups, self._autocast)) for groups in together.values()]
 
 
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
@@ -126,8 +123,13 @@ def _hand_out(groups: list[list[TTLinear]], factors: list[Tensor], name: str) ->
             setattr(layer, name, pair)
 
 
-def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
-    """Collect what a grouped contraction takes besides gates: cores, biases, layout, threshold."""
+def _arguments(groups: list[list[TTLinear]], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Collect what a grouped contraction takes besides gates: cores, biases, layout, threshold.
+
+    Args:
+        groups: The layers.
+        dtype: Autocast's, which leaves float64 as it is; None for that of the cores.
+    """
     tensors: tuple[list[Tensor], ...] = [], [], []
     layout: list[int] = []
     for layers in groups:
@@ -138,7 +140,8 @@ def _arguments(groups: list[list[TTLinear]]) -> tuple[Any, ...]:
         )
         for whole, part in zip(tensors, parts, strict=True):
             whole.extend(part)
-        layout += layout_of(*parts, len(layers), layers[0].shape.split)
+        wanted = None if parts[0][0].dtype == torch.float64 else dtype
+        layout += layout_of(*parts, len(layers), layers[0].shape.split, dtype=wanted)
     cores, _, biases = tensors
     return cores, biases, layout, [layers[0].prune_below for layers in groups]
 
