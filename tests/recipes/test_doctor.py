@@ -87,7 +87,7 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is asked, and nothing falls back
         shown = ways(printed(), "contract_cores", "float32", "cuda")
-    assert shown == ["torch", "kernel: contract.cu does not compile", "-"]
+    assert shown == ["torch", "kernel: contract_f32.cu does not compile", "-"]
     choose._why_not_loaded.cache_clear()
 
 
@@ -109,7 +109,7 @@ def test_it_lists_what_has_been_compiled():
     path.with_name("ttm_lookup-sm_80-ofanothersource.cubin").write_bytes(b"")
     text = printed()
     assert row(text, "ttm_lookup.cu")[1] == "sm_90"
-    assert row(text, "contract.cu")[1] == "-"
+    assert row(text, "contract_f32.cu")[1] == "-"
     assert "2 files" in row(text, "compiled kernels")[0]
 
 
