@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from comera.ops.dispatch import Way, forget_times
+from comera.ops.dispatch import TABLE, Way, Ways, forget_times
 from comera.planning.machine import processor_name
 from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_way_times
 
@@ -69,6 +69,17 @@ def ordered(
 def known_as(way: Way) -> str:
     """Name a way as its times do: whether a kernel goes it or torch, where it has no name there."""
     return way.timed_as or ("torch" if way.kernel is None else "kernel")
+
+
+def ways_of(group: str) -> list[str]:
+    """List the ways of a group of operators by the names of their times."""
+    ways = [way for one in operators_of(group) for way in one.ways]
+    return list(dict.fromkeys(map(known_as, ways)))
+
+
+def operators_of(group: str) -> list[Ways]:
+    """List the operators of a group."""
+    return [ways for ways in TABLE.values() if ways.times is not None and ways.times.group == group]
 
 
 def _by_times(ways: Sequence[Way], fastest: Sequence[str], device: torch.device) -> list[Way]:
