@@ -1,4 +1,4 @@
-"""Measure the numbers that the planner predicts times from."""
+"""Measure the numbers that the planner predicts times from, and which way is the fastest."""
 
 import dataclasses
 import time
@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from comera.bench.way_speed import check_choice, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
@@ -27,20 +28,24 @@ Say = Callable[[str], None]
 
 
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
-    """Measure this machine and save the profile, which ``comera.plan`` then uses.
+    """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
-    Takes some ten seconds on a CPU; what else runs on the machine meanwhile counts as slowness.
+    Takes about half a minute on a CPU and a minute on a card; what else runs on the machine
+    meanwhile counts as slowness. The profile is saved before the ways are timed, and these one by
+    one: what an interrupt comes after is kept, and what it comes before is as it was.
 
     Args:
         device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
         say: Called with a line after each measurement.
 
     Raises:
-        ValueError: If the device is neither, or there is no such GPU.
+        ValueError: If the device is neither, there is no such GPU, or ``COMERA_KERNELS`` leaves
+            no choice.
     """
     rough = default_machine(device)  # refuses what is neither
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
+    check_choice()
     rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES[device]}
     profile = dataclasses.replace(
         rough,
@@ -62,6 +67,11 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     overhead = _operator_overhead(device, profile, say)
     profile = dataclasses.replace(profile, operator_overhead=overhead)
     say(f"saved as {save_machine(profile)}")
+    try:
+        measure_ways(torch.device(device), say)
+    except KeyboardInterrupt:
+        say("the profile is saved, and so are the ways that were timed so far")
+        raise
     return profile
 
 

@@ -8,7 +8,6 @@ Shape suffixes: N = entries, V = left and W = right part of a row's number, P an
 part of the width, R = bond between the factors, M = tokens, I = width in, O = width out.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.bench.in_turn import copies_of, in_turn
 from comera.bench.numerics import compare
 from comera.bench.session import Session, machine_facts, machine_line
 from comera.files import replacing
@@ -33,11 +33,6 @@ from comera.ops.table.table_factors import contract_table
 OPERATORS = ("contract", "lookup", "linear")
 
 _OURS, _PLAIN = "comera", "plain torch"
-_ROTATED = 128 << 20
-"""Bytes of all inputs of an operator on a GPU together: twice the cache of an H200."""
-
-_WARM_UP = 3
-_MOST_COPIES = 16
 _TABLE_MODES = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
 
 _Run = Callable[[int], list[Tensor]]
@@ -137,7 +132,7 @@ def _measure(session: Session, case: Case, dtype: torch.dtype) -> Row:
     compared = {f"result {k}": pair for k, pair in enumerate(pairs)}
     session.check(compare(case.title, compared, dtype, _PLAIN))
     runs = {
-        name: _in_turn([lambda k=k, run=run: run(k) for k in range(case.copies)], session.device)  # type: ignore[misc]
+        name: in_turn([lambda k=k, run=run: run(k) for k in range(case.copies)], session.device)  # type: ignore[misc]
         for name, run in ((_OURS, case.ours), (_PLAIN, case.plain))
     }
     timings = session.time(case.title, runs, _PLAIN)
@@ -167,12 +162,6 @@ def _write(session: Session, rows: Sequence[Row], dtype: torch.dtype, path: Path
     with replacing(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     session.print(f"wrote {path}")
-
-
-def _copies(device: torch.device, nbytes: float) -> int:
-    if device.type != "cuda":
-        return 2
-    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
 
 
 def _both_ways(
@@ -269,7 +258,7 @@ def _lookups(
     (_, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     for count in indices:
         nbytes = count * width * dtype.itemsize
-        copies = _copies(device, nbytes)
+        copies = copies_of(device, nbytes)
         picked = [torch.randint(0, rows, (count,)).to(device) for _ in range(copies)]
 
         def ours(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
@@ -303,7 +292,7 @@ def _linears(
                 factors = layer.factors()[:2]
             left_IR, right_RO = (factor.detach().requires_grad_() for factor in factors)
             nbytes = count * (I + O) * dtype.itemsize
-            copies = _copies(device, nbytes)
+            copies = copies_of(device, nbytes)
             xs = [
                 torch.randn(count, I, device=device, dtype=dtype).requires_grad_()
                 for _ in range(copies)
@@ -324,21 +313,3 @@ def _linears(
                 f"linear {I} -> {O}, rank {rank}, {count:,} tokens", (ours, plain), inputs, copies,
                 (nbytes, nbytes + backward), (flops, 3 * flops),
             )  # fmt: skip
-
-
-def _in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], object]:
-    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time."""
-    if device.type != "cuda":
-        return lambda: [run() for run in runs]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
-            for run in runs:
-                run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for run in runs:
-            run()
-    return graph.replay

@@ -6,7 +6,8 @@ activation of a feed-forward part is never kept.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
-from comera.ops.context import autocast_together, products_are_fp8
-from comera.ops.dispatch import may_keep
+from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
+from comera.ops.dispatch import Case, Times, Ways, may_keep
 from comera.ops.factors import set_ones_
 from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
@@ -106,19 +107,41 @@ def self_attention(
         raise ValueError(
             f"keep_BT has shape {tuple(keep_BT.shape)}, the sequences {(batch, length)}"
         )
-    trains = _factorized_layers(x_BTD, [query, key, value, out])
-    narrow = trains is not None and max(m.factor_width for m in trains) * num_heads <= width
-    if trains is not None and narrow and not products_are_fp8():
-        return _factored_attention(x_BTD, trains, num_heads, keep_BT, dropout)
-
-    def heads(y_BTD: Tensor) -> Tensor:
-        return y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-    q, k, v = map(heads, linears(x_BTD, [query, key, value]))
-    mixed_BHTE = attend(q, k, v, keep_BT, (width // num_heads) ** -0.5, dropout)
-    return out(mixed_BHTE.transpose(1, 2).flatten(-2))
+    return _SPACE(x_BTD, [query, key, value, out], num_heads, keep_BT, dropout)
 
 
+def _sample_layers(new: Callable[..., Any]) -> tuple[Any, ...]:
+    x_BTD = new(8, 128, 768)
+    layer = TTLinear(768, 768, rank=30, device="meta", dtype=x_BTD.dtype)
+    return x_BTD, [layer] * 4, 12, None, 0.1
+
+
+def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -> Case | None:
+    """Time depends on the positions, on the bond, and on the width of a head."""
+    first = layers[0]
+    if type(first) is not TTLinear:
+        return None
+    sizes = x_BTD.shape[1], first.factor_width, x_BTD.shape[2] // num_heads
+    return x_BTD, autocast_dtype(x_BTD), sizes
+
+
+_SPACE = Ways("self_attention", _sample_layers, Times("attention_space", _case))
+
+
+def _not_in_ranks(
+    x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any
+) -> str | None:
+    if products_are_fp8():
+        return "products are of eight bits"
+    trains = _factorized_layers(x_BTD, layers)
+    if trains is None:
+        return "not all projections are factorized alike"
+    if max(train.factor_width for train in trains) * num_heads > x_BTD.shape[2]:
+        return "a bond is wider than a head"
+    return None
+
+
+@_SPACE.way("in the space of ranks", _not_in_ranks, timed_as="ranks")
 def _factored_attention(
     x_BTD: Tensor,
     trains: Sequence[TTLinear],
@@ -143,6 +166,23 @@ def _factored_attention(
     mixed_BHTR = attend(q_BTHR.transpose(1, 2), k_B1TR, v_B1TR, keep_BT, scale, dropout)
     t_o = _times_left(mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1), [values], bias)
     return affine(t_o, rights[3]).unflatten(0, (batch, length))
+
+
+@_SPACE.way("in the space of heads", timed_as="heads")
+def _attention_of_heads(
+    x_BTD: Tensor,
+    layers: Sequence[nn.Module],
+    num_heads: int,
+    keep_BT: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    def heads(y_BTD: Tensor) -> Tensor:
+        return y_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+    *inner, out = layers
+    q, k, v = map(heads, linears(x_BTD, inner))
+    mixed_BHTE = attend(q, k, v, keep_BT, (x_BTD.shape[2] // num_heads) ** -0.5, dropout)
+    return out(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
 def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:

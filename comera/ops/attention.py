@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.dropout import check_probability, keep_mask
 from comera.ops.operator import operator
 
@@ -90,10 +90,18 @@ def _not_as_one_head(q: Tensor, k: Tensor, *_: Any) -> str | None:
     return None if k.shape[1] == 1 else "every head has keys of its own"
 
 
-_ATTEND = Ways("attend", _sample)
+def _case(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
+) -> Case:
+    """Time depends on the positions, on whether heads share keys, and on dropout."""
+    keys = "shared keys" if k.shape[1] == 1 else "own keys"
+    return q, q.dtype, (k.shape[2], keys, "dropout" if dropout else "no dropout")
 
 
-@_ATTEND.way("in pieces", _not_in_pieces)
+_ATTEND = Ways("attend", _sample, Times("attend", _case))
+
+
+@_ATTEND.way("in pieces", _not_in_pieces, timed_as="in pieces")
 def _in_pieces(
     q_BHME: Tensor,
     k_BGTE: Tensor,
@@ -111,7 +119,7 @@ def _in_pieces(
     return _by_heads(out_NME.view(*q_BGME.shape[:3], v_BGTE.shape[3]), q_BHME)
 
 
-@_ATTEND.way("torch, all queries in one head", _not_as_one_head)
+@_ATTEND.way("torch, all queries in one head", _not_as_one_head, timed_as="one head")
 def _as_one_head(
     q_BHME: Tensor,
     k_B1TE: Tensor,

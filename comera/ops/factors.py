@@ -28,7 +28,7 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.kernels import choose
 from comera.ops.operator import operator
 
@@ -185,7 +185,14 @@ def _(grads, cores, gates, layout, thresholds):
     return [cores[0].new_empty(sum(core.numel() for core in cores)), wide]
 
 
-_CONTRACT_BACK = Ways("contract_cores_backward", lambda new: (_sample_groups(new),))
+def _case(groups: Sequence[Chains], *_: Any) -> Case:
+    """Time depends on how many layers there are, and on the bond between the factors."""
+    core = groups[0].cores[groups[0].split]
+    return core, groups[0].factor_dtype, (sum(group.num_layers for group in groups), core.shape[0])
+
+
+_TIMES = Times("contract_cores", _case)
+_CONTRACT_BACK = Ways("contract_cores_backward", lambda new: (_sample_groups(new),), _TIMES)
 
 
 def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
@@ -264,7 +271,7 @@ def _sample_groups(new: Callable[..., Any]) -> list[Chains]:
     return [Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)]
 
 
-CONTRACT = Ways("contract_cores", lambda new: (_sample_groups(new),))
+CONTRACT = Ways("contract_cores", lambda new: (_sample_groups(new),), _TIMES)
 
 
 def _kernel_refuses(groups: Sequence[Chains]) -> str | None:

@@ -234,7 +234,7 @@ def save_machine(machine: Machine) -> Path:
 
     Plans made before keep the machine they were made for.
     """
-    path = _path(machine.kind, machine.name, machine.threads)
+    path = profile_path(machine.kind, machine.name, machine.threads)
     content = {**asdict(machine), "flops": dict(machine.flops)}
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -268,7 +268,7 @@ def usable_threads() -> int:
 
 @functools.cache  # so that what stands in for a missing profile is said once
 def _load(kind: str, name: str | None, threads: int | None) -> Machine:
-    path = _path(kind, name or "", threads)
+    path = profile_path(kind, name or "", threads)
     if name is None or not path.exists():
         log.info(
             "no profile of this machine (%s): times are predicted from default numbers; "
@@ -292,7 +292,9 @@ def _load(kind: str, name: str | None, threads: int | None) -> Machine:
         return default_machine(kind)
 
 
-def _path(kind: str, name: str, threads: int | None) -> Path:
+def profile_path(kind: str, name: str, threads: int | None, what: str = "") -> Path:
+    """Return where something measured of a device is kept; ``what`` is nothing for its profile."""
     words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
     threaded = [f"{threads}threads"] if threads else []
-    return cache_folder() / "machines" / f"{'-'.join([*words, *threaded])}.json"
+    more = re.findall(r"[a-z0-9]+", what.lower())
+    return cache_folder() / "machines" / f"{'-'.join([*words, *threaded, *more])}.json"

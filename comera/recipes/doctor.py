@@ -1,6 +1,7 @@
-"""``comera doctor``: what there is for CUDA kernels here, and which way each operator goes."""
+"""``comera doctor``: what there is for CUDA kernels here, which way each operator goes and why."""
 
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 
 import torch
@@ -13,7 +14,9 @@ from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample
 from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.way_order import way_times_of, ways_of
 from comera.planning.crossover import first_where
+from comera.planning.printing import show_seconds
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
@@ -23,7 +26,7 @@ _MOST_ROWS = 1 << 24
 def examine(console: Console) -> None:
     """Print what was found; works without a card, a driver or cuda-python."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _linears)]
+    ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):
         console.print(table, markup=False)
 
@@ -86,6 +89,31 @@ def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
     taken = next(way for way in ways if reasons[way] is None)
     before = [f"{way}: {reasons[way]}" for way in ways[: ways.index(taken)]]
     return taken, "\n".join(before) or "-", "\n".join(ways[ways.index(taken) + 1 :]) or "-"
+
+
+def _times(device: torch.device) -> Table:
+    """Tell the times by which operators choose their ways, and which of these is tried first."""
+    known = way_times_of(device)
+    title = f"times of the ways on {device}, {known.origin}"
+    table = Table(title=title, title_justify="left")
+    for column in ("operators", "sizes", "dtype", "", "first", "times"):
+        table.add_column(column)
+    for group in sorted({ways.times.group for ways in TABLE.values() if ways.times}):
+        timings = [timing for timing in known.timings if timing.group == group]
+        for timing in timings:
+            first = timing.order(ways_of(group))[0]
+            sizes = " x ".join(map(str, timing.sizes))
+            where = "captured" if timing.captured else "eager"
+            table.add_row(group, sizes, timing.dtype, where, first, _ascending(timing.seconds))
+        if not timings:
+            order = "as listed" if device.type == "cpu" else "torch, no kernel"
+            table.add_row(group, "all", "all", "", order, "never measured here")
+    return table
+
+
+def _ascending(seconds: Mapping[str, float]) -> str:
+    ways = sorted(seconds, key=lambda way: seconds[way])
+    return ", ".join(f"{way} {show_seconds(seconds[way])}" for way in ways)
 
 
 def _linears(device: torch.device) -> Table:

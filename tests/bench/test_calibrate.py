@@ -1,7 +1,12 @@
 import pytest
+import torch
 
 from comera.bench import calibrate as module
+from comera.bench import way_speed
 from comera.bench.calibrate import calibrate
+from comera.bench.way_speed import Trial
+from comera.ops.kernels import choose
+from comera.planning import machine
 from comera.planning.machine import default_machine, load_machine
 from comera.recipes.cli import main
 
@@ -13,7 +18,9 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_ROUNDS", 1)
     monkeypatch.setattr(module, "_DTYPES", {"cpu": ("float32",)})
     monkeypatch.setattr(module, "_LARGE", {"cpu": 1 << 20})
-    return tmp_path
+    monkeypatch.setattr(way_speed, "TRIALS", ())
+    yield tmp_path
+    machine._load.cache_clear()
 
 
 def test_a_profile_is_measured_saved_and_used(quick):
@@ -23,7 +30,25 @@ def test_a_profile_is_measured_saved_and_used(quick):
     assert profile.threads is not None
     assert all(rate > 0 for _, rate in profile.flops)
     assert load_machine("cpu", profile.name, profile.threads) == profile
-    assert str(quick) in said[-1]
+    assert said[-2].startswith(f"saved as {quick}")
+
+
+def test_ctrl_c_while_ways_are_timed_keeps_the_profile(quick, monkeypatch):
+    def interrupted(device, dtype):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(way_speed, "TRIALS", (Trial("attend", interrupted),))
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        calibrate("cpu", said.append)
+    assert said[-1] == "the profile is saved, and so are the ways that were timed so far"
+    assert load_machine(threads=torch.get_num_threads()).measured
+
+
+def test_it_says_at_once_that_the_environment_leaves_no_choice(quick, monkeypatch, capsys):
+    monkeypatch.setattr(choose, "mode", lambda: "ref")
+    assert main(["calibrate"]) == 1
+    assert "COMERA_KERNELS=ref leaves no choice" in capsys.readouterr().out
 
 
 def test_the_command_prints_what_was_measured(quick, capsys):

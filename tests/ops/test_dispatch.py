@@ -10,10 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.nn import collection, fused  # noqa: F401  all operators are in the table then
-from comera.ops import product
+from comera.ops import dispatch, product, way_order
 from comera.ops.context import fp8_products, static_shapes
-from comera.ops.dispatch import TABLE, Sample, Ways
+from comera.ops.dispatch import TABLE, Sample, Times, Ways
 from comera.ops.kernels import choose
+from comera.planning.way_times import BUILT_IN, Timing, WayTimes
 
 ROOT = Path(comera.__file__).parent
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,6 +27,23 @@ def _machine(monkeypatch):
     monkeypatch.setattr(choose, "_why_not_on", lambda file, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(product, "prefers_onednn", lambda: True)
+    know(monkeypatch, CARD, kernel=1, torch=2, ranks=1, heads=2)
+    yield
+    dispatch.forget_times()
+
+
+def know(monkeypatch, device, **seconds):
+    """Let these be the times of all operators on a device, at all sizes."""
+
+    class Known(WayTimes):
+        def nearest(self, group, dtype, captured, sizes):
+            return Timing(group, dtype, captured, tuple(sizes), seconds)
+
+    before = way_order.way_times_of
+    known = lambda of: Known("a test") if of == device else before(of)  # noqa: E731
+    monkeypatch.setattr(way_order, "way_times_of", known)
+    monkeypatch.setattr(way_order, "are_known", lambda: True)
+    dispatch.forget_times()
 
 
 def sample(name, device, dtype=torch.float32):
@@ -87,6 +105,7 @@ EXPECTED = {
     "attend": ("in pieces", ONE, "in pieces", ONE, T, T, T, T, "in pieces", T),
     "linears": ("in the batch's dtype",) * 10,
     "linear": ("factorized",) * 10,
+    "self_attention": ("in the space of ranks",) * 10,
     **{
         name: (some, every, some, some, every, every, every, every, some, every)
         for name, (some, every) in CPU_OR_NOT.items()
@@ -166,6 +185,95 @@ def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch)
     assert ways.reasons(10, 2) == {"never": "it is not wanted", "small": "it is large", "any": None}
     with pytest.raises(AssertionError, match="adding is in the table already"):
         Ways("adding", lambda new: ())
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """An operator of three ways, of which the first is by a kernel and refuses what is negative."""
+    monkeypatch.setattr(dispatch, "TABLE", {})
+    ways = Ways("adding", lambda new: (new(4),), Times("adding", lambda x: (x, x.dtype, x.shape)))
+    ways.way("kernel", lambda x: "it is narrow" if x.shape[0] < 4 else None, kernel="adding")(
+        lambda x: "kernel"
+    )
+    ways.way("in pieces", timed_as="in pieces")(lambda x: "in pieces")
+    ways.way("torch")(lambda x: "torch")
+    return ways
+
+
+def like(device, rows=4):
+    return Sample((rows,), torch.float32, device)
+
+
+def test_the_fastest_way_is_tried_first_and_a_refused_one_never_taken(three, monkeypatch):
+    know(monkeypatch, CARD, **{"kernel": 1.0, "in pieces": 3.0, "torch": 2.0})
+    assert three(like(CARD)) == "kernel"
+    with pytest.warns(choose.KernelWarning, match="it is narrow"):
+        assert three(like(CARD, 3)) == "torch"
+    know(monkeypatch, CARD, **{"kernel": 4.0, "in pieces": 3.0, "torch": 2.0})
+    assert three(like(CARD)) == "torch"
+    assert list(three.reasons(like(CARD))) == ["torch", "in pieces", "kernel"]
+    know(monkeypatch, CARD, **{"kernel": 4.0, "in pieces": 3.0, "torch": 3.1})
+    assert three(like(CARD)) == "in pieces"  # even times go by the list
+
+
+def test_without_times_a_card_takes_no_kernel_on_hope_and_a_cpu_goes_by_the_list(
+    three, monkeypatch
+):
+    assert three(like(CPU)) == "kernel"
+    know(monkeypatch, CARD, **{"in pieces": 2.0, "torch": 1.0})
+    assert three(like(CARD)) == "torch"
+    assert [way.name for way in three.order(like(CARD))] == ["torch", "in pieces", "kernel"]
+    know(monkeypatch, CPU, **{"in pieces": 2.0, "torch": 1.0})
+    assert [way.name for way in three.order(like(CPU))] == ["kernel", "torch", "in pieces"]
+
+
+def test_one_way_can_be_preferred_for_a_while(three, monkeypatch):
+    know(monkeypatch, CARD, **{"kernel": 1.0, "in pieces": 3.0, "torch": 2.0})
+    for way in ("torch", "in pieces"):
+        with way_order.preferring("adding", way):
+            assert three(like(CARD)) == way
+    with way_order.preferring("another", "torch"):
+        assert three(like(CARD)) == "kernel"
+    assert three(like(CARD)) == "kernel"
+
+
+def test_times_are_asked_for_once_a_case_and_never_in_a_graph(three, monkeypatch):
+    asked = []
+
+    def times_of(device):
+        asked.append(device)
+        return WayTimes("a test")
+
+    monkeypatch.setattr(way_order, "way_times_of", times_of)
+    for _ in range(3):
+        three(like(CPU))
+        three(like(CPU, 5))
+    assert asked == [CPU] * 2
+    with compiling(monkeypatch):
+        three(like(CPU, 6))
+    with FakeTensorMode():
+        three(torch.empty(7))
+    assert asked == [CPU] * 2
+    for rows in range(3000):
+        three(like(CPU, rows))
+    assert len(three._orders) <= dispatch._MOST_CASES
+
+
+def test_what_is_built_in_for_a_card_names_groups_and_is_what_the_papers_say():
+    groups = {ways.times.group for ways in TABLE.values() if ways.times}
+    assert {timing.group for timing in BUILT_IN.timings} <= groups
+
+    def fastest(group, dtype, *sizes):
+        timing = BUILT_IN.nearest(group, dtype, True, sizes)
+        return timing and timing.order(list(timing.seconds))[0]
+
+    assert fastest("contract_cores", "float32", 72, 30) == "kernel"
+    assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 32) == "kernel"
+    assert fastest("feed_forward", "bfloat16", 512, 768, 3072, 32) is None
+    assert fastest("feed_forward", "float32", 4096, 768, 3072, 32) is None
+    assert fastest("lookup", "bfloat16", 4096) == "kernel"
+    assert fastest("lookup", "float32", 4096) is None
+    assert fastest("attention_space", "float32", 128, 32, 64) == "ranks"
 
 
 PREDICATES = {"is_compiling", "is_exporting", "is_dynamo_compiling", "may_read_values", "is_eager",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, without_autocast
-from comera.ops.dispatch import Ways, on_cpu_alone
+from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
 from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
@@ -86,7 +86,13 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 768), *factors, True, "gelu"
 
 
-_FORWARD = Ways("factorized_feed_forward", _sample)
+def _case(x: Tensor, left1: Tensor, right1: Tensor, *_: Any) -> Case:
+    """Time depends on rows, both widths, and the bond of the first layer."""
+    return x, x.dtype, (x.shape[0], x.shape[1], right1.shape[1], left1.shape[1])
+
+
+_TIMES = Times("feed_forward", _case)
+_FORWARD = Ways("factorized_feed_forward", _sample, _TIMES)
 
 
 @_FORWARD.way("torch")
@@ -133,7 +139,7 @@ def _feed_forward_backward(
     return _BACKWARD(x, left1, right1, left2, right2, grad_y, t1, t2, activation)
 
 
-_BACKWARD = Ways("factorized_feed_forward_backward", _sample)
+_BACKWARD = Ways("factorized_feed_forward_backward", _sample, _TIMES)
 
 
 @_BACKWARD.way("torch")

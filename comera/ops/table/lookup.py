@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.kernels.lookup_kernel import (
     read,
     refuses,
@@ -39,6 +39,9 @@ from comera.ops.table.distinct_rows import (
     sum_bags,
 )
 from comera.ops.table.indices import check_range, make_slots, sorted_rows, sum_by_sorted
+
+TIMED_TOGETHER = "lookup"
+"""The group of operators whose ways are chosen together."""
 
 
 @operator("comera::ttm_lookup")
@@ -91,7 +94,12 @@ def _kernel_refuses(indices_N: Tensor, factors: TableFactors, weights_N: Tensor 
     return refuses(*factors, weights_N)
 
 
-LOOKUP = Ways("ttm_lookup", _sample)
+def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case:
+    """Time depends on the number of entries."""
+    return factors.left_VPR, factors.left_VPR.dtype, (indices_N.shape[0],)
+
+
+LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, _case))
 
 
 @LOOKUP.way("kernel", _kernel_refuses, kernel="ttm_lookup")
@@ -177,7 +185,11 @@ def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
     return factors, None, _Given(new(1024, 64), each, each, each, None, 32_000, False)
 
 
-LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward)
+def _back_case(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> Case:
+    return _case(given.indices_N, factors)
+
+
+LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward, Times(TIMED_TOGETHER, _back_case))
 
 
 def _back_refuses(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:

@@ -22,7 +22,7 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import CONTRACT, contract_groups, layout_of
 from comera.ops.operator import operator
 
@@ -62,9 +62,15 @@ def contract_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
     return _TABLES(chains, tables)
 
 
+def _case(chains: Sequence[Chains], tables: Sequence[Table]) -> Case:
+    core = chains[0].cores[chains[0].split]
+    return core, chains[0].factor_dtype, (len(chains), core.shape[0])
+
+
 _TABLES = Ways(
     "contract_tables",
     lambda new: ([Chains([new(1, 64, 32), new(32, 64, 1)], [], [], 1, 1, 0.0)], []),
+    Times("contract_cores", _case),
 )
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Ways, is_eager
+from comera.ops.dispatch import Case, Times, Ways, is_eager
 from comera.ops.table.distinct_rows import TableFactors, every_row
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, lookup
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, TIMED_TOGETHER, lookup
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.table_factors import contract_table
 
@@ -127,7 +127,16 @@ def tt_embedding_bag(
     )  # fmt: skip
 
 
-_ROWS = Ways("rows_of_a_table", lambda new: (*LOOKUP.sample(new), True))
+def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case | None:
+    """Where shapes are static torch makes every row for itself, elsewhere distinct rows."""
+    if not shapes_are_static(indices_N):
+        return None
+    return factors.left_VPR, factors.left_VPR.dtype, (indices_N.shape[0],)
+
+
+_ROWS = Ways(
+    "rows_of_a_table", lambda new: (*LOOKUP.sample(new), True), Times(TIMED_TOGETHER, _case)
+)
 
 
 def _sizes_depend_on_values(

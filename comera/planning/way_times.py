@@ -1,0 +1,212 @@
+"""How long the ways of operators take on a device, and which of them is fastest.
+
+``comera calibrate`` measures them and keeps one JSON file for each device and version of torch,
+beside the profile of the machine. Until then, and where the file cannot be used, a card takes the
+figures of an H100 (``h100``), and a CPU the order in which operators list their ways.
+"""
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comera.files import replacing
+from comera.planning import h100
+from comera.planning.machine import profile_path
+
+log = logging.getLogger("comera")
+
+_FORMAT = 1
+_EVEN = 1.05
+"""Times whose ratio is below this are even: the way that is listed first is taken."""
+
+Size = int | str
+"""A number, of which the nearest that was measured counts, or a word, which has to be the same."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of the ways of one group of operators at one size.
+
+    Attributes:
+        group: Operators whose ways are chosen together, such as a forward and a backward pass.
+        dtype: Such as ``"bfloat16"``.
+        captured: Whether in a CUDA graph; else as the host starts it.
+        sizes: What the times depend on, as the group lists it.
+        seconds: Both passes, by the name of the way.
+
+    Raises:
+        ValueError: If a time is not positive and finite, or there is none.
+    """
+
+    group: str
+    dtype: str
+    captured: bool
+    sizes: tuple[Size, ...]
+    seconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ValueError(f"{self.group} {self.sizes} has no times")
+        for name, value in self.seconds.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} of {self.group} takes {value!r} s, which is no time")
+
+    @property
+    def case(self) -> tuple[object, ...]:
+        """What was measured; a later measurement of the same replaces it."""
+        return self.group, self.dtype, self.captured, self.sizes
+
+    def order(self, names: Sequence[str]) -> list[str]:
+        """Sort those names of which there are times, fastest first; of even ones the first listed.
+
+        Args:
+            names: Ways in the order in which their operator lists them.
+        """
+        left, found = [name for name in names if name in self.seconds], list[str]()
+        while left:
+            enough = _EVEN * min(self.seconds[name] for name in left)
+            found.append(next(name for name in left if self.seconds[name] <= enough))
+            left.remove(found[-1])
+        return found
+
+
+@dataclass(frozen=True)
+class WayTimes:
+    """All times that are known of a device.
+
+    Attributes:
+        origin: Where they come from, for people.
+        timings: One entry a case.
+        measured: Whether they were measured on this device.
+        least: Sizes by group below which the times say nothing.
+    """
+
+    origin: str
+    timings: tuple[Timing, ...] = ()
+    measured: bool = False
+    least: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def nearest(
+        self, group: str, dtype: str, captured: bool, sizes: Sequence[Size]
+    ) -> Timing | None:
+        """Return the entry whose sizes are nearest in ratio; None where nothing is alike.
+
+        Where nothing was measured in a graph what the host takes counts, and the other way round.
+        """
+        least = self.least.get(group, ())
+        if any(isinstance(n, int) and n < low for n, low in zip(sizes, least, strict=False)):
+            return None
+        alike = [
+            (timing.captured != captured, distance, timing)
+            for timing in self.timings
+            if timing.group == group and timing.dtype == dtype
+            if (distance := _distance(timing.sizes, sizes)) is not None
+        ]
+        return min(alike, key=lambda each: each[:2])[2] if alike else None
+
+
+def _distance(measured: Sequence[Size], asked: Sequence[Size]) -> float | None:
+    """Add up the ratios of numbers; None where words differ."""
+    if len(measured) != len(asked):
+        return None
+    total = 0.0
+    for one, other in zip(measured, asked, strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            if one != other:
+                return None
+        else:
+            total += abs(math.log2(max(1, one) / max(1, other)))
+    return total
+
+
+BUILT_IN = WayTimes(
+    f"built-in, of {h100.WHAT}: never measured here",
+    tuple(
+        Timing(group, dtype, True, sizes, {way: 1e-6 * us for way, us in times.items()})
+        for group, dtype, sizes, times in h100.MICROSECONDS
+    ),
+    least=h100.LEAST,
+)
+NONE = WayTimes("built-in order: never measured here")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What times hold for.
+
+    Attributes:
+        kind: ``"cpu"`` or ``"cuda"``.
+        name: Name of the device.
+        threads: Threads in use on a CPU; None on a card.
+        torch: Version of torch.
+        kernels: Digest of the sources of the kernels; empty on a CPU.
+    """
+
+    kind: str
+    name: str
+    threads: int | None
+    torch: str
+    kernels: str
+
+    @property
+    def path(self) -> Path:
+        return profile_path(self.kind, self.name, self.threads, f"ways torch {self.torch}")
+
+
+def save_way_times(setting: Setting, timings: Sequence[Timing], date: str) -> Path:
+    """Write times where :func:`load_way_times` finds them, and return the path.
+
+    Those of the same setting that are there already stay, but for cases that are measured anew.
+    """
+    known = load_way_times(setting)
+    kept = {timing.case: timing for timing in (known.timings if known.measured else ())}
+    kept |= {timing.case: timing for timing in timings}
+    content = {
+        "format": _FORMAT,
+        **asdict(setting),
+        "date": date,
+        "timings": [asdict(timing) for timing in kept.values()],
+    }
+    with replacing(setting.path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    load_way_times.cache_clear()
+    return setting.path
+
+
+@functools.cache  # read once, and what cannot be used said once
+def load_way_times(setting: Setting) -> WayTimes:
+    """Load the times of a device; else those that come with the package, and say why."""
+    default = BUILT_IN if setting.kind == "cuda" else NONE
+    try:
+        content = json.loads(setting.path.read_text())
+        _check(content, setting)
+        timings = tuple(
+            Timing(**{**entry, "sizes": tuple(entry["sizes"])}) for entry in content["timings"]
+        )
+        return WayTimes(f"measured here on {content['date']}", timings, measured=True)
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        log.warning(
+            "the times of operators in %s cannot be used (%s): %s; run `comera calibrate "
+            "--device %s`",
+            setting.path, problem, default.origin, setting.kind,
+        )  # fmt: skip
+        return default
+
+
+def _check(content: Any, setting: Setting) -> None:
+    """Raise ``ValueError`` if a file is not of this setting."""
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"it is not of format {_FORMAT}")
+    for name, value in asdict(setting).items():
+        if content.get(name) == value:
+            continue
+        if name == "kernels":
+            raise ValueError("the kernels have changed since")
+        raise ValueError(f"it is of {name} {content.get(name)!r}, this is {value!r}")
