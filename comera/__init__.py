@@ -28,6 +28,7 @@ from comera.ops.table import tt_embedding  # noqa: F401
 if TYPE_CHECKING:
     from comera.allocator import reuse_freed_memory
     from comera.checkpoint.chain import CheckpointChain
+    from comera.compress.compress import compress_
     from comera.nn.collection import TTEmbeddingBagCollection
     from comera.nn.config import TTConfig
     from comera.nn.convert import densify_, tensorize_
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "comera.allocator": ("reuse_freed_memory",),
     "comera.checkpoint.chain": ("CheckpointChain",),
+    "comera.compress.compress": ("compress_",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.config": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
@@ -104,6 +106,7 @@ __all__ = [
     "TrainStep",
     "TwoStage",
     "canonicalize_",
+    "compress_",
     "compression_report",
     "densify_",
     "galore_param_groups",

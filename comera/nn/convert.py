@@ -95,7 +95,7 @@ def tensorize_(
     if config.init is None:
         _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
     _say_what_loses(made, config.tokens or _TOKENS)
-    model = _swap(model, replacements)
+    model = replace_(model, replacements)
     rename_tied_weights_(model)
     return model
 
@@ -121,7 +121,7 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = _swap(model, replacements)
+    model = replace_(model, replacements)
     rename_tied_weights_(model)
     return model
 
@@ -279,7 +279,7 @@ def _convert_tied(
     return made
 
 
-def _swap(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
+def replace_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over."""
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])

@@ -1,0 +1,65 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comera.compress.allocate import Choice, allocate
+
+
+def loss_of(choices, ranks):
+    return sum(
+        0.0 if rank is None else float(one.losses[rank:].sum())
+        for one, rank in zip(choices, ranks, strict=True)
+    )
+
+
+def size_of(choices, ranks):
+    return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
+
+
+def every(choices):
+    return itertools.product(*([*range(one.least, len(one.losses)), None] for one in choices))
+
+
+losses = st.lists(st.floats(0.001, 100), min_size=2, max_size=4).map(
+    lambda values: torch.tensor(sorted(values, reverse=True), dtype=torch.float64)
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(losses, min_size=1, max_size=3), st.data())
+def test_no_choice_of_the_size_or_smaller_is_better_by_more_than_a_direction(curves, data):
+    choices = []
+    for curve in curves:
+        each = data.draw(st.integers(3, 9))
+        choices.append(Choice(curve, data.draw(st.integers(each, each * len(curve))), each))
+    least = sum(min(one.dense, one.each) for one in choices)
+    budget = data.draw(st.integers(least, sum(one.dense for one in choices)))
+    got = allocate(choices, budget)
+    assert size_of(choices, got) <= budget
+    inside = [r for r in every(choices) if size_of(choices, r) <= budget]
+    best = min(loss_of(choices, r) for r in inside)
+    largest = max(float(one.losses.sum()) for one in choices)  # of one weight: it may turn dense
+    assert loss_of(choices, got) <= best + largest
+
+
+def test_where_all_ranks_cost_the_same_the_largest_losses_stay():
+    curves = [torch.tensor([9.0, 5.0, 1.0]), torch.tensor([8.0, 7.0, 0.5])]
+    choices = [Choice(curve, 1000, 10) for curve in curves]
+    assert allocate(choices, 40) == [2, 2]
+    assert allocate(choices, 30) == [1, 2]
+    assert allocate(choices, 50) == [3, 2]
+
+
+def test_a_weight_stays_dense_where_that_is_worth_its_price():
+    cheap, dear = torch.tensor([1.0, 1e-6, 1e-6]), torch.tensor([9.0, 9.0, 9.0])
+    choices = [Choice(cheap, 30, 12), Choice(dear, 30, 12)]
+    assert allocate(choices, 42) == [1, None]
+
+
+def test_a_budget_that_is_too_small_is_refused():
+    choices = [Choice(torch.ones(3), 100, 10), Choice(torch.ones(3), 100, 20)]
+    with pytest.raises(ValueError, match=r"hold 30 numbers at their smallest ranks; .* 29"):
+        allocate(choices, 29)

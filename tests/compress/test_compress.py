@@ -1,0 +1,150 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import comera
+from comera.nn.linear import TTLinear
+
+
+def make_model():
+    first, second, third = nn.Linear(24, 48), nn.Linear(48, 48), nn.Linear(48, 5)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third)
+
+
+def data(count, seed):
+    """Inputs whose directions differ in size a hundred times, labels of a random network."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 24, generator=generator) * torch.logspace(0, -2, 24)
+    teach = torch.Generator().manual_seed(7)
+    hidden = torch.tanh(x @ torch.randn(24, 32, generator=teach))
+    return x, (hidden @ torch.randn(32, 5, generator=teach)).argmax(1)
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(0)
+    model = make_model()
+    x, y = data(4096, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for k in range(400):
+        rows = slice(256 * (k % 16), 256 * (k % 16) + 256)
+        optimizer.zero_grad()
+        loss_fn(model, (x[rows], y[rows])).backward()
+        optimizer.step()
+    return model
+
+
+def calibration():
+    x, y = data(1024, 2)
+    return list(zip(x.split(128), y.split(128), strict=True))
+
+
+def test_the_loss_rises_by_less_than_half_of_what_a_plain_svd_makes(trained):
+    test = data(4096, 3)
+    model, plain = copy.deepcopy(trained), copy.deepcopy(trained)
+    done = comera.compress_(model, calibration(), budget=0.6, loss_fn=loss_fn)
+    assert done.share <= 0.6
+    assert done.params == sum(p.numel() for p in model.parameters())
+    comera.tensorize_(plain, comera.TTConfig(compression=1.6, order=1, init="svd"))
+    assert sum(p.numel() for p in plain.parameters()) >= 0.97 * done.params
+    with torch.no_grad():
+        dense, ours, theirs = (float(loss_fn(m, test)) for m in (trained, model, plain))
+    assert ours - dense < 0.5 * (theirs - dense)
+
+
+def test_what_it_says_is_what_is_there(trained):
+    model = copy.deepcopy(trained)
+    done = comera.compress_(model, calibration(), budget=0.5, loss_fn=loss_fn)
+    for layer in done.layers:
+        module = model.get_submodule(layer.name)
+        if layer.rank is None:
+            assert type(module) is nn.Linear
+            continue
+        assert isinstance(module, TTLinear)
+        assert module.ranks == (layer.rank,)
+        assert layer.params == sum(p.numel() for p in (*module.cores, *module.gates))
+    assert "parameters of" in str(done)
+
+
+def test_layers_keep_bias_mode_dtype_and_what_is_frozen(trained):
+    model = copy.deepcopy(trained).double().eval()
+    model[2].weight.requires_grad_(False)
+    batches = [(x.double(), y) for x, y in calibration()]
+    before = model[2].bias.clone()
+    comera.compress_(model, batches, budget=0.5, loss_fn=loss_fn, target_modules=["2"])
+    layer = model[2]
+    assert isinstance(layer, TTLinear)
+    assert layer.cores[0].dtype == torch.float64
+    assert not layer.training
+    assert not any(core.requires_grad for core in layer.cores)
+    assert layer.bias.requires_grad
+    assert torch.equal(layer.bias, before)
+
+
+def test_batches_of_hugging_face_need_no_loss_fn(trained):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = copy.deepcopy(trained)
+
+        def forward(self, x, labels=None):
+            logits = self.net(x)
+            loss = None if labels is None else F.cross_entropy(logits, labels)
+            return type("Output", (), {"loss": loss})
+
+    model = Named()
+    batches = [{"x": x, "labels": y} for x, y in calibration()]
+    assert comera.compress_(model, batches, budget=0.7).share <= 0.7
+    with pytest.raises(ValueError, match="gives no loss for a batch with x: add labels"):
+        comera.compress_(Named(), [{"x": batches[0]["x"]}], budget=0.7)
+    with pytest.raises(ValueError, match="a batch of type tuple needs a loss_fn"):
+        comera.compress_(Named(), calibration(), budget=0.7)
+
+
+def test_tied_weights_are_left_alone(caplog):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.head = (
+                nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False),
+            )  # fmt: skip
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(self.embed(x))))
+
+    model = Tied()
+    tokens = torch.randint(0, 50, (40,))
+    comera.compress_(
+        model, [tokens], budget=0.95, loss_fn=lambda m, t: F.cross_entropy(m(t), t.roll(1))
+    )
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.body, TTLinear)
+    assert "leaves head dense: another module holds the weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        (1.2, "budget=1.2 must be between 0 and 1"),
+        (0.01, "leaves no room|nothing is left"),
+    ],
+)
+def test_a_budget_out_of_reach_changes_nothing(trained, budget, problem):
+    model = copy.deepcopy(trained)
+    with pytest.raises(ValueError, match=problem):
+        comera.compress_(model, calibration(), budget=budget, loss_fn=loss_fn)
+    assert all(type(m) is not TTLinear for m in model.modules())
+
+
+def test_a_model_that_is_itself_a_layer_is_refused():
+    with pytest.raises(ValueError, match="itself a linear layer"):
+        comera.compress_(nn.Linear(4, 4), [], budget=0.5, loss_fn=loss_fn)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from comera.compress.layer_moments import gather_moments
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3, bias=False)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.second(self.drop(torch.tanh(self.first(x))))
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def batches(sizes=(4, 2, 6)):
+    return [(torch.randn(n, 3, 5), torch.randint(0, 3, (n, 3))) for n in sizes]
+
+
+def layers(net):
+    return {"first": net.first, "second": net.second}
+
+
+def test_moments_are_those_of_single_rows():
+    net, data = Net(), batches()
+    found = gather_moments(net, layers(net), data, loss_fn)
+    net.eval()
+    xs = torch.cat([x.flatten(0, 1) for x, _ in data])
+    ys = torch.cat([y.flatten() for _, y in data])
+    inputs = {"first": [], "second": []}
+    grads = {"first": [], "second": []}
+    for x, y in zip(xs, ys, strict=True):  # a row and its own loss at a time
+        hidden = net.first(x)
+        active = torch.tanh(hidden)
+        logits = net.second(active)
+        of_hidden, of_logits = torch.autograd.grad(F.cross_entropy(logits, y), [hidden, logits])
+        for name, a, g in (("first", x, of_hidden), ("second", active.detach(), of_logits)):
+            inputs[name].append(torch.outer(a, a))
+            grads[name].append(torch.outer(g, g))
+    for name, moments in found.items():
+        assert moments.rows == len(xs) == 36
+        torch.testing.assert_close(moments.inputs_II, torch.stack(inputs[name]).mean(0))
+        torch.testing.assert_close(moments.grads_OO, torch.stack(grads[name]).mean(0))
+
+
+def test_the_model_is_left_as_it_was():
+    net = Net().train()
+    net.second.eval()
+    net.first.bias.requires_grad_(False)
+    net.first.weight.grad = torch.ones_like(net.first.weight)
+    gather_moments(net, layers(net), batches(), loss_fn)
+    assert [net.training, net.first.training, net.second.training] == [True, True, False]
+    assert [p.requires_grad for p in net.parameters()] == [True, False, True]
+    assert net.first.weight.grad.eq(1).all()
+    assert net.second.weight.grad is None
+    assert not net.first._forward_hooks
+
+
+def test_a_layer_that_is_called_twice_counts_twice():
+    net = Net()
+    net.first = nn.Linear(5, 5)
+    net.second = nn.Linear(5, 3)
+    net.forward = lambda x: net.second(net.first(net.first(x)))
+    found = gather_moments(net, layers(net), batches(), loss_fn)
+    assert (found["first"].rows, found["second"].rows) == (72, 36)
+
+
+def test_what_is_wrong_is_named():
+    net = Net()
+    with pytest.raises(ValueError, match="calibration has no batch"):
+        gather_moments(net, layers(net), [], loss_fn)
+    with pytest.raises(ValueError, match=r"loss_fn gave tensor\(nan.* for batch 0"):
+        gather_moments(net, layers(net), batches(), lambda m, b: loss_fn(m, b) * float("nan"))
+    spare = {**layers(net), "spare": nn.Linear(2, 2)}
+    with pytest.raises(ValueError, match="loss_fn never called spare"):
+        gather_moments(net, spare, batches(), loss_fn)
