@@ -73,8 +73,8 @@ def lookup(
         checked: Whether the indices have been looked at, and need not be once more.
 
     Returns:
-        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
-        a kernel reads the rows they are not sorted yet.
+        ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)`` each.
+        They are sorted where torch has read the rows, and not yet where a kernel has.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
@@ -267,8 +267,9 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
     grad_BD = given.grad_BD.to(left_VPR.dtype).contiguous()
     hot_HD, dense_WRQ = factors.dense_hot(), right_WRQ.contiguous()
     left, right, hot = row_grads(
-        grad_BD, given.keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
-    )
+        grad_BD, given.keys_N, given.order_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B,
+        num_embeddings,
+    )  # fmt: skip
     hot = None if hot is None else hot.to(grad_BD.dtype)
     basis: Tensor | None = None
     if hot is not None and hot_HK is not None and basis_KD is not None:
@@ -287,14 +288,14 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
 
 
 def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
-    """Refuse where torch has read the rows: its keys are sorted already."""
+    """Refuse where no kernel can have read the rows: torch's keys are sorted already."""
     return refuses(*factors, weights_N)
 
 
-@LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_torch)
+@LOOKUP_BACKWARD.way("sort what a kernel may have read, then by slots", _after_torch)
 def _back_sorted(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
-    keys_N, order_N = given.keys_N.sort(stable=True)
-    given = given._replace(keys_N=keys_N, order_N=order_N)
+    keys_N, at_N = given.keys_N.sort(stable=True)  # torch has sorted them, if it has read the rows
+    given = given._replace(keys_N=keys_N, order_N=given.order_N.index_select(0, at_N))
     return _back_by_slots(factors, weights_N, given)
 
 
