@@ -87,29 +87,32 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 #endif
 }
 
-// d [16, 8] += a [16, 8 of tf32 or 16 of bf16] . b, a warp's together. Which lane holds what is
-// said in the PTX manual, "Matrix Fragments for mma.m16n8k8" and "mma.m16n8k16".
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2]) {
+// d [16, 8] += a [16, 8 of tf32 or 16 of bf16 or f16] . b, a warp's together. Which lane holds what
+// is said in the PTX manual, "Matrix Fragments for mma.m16n8k8" and "mma.m16n8k16". Nothing else is
+// done by it, so that the compiler may set other instructions between.
 #ifdef COMERA_EMULATION
-  emulation::mma(d, a, b, false);
+#define MMA(shape, numbers) emulation::mma(d, a, b, emulation::numbers)
 #else
-  asm(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#define MMA(shape, numbers)                                                                \
+  asm("mma.sync.aligned." shape ".row.col.f32." #numbers "." #numbers                      \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                         \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 #endif
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+template <>
+__device__ __forceinline__ void mma<float>(float (&d)[4], const uint32_t (&a)[4],
+                                           const uint32_t (&b)[2]) {
+  MMA("m16n8k8", tf32);
 }
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4],
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4],
+                                          const uint32_t (&b)[2]) {
+  MMA("m16n8k16", bf16);
+}
+template <>
+__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4],
                                          const uint32_t (&b)[2]) {
-#ifdef COMERA_EMULATION
-  emulation::mma(d, a, b, true);
-#else
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
+  MMA("m16n8k16", f16);
 }

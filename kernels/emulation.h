@@ -1,16 +1,18 @@
 // CUDA C++ on a CPU: one fiber for each thread of a block, one block at a time.
 //
-// Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, mma.sync, atomicAdd, __trap
-// and dynamic shared memory, which is NaN when a block starts. The order in which fibers run between
-// two barriers is chosen by the caller: where a barrier is missing, results depend on it.
+// Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, mma.sync, ldmatrix, cp.async,
+// atomicAdd, __trap and dynamic shared memory, which is NaN when a block starts. The order in which
+// fibers run between two barriers is chosen by the caller: where a barrier is missing, results depend
+// on it. What cp.async brings is there when it is waited for, not before.
 //
 // Not seen: a plain += where an atomic is needed, races between barriers that no order of whole
-// fibers shows, inline assembly, speed.
+// fibers shows, a barrier of a warp just before its ldmatrix or mma, inline assembly, speed.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <type_traits>
 #include <utility>
@@ -54,10 +56,23 @@ struct Fiber {
   State state = RUNS;
 };
 
+// What cp.async brings comes as late as it may: when its group is waited for.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  bool there;
+};
+struct Copies {
+  std::deque<std::vector<Copy>> groups;
+  std::vector<Copy> open;
+};
+
 constexpr size_t STACK = 64 << 10;
 constexpr size_t MOST_THREADS = 1024;
 constexpr size_t MOST_SHARED = 227 << 10;
 
+inline Copies copies[MOST_THREADS];
 inline Fiber* current;
 inline Index block, block_size, grid_size;
 inline unsigned char* dynamic_shared;
@@ -94,6 +109,25 @@ inline void leave(State state) {
   emulation_switch(&current->stack_pointer, scheduler);
 }
 
+inline void copy(void* to, const void* from, size_t bytes, bool there) {
+  copies[current->number].open.push_back({to, from, bytes, there});
+}
+inline void commit() {
+  Copies& mine = copies[current->number];
+  mine.groups.push_back(std::move(mine.open));
+  mine.open.clear();
+}
+inline void wait(size_t newest) {
+  auto& groups = copies[current->number].groups;
+  for (; groups.size() > newest; groups.pop_front())
+    for (const Copy& copy : groups.front()) {
+      if (copy.there)
+        std::memcpy(copy.to, copy.from, copy.bytes);
+      else
+        std::memset(copy.to, 0, copy.bytes);
+    }
+}
+
 inline void run_body() {
   (*body)();
   leave(DONE);
@@ -107,6 +141,7 @@ inline void prepare(Fiber& fiber) {
   frame[RETURN_TO] = reinterpret_cast<void*>(&run_body);
   fiber.stack_pointer = frame;
   fiber.state = RUNS;
+  copies[fiber.number] = {};
 }
 
 // Threads in the order in which they run until the next barrier: 0 ascending, 1 descending, else
@@ -259,9 +294,17 @@ struct Fragments {
 };
 inline Fragments fragments[MOST_THREADS / 32];
 
-// mma.sync m16n8k8 of tf32, or m16n8k16 of bf16 in pairs: lane 4 g + t gives rows g and g + 8 of a
-// and column g of b, of the sum's numbers t and t + 4 (of pairs), and gets columns 2 t and 2 t + 1.
-inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool pairs) {
+// mma.sync m16n8k8 of tf32, or m16n8k16 of pairs: lane 4 g + t gives rows g and g + 8 of a and column
+// g of b, of the sum's numbers t and t + 4 (of pairs), and gets columns 2 t and 2 t + 1.
+enum Numbers { tf32, bf16, f16 };
+inline float low(uint32_t bits, Numbers numbers) {
+  return numbers == f16 ? from_f16(bits & 0xffff) : __uint_as_float(bits << 16);
+}
+inline float high(uint32_t bits, Numbers numbers) {
+  if (numbers == f16) return from_f16(bits >> 16);
+  return __uint_as_float(bits & (numbers == bf16 ? 0xffff0000u : ~0x1fffu));  // or what tf32 holds
+}
+inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Numbers numbers) {
   const int lane = current->number & 31, g = lane / 4, t = lane % 4;
   Fragments& warp = fragments[current->number >> 5];
   std::memcpy(warp.a[lane], a, sizeof(a));
@@ -271,10 +314,26 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], b
     const int column = 2 * t + e % 2;
     for (int k = 0; k < 8; ++k) {
       const uint32_t x = warp.a[4 * g + k % 4][e / 2 + k / 4 * 2], y = warp.b[4 * column + k % 4][k / 4];
-      if (pairs) d[e] += __uint_as_float(x << 16) * __uint_as_float(y << 16);
-      const uint32_t kept = pairs ? 0xffff0000u : ~0x1fffu;  // tf32 ignores what it has no room for
-      d[e] += __uint_as_float(x & kept) * __uint_as_float(y & kept);
+      if (numbers != tf32) d[e] += low(x, numbers) * low(y, numbers);
+      d[e] += high(x, numbers) * high(y, numbers);
     }
+  }
+  leave(AT_WARP_BARRIER);
+}
+
+// ldmatrix of four 8 x 8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix
+// l / 8, and gets two neighbours of each.
+inline const void* addresses[MOST_THREADS / 32][32];
+inline void ldmatrix(uint32_t (&to)[4], const void* row, bool turned) {
+  const int lane = current->number & 31, g = lane / 4, t = lane % 4;
+  auto& warp = addresses[current->number >> 5];
+  warp[lane] = row;
+  leave(AT_WARP_BARRIER);
+  for (int i = 0; i < 4; ++i) {
+    auto at = [&](int r, int c) {
+      return (uint32_t) static_cast<const uint16_t*>(warp[8 * i + r])[c];
+    };
+    to[i] = turned ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
   }
   leave(AT_WARP_BARRIER);
 }
@@ -291,6 +350,10 @@ inline void __syncwarp(unsigned = ~0u) { emulation::leave(emulation::AT_WARP_BAR
 inline void __trap() {
   emulation::trapped = true;
   emulation::leave(emulation::DONE);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return emulation::shuffle(value, from);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {

@@ -1,4 +1,4 @@
-// Numbers brought to shared memory while other work goes on.
+// Numbers brought to shared memory while other work goes on, and operands of mma from there.
 #pragma once
 #include "common.cuh"
 
@@ -12,21 +12,97 @@ __device__ __forceinline__ uint32_t shared_address(const void* place) {
 // Four bytes, on their way until arrived() says that they are there.
 __device__ __forceinline__ void copy4(void* to, const void* from) {
 #ifdef COMERA_EMULATION
-  std::memcpy(to, from, 4);
+  emulation::copy(to, from, 4, true);
 #else
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 #endif
 }
+// 16 bytes likewise; zeros where there is nothing to read.
+__device__ __forceinline__ void copy16(void* to, const void* from, bool there) {
+#ifdef COMERA_EMULATION
+  emulation::copy(to, from, 16, there);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(there ? 16 : 0) : "memory");
+#endif
+}
 // Ends a group of copies.
 __device__ __forceinline__ void commit() {
-#ifndef COMERA_EMULATION
+#ifdef COMERA_EMULATION
+  emulation::commit();
+#else
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // Waits until all groups but the newest N are there; other threads' copies after a barrier, too.
 template <int N>
 __device__ __forceinline__ void arrived() {
-#ifndef COMERA_EMULATION
+#ifdef COMERA_EMULATION
+  emulation::wait(N);
+#else
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
+
+// Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(uint32_t (&to)[4], const void* row) {
+#ifdef COMERA_EMULATION
+  emulation::ldmatrix(to, row, false);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+#endif
+}
+__device__ __forceinline__ void ldmatrix_turned(uint32_t (&to)[4], const void* row) {
+#ifdef COMERA_EMULATION
+  emulation::ldmatrix(to, row, true);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+#endif
+}
+
+// Operands of mma.m16n8k16 from tiles in shared memory whose rows lie `apart`. That is an odd number
+// of 16 bytes, so that the eight rows an ldmatrix reads lie in different banks.
+// a: rows m..m+15, columns k..k+15 of a tile that holds rows.
+template <typename T>
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const T* tile, int apart, int m, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix(a, tile + (m + lane % 16) * apart + k + lane / 16 * 8);
+}
+// a: the same of a tile that holds columns, that is [k][m].
+template <typename T>
+__device__ __forceinline__ void load_a_turned(uint32_t (&a)[4], const T* tile, int apart, int m, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_turned(a, tile + (k + lane % 8 + lane / 16 * 8) * apart + m + lane / 8 % 2 * 8);
+}
+// b: numbers k..k+15 of columns n..n+15, two mma's worth: b[0], b[1] of the first eight columns. From
+// a tile [k][n] ...
+template <typename T>
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], const T* tile, int apart, int k, int n) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_turned(b, tile + (k + lane % 16) * apart + n + lane / 16 * 8);
+}
+// ... or from a tile [n][k].
+template <typename T>
+__device__ __forceinline__ void load_b_turned(uint32_t (&b)[4], const T* tile, int apart, int k, int n) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix(b, tile + (n + lane % 8 + lane / 16 * 8) * apart + k + lane / 8 % 2 * 8);
+}
+// sum0 and sum1 += a . both columns of b.
+template <typename T>
+__device__ __forceinline__ void mma2(float (&sum0)[4], float (&sum1)[4], const uint32_t (&a)[4],
+                                     const uint32_t (&b)[4]) {
+  const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+  mma<T>(sum0, a, b0);
+  mma<T>(sum1, a, b1);
+}
+
+// Two numbers in one word, the first one low.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  return narrow<T>(first).bits | (uint32_t)narrow<T>(second).bits << 16;
+}
+struct alignas(16) Sixteen {
+  uint32_t x[4];
+};

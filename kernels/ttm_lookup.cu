@@ -244,9 +244,10 @@ constexpr int CHUNK = 16;  // sorted entries of a block
 // One block for each chunk of sorted entries. Gradients of equal rows are summed before they meet a
 // factor; the gradient of a slice of the right factor is summed in shared memory for as long as entries
 // stay in it. What a block has is added to what others have, in no fixed order: in float64, for a
-// frequent row has thousands of blocks.
+// frequent row has thousands of blocks. The keys are sorted, `at` says where they were, and `order`
+// which entries had them there.
 template <typename T>
-__device__ void back_rows(const Table& table, const int64_t* keys, const int64_t* order,
+__device__ void back_rows(const Table& table, const int64_t* keys, const int64_t* at, const int64_t* order,
                           const int64_t* offsets, const T* weights, const T* grad, const T* left,
                           const T* right, double* left_grad, double* right_grad, double* hot_grad,
                           int entries, int bags) {
@@ -264,7 +265,7 @@ __device__ void back_rows(const Table& table, const int64_t* keys, const int64_t
   const int begin = blockIdx.x * CHUNK;
   const int end = begin + CHUNK < entries ? begin + CHUNK : entries;
   for (int e = thread; e < end - begin; e += threads) {
-    const int entry = (int)order[begin + e];
+    const int entry = (int)order[at[begin + e]];
     bag[e] = bag_of(offsets, bags, entry);
     weight_of[e] = weights ? wide(weights[entry]) : 1.f;
   }
@@ -401,18 +402,18 @@ ttm_back_weights_bf16(ARGUMENTS(Table) table, const int64_t* indices, const int6
   back_weights(table, indices, offsets, grad, left, right, hot, weight_grads, bags);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-ttm_back_rows_f32(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* order,
+ttm_back_rows_f32(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* at, const int64_t* order,
                   const int64_t* offsets, const float* weights, const float* grad,
                   const float* left, const float* right, double* left_grad, double* right_grad,
                   double* hot_grad, int entries, int bags) {
-  back_rows(table, keys, order, offsets, weights, grad, left, right, left_grad, right_grad,
+  back_rows(table, keys, at, order, offsets, weights, grad, left, right, left_grad, right_grad,
             hot_grad, entries, bags);
 }
 extern "C" __global__ void __launch_bounds__(128, 4)
-ttm_back_rows_bf16(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* order,
+ttm_back_rows_bf16(ARGUMENTS(Table) table, const int64_t* keys, const int64_t* at, const int64_t* order,
                    const int64_t* offsets, const bf16* weights, const bf16* grad, const bf16* left,
                    const bf16* right, double* left_grad, double* right_grad, double* hot_grad,
                    int entries, int bags) {
-  back_rows(table, keys, order, offsets, weights, grad, left, right, left_grad, right_grad,
+  back_rows(table, keys, at, order, offsets, weights, grad, left, right, left_grad, right_grad,
             hot_grad, entries, bags);
 }

@@ -9,6 +9,7 @@ import comera
 from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.lookup import lookup as lookup_op
+from comera.ops.way_order import preferring
 from tests.kernels.numbers import assert_near, distance
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -335,3 +336,21 @@ def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, p
     table = Table("odd", "hot", True, entries=entries, seed=1)
     off = [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
     assert max(off) > 8e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward", ["kernel", "torch"])
+@pytest.mark.parametrize("forward", ["kernel", "torch"])
+@pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
+def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, dtype, emulated):
+    """As times may order them: a step may go forward with static shapes and back without."""
+    table = Table("the paper's, fewer rows", "cold", bags, bags, dtype)
+    for param in table.params:
+        param.requires_grad_()
+    others = table.hot, table.basis, table.weights, table.offsets
+    rest = table.rows, table.width, False
+    with preferring("lookup", forward):
+        out, *_ = lookup_op(table.indices, table.left, table.right, *others, *rest)
+    with preferring("lookup", backward):
+        grads = torch.autograd.grad(out, table.params, table.grad)
+    assert_near([out, *grads], table.want(), dtype, factor=2)

@@ -94,7 +94,7 @@ EXPECTED = {
     "ttm_lookup": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
     "ttm_lookup_backward": (
         "by slots", "by slots", "by slots", "by slots", K, K, "by slots",
-        "sort what a kernel has read, then by slots", "by slots", K,
+        "sort what a kernel may have read, then by slots", "by slots", K,
     ),
     "rows_of_a_table": ("lookup", "every row for itself", *("lookup",) * 8),
     "factor_of_a_table": (READ, WHOLE, READ, WHOLE, *(WHOLE,) * 6),

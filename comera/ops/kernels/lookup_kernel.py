@@ -119,6 +119,7 @@ def weight_grads(
 def row_grads(
     grad_BD: Tensor,
     keys_N: Tensor,
+    order_N: Tensor,
     left_VPR: Tensor,
     right_WRQ: Tensor,
     hot_HD: Tensor | None,
@@ -126,19 +127,19 @@ def row_grads(
     offsets_B: Tensor | None,
     num_embeddings: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return gradients of left factor, right factor and hot rows, from keys in any order.
+    """Return gradients of left factor, right factor and hot rows, from keys and their entries.
 
     In float64, in which they were summed, and parts of one tensor.
     """
     bags, width = grad_BD.shape
     entries = keys_N.shape[0] if bags else 0
     table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width)
-    keys_N, order_N = keys_N.sort()
+    keys_N, at_N = keys_N.sort()
     grads = _zeros_like(left_VPR, right_WRQ, hot_HD)
     launch(
         LOOKUP, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
-        keys_N, order_N, offsets_B, _dense(weights_N), grad_BD, left_VPR, right_WRQ, *grads,
+        keys_N, at_N, order_N, offsets_B, _dense(weights_N), grad_BD, left_VPR, right_WRQ, *grads,
         entries, bags,
     )  # fmt: skip
     return grads

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import Case, Times, Ways
+from comera.ops.kernels import warp_lookup_kernel
 from comera.ops.kernels.lookup_kernel import (
     read,
     refuses,
@@ -72,8 +73,8 @@ def lookup(
         checked: Whether the indices have been looked at, and need not be once more.
 
     Returns:
-        ``(B, D)``; and for the backward pass the sorted keys and their order, ``(N,)`` each. Where
-        a kernel reads the rows they are not sorted yet.
+        ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)`` each.
+        They are sorted where torch has read the rows, and not yet where a kernel has.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU).
@@ -89,6 +90,35 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024), factors, None, None, 32_000, 64
 
 
+def _warps_refuse(
+    indices_N: Tensor,
+    factors: TableFactors,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> str | None:
+    left_VPR, right_WRQ, *hot = factors
+    others = *hot, weights_N, offsets_B
+    return warp_lookup_kernel.refuses(left_VPR, right_WRQ, embedding_dim, *others)
+
+
+def sizes_depend_on_values(
+    indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *rest: Any
+) -> str | None:
+    """Say why no kernel reads rows and sums gradients, whose sizes are known before; or None.
+
+    Args:
+        indices_N: Rows to read.
+        factors: What they are read from.
+        weights_N: Weight of every entry in its bag.
+        rest: Offsets of the bags, rows and width of the table.
+    """
+    if _warps_refuse(indices_N, factors, weights_N, *rest) is None:
+        return None
+    return refuses_backward(*factors, weights_N)
+
+
 def _kernel_refuses(indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *_: Any
                     ) -> str | None:  # fmt: skip
     return refuses(*factors, weights_N)
@@ -100,6 +130,21 @@ def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case:
 
 
 LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, _case))
+
+
+@LOOKUP.way("kernel, a warp a row", _warps_refuse, timed_as="kernel")
+def _by_warps(
+    indices_N: Tensor,
+    factors: TableFactors,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return warp_lookup_kernel.read(
+        indices_N.long().contiguous(), factors.left_VPR, factors.right_WRQ, num_embeddings,
+        embedding_dim,
+    )  # fmt: skip
 
 
 @LOOKUP.way("kernel", _kernel_refuses, kernel="ttm_lookup")
@@ -192,6 +237,25 @@ def _back_case(factors: TableFactors, weights_N: Tensor | None, given: _Given) -
 LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward, Times(TIMED_TOGETHER, _back_case))
 
 
+def _warps_refuse_back(
+    factors: TableFactors, weights_N: Tensor | None, given: _Given
+) -> str | None:
+    width = given.grad_BD.shape[1]
+    return _warps_refuse(
+        given.indices_N, factors, weights_N, given.offsets_B, given.num_embeddings, width
+    )
+
+
+@LOOKUP_BACKWARD.way("kernel, a warp a row", _warps_refuse_back, timed_as="kernel")
+def _back_by_warps(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
+    left_VPR, right_WRQ, *_ = factors
+    grad_BD = given.grad_BD.to(left_VPR.dtype)
+    indices_N = given.indices_N.long().contiguous()
+    left, right = warp_lookup_kernel.row_grads(grad_BD, indices_N, left_VPR, right_WRQ)
+    nothing = [empty_like(None, grad_BD) for _ in range(3)]
+    return lying_as(left_VPR, left), lying_as(right_WRQ, right), *nothing  # type: ignore[return-value]
+
+
 def _back_refuses(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
     return refuses_backward(*factors, weights_N)
 
@@ -203,8 +267,9 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
     grad_BD = given.grad_BD.to(left_VPR.dtype).contiguous()
     hot_HD, dense_WRQ = factors.dense_hot(), right_WRQ.contiguous()
     left, right, hot = row_grads(
-        grad_BD, given.keys_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B, num_embeddings
-    )
+        grad_BD, given.keys_N, given.order_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B,
+        num_embeddings,
+    )  # fmt: skip
     hot = None if hot is None else hot.to(grad_BD.dtype)
     basis: Tensor | None = None
     if hot is not None and hot_HK is not None and basis_KD is not None:
@@ -223,14 +288,14 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
 
 
 def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
-    """Refuse where torch has read the rows: its keys are sorted already."""
+    """Refuse where no kernel can have read the rows: torch's keys are sorted already."""
     return refuses(*factors, weights_N)
 
 
-@LOOKUP_BACKWARD.way("sort what a kernel has read, then by slots", _after_torch)
+@LOOKUP_BACKWARD.way("sort what a kernel may have read, then by slots", _after_torch)
 def _back_sorted(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
-    keys_N, order_N = given.keys_N.sort(stable=True)
-    given = given._replace(keys_N=keys_N, order_N=order_N)
+    keys_N, at_N = given.keys_N.sort(stable=True)  # torch has sorted them, if it has read the rows
+    given = given._replace(keys_N=keys_N, order_N=given.order_N.index_select(0, at_N))
     return _back_by_slots(factors, weights_N, given)
 
 

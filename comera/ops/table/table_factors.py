@@ -24,6 +24,7 @@ from comera.ops.cores import (
 )
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import CONTRACT, contract_groups, layout_of
+from comera.ops.kernels.warp_lookup_kernel import takes
 from comera.ops.operator import operator
 
 Table = tuple[Sequence[Tensor], Sequence[Tensor], float]
@@ -80,18 +81,19 @@ def _not_together(chains: Sequence[Chains], tables: Sequence[Table]) -> str | No
 
 @_TABLES.way("all at once, as layers", _not_together, kernel="contract_cores")
 def _together(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
+    by_warps = takes(chains[0].cores[0].dtype)  # 16 bytes at a time, whose bond is innermost
     factors = contract_groups(
         [core for chain in chains for core in chain.cores],
         [gate for chain in chains for gate in chain.gates],
         [],
-        [n for c in chains for n in layout_of(c.cores, c.gates, [], 1, c.split, padded=False)],
+        [n for c in chains for n in layout_of(c.cores, c.gates, [], 1, c.split, padded=by_warps)],
         [chain.threshold for chain in chains],
     )
     found = []
     for (cores, _, _), left_1IR, right_1RO in zip(tables, factors[::2], factors[1::2], strict=True):
         split = len(cores) // 2
         left, right = _left_apart(left_1IR[0], cores[:split]), right_1RO[0]
-        found.append((left, _right_apart(right, cores[split:], turned=False)))
+        found.append((left, _right_apart(right, cores[split:], turned=by_warps)))
     return found
 
 

@@ -19,7 +19,7 @@ from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Times, Ways, is_eager
 from comera.ops.table.distinct_rows import TableFactors, every_row
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, TIMED_TOGETHER, lookup
+from comera.ops.table.lookup import LOOKUP, TIMED_TOGETHER, lookup, sizes_depend_on_values
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.table_factors import contract_table
 
@@ -139,16 +139,14 @@ _ROWS = Ways(
 )
 
 
-def _sizes_depend_on_values(
-    indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *_: Any
-) -> str | None:
-    """Refuse distinct rows where shapes are static; with kernels no size depends on the rows."""
+def _refuses_distinct_rows(indices_N: Tensor, factors: TableFactors, *rest: Any) -> str | None:
+    """Refuse them where shapes are static; with kernels no size depends on the rows."""
     if not shapes_are_static(indices_N):
         return None
-    return LOOKUP_BACKWARD.refusal(factors, weights_N)
+    return sizes_depend_on_values(indices_N, factors, *rest[:-1])
 
 
-@_ROWS.way("lookup", _sizes_depend_on_values, kernel="ttm_lookup")
+@_ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
 def _looked_up(indices_N: Tensor, factors: TableFactors, *rest: Any) -> Tensor:
     return lookup(indices_N, *factors, *rest)[0]
 
