@@ -29,23 +29,15 @@ format: $(VENV)/installed-dev
 
 # On a machine with a GPU, in an environment that has the package and pytest:
 #     make gpu GPU_PYTHON=python3
-# What was found there, all tests that need the GPU, memory errors and races of the kernels, then
-# operators beside their floors and steps of the paper's encoders, eager and as CUDA graphs. All of
-# it is in runs/gpu-DATE.txt, the operators also in tables of their own.
+# In ten minutes: what is there, the fastest way of each operator, operators beside their floors,
+# training steps, layers, tables, memory and runs beside dense ones, all tests that need the GPU,
+# memory errors and races of the kernels. One page, runs/gpu-DATE.md, and the same as JSON. A part
+# that fails or takes too long is named there, and the others go on.
 GPU_PYTHON ?= $(BIN)/python
-GPU_RUN := runs/gpu-$(shell date -u +%Y-%m-%d-%H%M)
-COMERA := $(GPU_PYTHON) -m comera
+GPU_SECONDS ?= 600
 
 gpu:
-	mkdir -p runs
-	{ $(COMERA) doctor && \
-	$(GPU_PYTHON) -m pytest -q -p no:benchmark -m gpu && \
-	make --no-print-directory sanitize && \
-	$(COMERA) bench kernels --device cuda --markdown $(GPU_RUN)-float32.md && \
-	$(COMERA) bench kernels --device cuda --dtype bfloat16 --markdown $(GPU_RUN)-bfloat16.md && \
-	$(COMERA) bench step --device cuda --batch 32 64 128 && \
-	$(COMERA) bench memory --device cuda --batch 1 32; } \
-	> $(GPU_RUN).txt 2>&1; status=$$?; cat $(GPU_RUN).txt; exit $$status
+	$(GPU_PYTHON) -m comera.bench.card --seconds $(GPU_SECONDS)
 
 # Tests of the operators under compute-sanitizer, which looks at the kernels of the one under test:
 # races in cuDNN are not ours, nor is how cuda-bindings asks the driver for what it may not have.
@@ -59,7 +51,7 @@ sanitize:
 	echo "memcheck and racecheck are skipped: compute-sanitizer, part of the CUDA toolkit, is not" \
 	"installed"; \
 	exit 0; fi; \
-	for tool in memcheck racecheck; do for part in $(SANITIZED); do \
+	worst=0; for tool in memcheck racecheck; do for part in $(SANITIZED); do \
 	kernels=$${part%%:*}; \
 	echo "$$tool of the kernels $${kernels}_*:"; \
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout $(SANITIZER_SECONDS) $(SANITIZER) --tool $$tool \
@@ -69,8 +61,8 @@ sanitize:
 	status=$$?; \
 	if [ $$status = 124 ]; then \
 	echo "$$tool of $${kernels}_* did not end within $(SANITIZER_SECONDS) seconds"; fi; \
-	if [ $$status != 0 ]; then exit $$status; fi; \
-	done; done
+	if [ $$status != 0 ]; then worst=$$status; fi; \
+	done; done; exit $$worst
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -110,10 +110,13 @@ def train_step(
     ranks: TwoStage | None = None,
     compile: bool = False,
     graph: bool | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> TrainStep:
     """Return a training step with fused AdamW."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
-    return TrainStep(model, loss_fn, optimizer, ranks, compile=compile, graph=graph)
+    return TrainStep(
+        model, loss_fn, optimizer, ranks, compile=compile, graph=graph, precision=precision
+    )
 
 
 def learned_ranks(model: nn.Module, early: bool = True) -> TwoStage:

@@ -24,13 +24,25 @@ from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.nn.grouped import GroupedMerge
 from comera.nn.linear import TTLinear
+from comera.ops.attention import attend
 from comera.ops.context import machine_of, static_shapes
 from comera.ops.cores import contract_chain
+from comera.ops.factors import Factors
+from comera.ops.linear.feed_forward import factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.table.lookup import lookup
 from comera.ops.table.table_factors import contract_table
+from comera.planning.machine import Machine
 
-OPERATORS = ("contract", "lookup", "linear")
+OPERATORS = ("contract", "lookup", "linear", "feed_forward", "attend")
+
+GROUPS = {
+    "contract": "contract_cores",
+    "lookup": "lookup",
+    "feed_forward": "feed_forward",
+    "attend": "attend",
+}
+"""Groups of ways, as ``comera.ops.dispatch`` has them, by operator; linear layers have one way."""
 
 _OURS, _PLAIN = "comera", "plain torch"
 _TABLE_MODES = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
@@ -105,17 +117,12 @@ def kernels(
         dtype: Dtype of everything.
         markdown: A file for the table, dated.
     """
-    torch.manual_seed(0)
-    cases = {
-        "contract": lambda: _contractions(session.device, dtype, widths, rank, layers),
-        "lookup": lambda: _lookups(session.device, dtype, indices, table, rank),
-        "linear": lambda: _linears(session.device, dtype, tokens, widths, rank),
-    }
     rows = []
     with static_shapes():  # as in a captured step
-        for name in operators:
-            for case in cases[name]():
-                rows.append(_measure(session, case, dtype))
+        for case in cases(
+            session.device, operators, tokens, indices, widths, rank, layers, table, dtype
+        ):
+            rows.append(_measure(session, case, dtype))
     shown = Table(caption="floor: each number read and written once, or the arithmetic")
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="right" if number else "left")
@@ -125,6 +132,36 @@ def kernels(
     if markdown is not None:
         _write(session, rows, dtype, markdown)
     return rows
+
+
+def cases(
+    device: torch.device,
+    operators: Sequence[str],
+    tokens: Sequence[int],
+    indices: Sequence[int],
+    widths: Sequence[tuple[int, int]],
+    rank: int,
+    layers: int,
+    table: tuple[int, int],
+    dtype: torch.dtype,
+) -> Iterator[Case]:
+    """Make the cases of :func:`kernels`, one after the other."""
+    torch.manual_seed(0)
+    made = {
+        "contract": lambda: _contractions(device, dtype, widths, rank, layers),
+        "lookup": lambda: _lookups(device, dtype, indices, table, rank),
+        "linear": lambda: _linears(device, dtype, tokens, widths, rank),
+        "feed_forward": lambda: _feed_forwards(device, dtype, tokens, widths, rank),
+        "attend": lambda: _attentions(device, dtype, tokens, rank),
+    }
+    for name in operators:
+        yield from made[name]()
+
+
+def floor_of(case: Case, machine: Machine, dtype: torch.dtype) -> float:
+    """Return the least seconds a case can take: moving its numbers, or its arithmetic."""
+    arithmetic = case.flops / machine.rate(str(dtype).removeprefix("torch."))
+    return max(case.nbytes / machine.bandwidth, arithmetic)
 
 
 def _measure(session: Session, case: Case, dtype: torch.dtype) -> Row:
@@ -139,9 +176,7 @@ def _measure(session: Session, case: Case, dtype: torch.dtype) -> Row:
     for name in runs:
         each = [seconds / case.copies for seconds in timings.seconds[name]]
         timings = timings.with_seconds(name, each)
-    machine = machine_of(session.device)
-    arithmetic = case.flops / machine.rate(str(dtype).removeprefix("torch."))
-    floor = max(case.nbytes / machine.bandwidth, arithmetic)
+    floor = floor_of(case, machine_of(session.device), dtype)
     row = Row(case.title, timings.median(_OURS), timings.median(_PLAIN), floor)
     session.results.append({"title": case.title, **timings.as_dict(), "floor": floor})
     return row
@@ -313,3 +348,81 @@ def _linears(
                 f"linear {I} -> {O}, rank {rank}, {count:,} tokens", (ours, plain), inputs, copies,
                 (nbytes, nbytes + backward), (flops, 3 * flops),
             )  # fmt: skip
+
+
+def _feed_forwards(
+    device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
+    widths: Sequence[tuple[int, int]], rank: int,
+) -> Iterator[Case]:  # fmt: skip
+    """Make cases beside four linear layers of torch's and its GELU, which keep all they make."""
+    width, hidden = max(widths, key=lambda pair: pair[1])
+    pair = []
+    for wide, high in ((width, hidden), (hidden, width)):
+        layer = TTLinear(wide, high, rank=rank, device=device, dtype=dtype)
+        with torch.no_grad():
+            left, right, has_bias = layer.factors()
+        left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
+        pair.append(Factors(left, right, has_bias))
+    weights = [factor for factors in pair for factor in factors[:2]]
+    for count in tokens:
+        nbytes = 2 * count * width * dtype.itemsize
+        copies = copies_of(device, nbytes)
+        xs = [torch.randn(count, width).to(device, dtype).requires_grad_() for _ in range(copies)]
+
+        def ours(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            return [factorized_feed_forward(xs[k], pair[0], pair[1], "gelu")]
+
+        def plain(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            (left1, right1, _), (left2, right2, _) = pair
+            hidden = F.gelu(F.linear(F.linear(xs[k], left1.T), right1.T, right1[-1]))
+            return [F.linear(F.linear(hidden, left2.T), right2.T, right2[-1])]
+
+        def inputs(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            return [xs[k], *weights]
+
+        flops = 4 * count * weights[0].shape[1] * (width + hidden)
+        yield from _both_ways(
+            f"feed-forward {width} -> {hidden} -> {width}, rank {rank}, {count:,} tokens",
+            (ours, plain), inputs, copies, (nbytes, 2.5 * nbytes), (flops, 3 * flops),
+        )  # fmt: skip
+
+
+_HEADS, _POSITIONS = 12, 128
+
+
+def _attentions(
+    device: torch.device, dtype: torch.dtype, tokens: Sequence[int], rank: int
+) -> Iterator[Case]:
+    """Make cases of 12 heads that share keys of the width of a rank, beside keys that are copied.
+
+    Shape suffixes: B = batch, H = heads, M = positions, R = rank.
+    """
+    rank = -(-rank // 8) * 8
+    for count in tokens:
+        batch, positions = max(1, count // _POSITIONS), min(count, _POSITIONS)
+        nbytes = 2 * (_HEADS + 1) * batch * positions * rank * dtype.itemsize
+        copies = copies_of(device, nbytes)
+
+        def drawn(heads: int, batch: int = batch, positions: int = positions) -> Tensor:
+            x_BHMR = torch.randn(batch, heads, positions, rank).to(device, dtype)
+            return x_BHMR.requires_grad_()
+
+        trios = [[drawn(_HEADS), drawn(1), drawn(1)] for _ in range(copies)]
+
+        def ours(k: int, trios: list[list[Tensor]] = trios) -> list[Tensor]:
+            q, key, value = trios[k]
+            return [attend(q, key, value, None, rank**-0.5, 0.0)]
+
+        def plain(k: int, trios: list[list[Tensor]] = trios) -> list[Tensor]:
+            q, key, value = trios[k]
+            key, value = (x.repeat(1, _HEADS, 1, 1) for x in (key, value))
+            return [F.scaled_dot_product_attention(q, key, value, scale=rank**-0.5)]
+
+        def inputs(k: int, trios: list[list[Tensor]] = trios) -> list[Tensor]:
+            return trios[k]
+
+        flops = 4 * batch * _HEADS * positions**2 * rank
+        yield from _both_ways(
+            f"attend with {_HEADS} heads on shared keys of {rank}, {batch} x {positions}",
+            (ours, plain), inputs, copies, (nbytes, 3 * nbytes), (flops, 3.5 * flops),
+        )  # fmt: skip

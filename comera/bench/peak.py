@@ -21,6 +21,7 @@ from comera.bench.linear_speed import count
 from comera.bench.table_speed import RowByRow, draw
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
+from comera.train.capture import WARM_UP
 
 Kind = Literal["dense", "plain", "comera"]
 
@@ -59,6 +60,7 @@ class Job:
         threads: Threads that torch uses.
         keep: Whether freed memory is kept in the process.
         batch: Sequences; of ``encoders``.
+        captured: Whether the step of ``encoders`` becomes a CUDA graph.
         encoders: The model; one of the three that follow is given.
         layer: The layer.
         table: The table.
@@ -69,6 +71,7 @@ class Job:
     threads: int
     keep: bool
     batch: int = 0
+    captured: bool = False
     encoders: Encoders | None = None
     layer: LayerShape | None = None
     table: TableShape | None = None
@@ -89,7 +92,7 @@ class Job:
 
 
 def peak(job: Job) -> dict[str, int]:
-    """Return bytes at the peak above the base, and the parameters."""
+    """Return bytes at the peak above the base, on a GPU those reserved, and the parameters."""
     torch.set_num_threads(job.threads)
     if job.keep:
         reuse_freed_memory()
@@ -100,7 +103,10 @@ def peak(job: Job) -> dict[str, int]:
         parameters = _train_table(job, device)
     else:
         parameters = _train_layer(job, device) if job.layer else _train_model(job, device)
-    return {"peak": read(), "parameters": parameters}
+    found = {"peak": read(), "parameters": parameters}
+    if device.type == "cuda":
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+    return found
 
 
 def resident_peak() -> Callable[[], int]:
@@ -141,8 +147,9 @@ def _train_tiny(device: torch.device) -> None:
 def _train_model(job: Job, device: torch.device) -> int:
     assert job.encoders is not None
     model = job.encoders.model("comera" if job.kind == "comera" else "dense", device)
-    step = train_step(model, learned_ranks(model) if job.kind == "comera" else None)
-    for _ in range(_STEPS):
+    ranks = learned_ranks(model) if job.kind == "comera" else None
+    step = train_step(model, ranks, graph=None if job.captured else False)
+    for _ in range(WARM_UP + _STEPS if job.captured else _STEPS):
         step(job.encoders.batch(job.batch, device))
     return count(model)
 

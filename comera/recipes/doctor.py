@@ -189,3 +189,7 @@ def _made(file: str) -> list[str]:
         return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())
     except (KernelError, RuntimeError):
         return []
+
+
+if __name__ == "__main__":  # without the packages of the command line
+    examine(Console())

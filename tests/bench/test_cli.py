@@ -376,6 +376,8 @@ def test_kernels_stand_beside_plain_torch_and_their_floors(tmp_path, capsys):
         "look up 50 rows of 60 x 16, rank 4",
         "linear 24 -> 36, rank 4, 9 tokens",
         "linear 40 -> 20, rank 4, 9 tokens",
+        "feed-forward 24 -> 36 -> 24, rank 4, 9 tokens",
+        "attend with 12 heads on shared keys of 8, 1 x 9",
     ]
     titles = [f"{title}, forward{also}" for title in titles for also in ("", " + backward")]
     measured = results(out)
