@@ -5,7 +5,6 @@ A model written with these functions runs with layers of any kind. Where they ar
 activation of a feed-forward part is never kept.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.dispatch import Case, Times, Ways, may_keep
-from comera.ops.factors import set_ones_
+from comera.ops.dispatch import Case, Times, Ways
+from comera.ops.factors import last_of_each
 from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
@@ -191,35 +190,6 @@ def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
     if not bias:
         return affine(x, left)
     return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))
-
-
-def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch, kept from call to call.
-
-    Args:
-        widths: Of the stretches.
-        like: A tensor of the dtype and device wanted.
-
-    Returns:
-        ``(sum of widths,)``, not to be written to: added to factors' products side by side it does
-        what :func:`~comera.ops.factors.set_ones_` does.
-    """
-    make = _kept_last_of_each if may_keep(like) else _last_of_each
-    return make(tuple(widths), like.dtype, like.device)
-
-
-def _last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    row = torch.zeros(sum(widths), dtype=dtype, device=device)
-    # All at once where that is possible: on a card each is a launch.
-    for part in [row.view(len(widths), -1)] if len(set(widths)) == 1 else row.split(widths):
-        set_ones_(part, True)
-    return row
-
-
-@functools.cache
-def _kept_last_of_each(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _last_of_each(widths, dtype, device)
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from comera.ops.context import autocast_together, machine_of, without_autocast
 from comera.ops.dispatch import Ways, on_cpu_alone, without_values
-from comera.ops.operator import operator
+from comera.ops.operator import is_concrete, operator
 from comera.planning.machine import ONEDNN_FROM, cpu_info
 
 _CPU = torch.device("cpu")
 _SMALL = "the product is small"
+TORCH = "torch's own is as fast here"
 
 
 def prefers_onednn() -> bool:
@@ -25,6 +26,11 @@ def prefers_onednn() -> bool:
         return False
     machine = machine_of(_CPU)
     return machine.prefers_onednn if machine.measured else _mkl_leaves_avx512_unused()
+
+
+# A graph is compiled for this machine, as it is then: the files about it are no part of it. This is
+# what torch.compiler.assume_constant_result does, without importing the compiler.
+prefers_onednn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -59,14 +65,26 @@ def _not_onednns(a: Tensor, b: Tensor) -> str | None:
     return on_cpu_alone(a)
 
 
+def is_torchs(a: Tensor, columns: int) -> bool:
+    """Say whether torch multiplies a matrix by one of so many columns, so that autograd knows it.
+
+    In a graph, where sizes may be unknown, it does so unless oneDNN might be faster.
+    """
+    if a.dtype != torch.float32 or on_cpu_alone(a) is not None:
+        return True
+    if is_concrete(a) and a.numel() * columns < ONEDNN_FROM:
+        return True
+    return not prefers_onednn()
+
+
 def _not_in_a_graph(a: Tensor, b: Tensor) -> str | None:
-    return without_values(a) or _not_onednns(a, b)
+    return without_values(a) or _not_onednns(a, b) or (None if prefers_onednn() else TORCH)
 
 
 def _not_onednns_here(a: Tensor, b: Tensor) -> str | None:
     if a.numel() * b.shape[-1] < ONEDNN_FROM:
         return _SMALL
-    return _not_onednns(a, b) or (None if prefers_onednn() else "torch's own is as fast here")
+    return _not_onednns(a, b) or (None if prefers_onednn() else TORCH)
 
 
 class _Torch:
@@ -153,7 +171,10 @@ def affine(x_BI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Ten
     x_BI, (weight_IO, *biases), _ = autocast_together(
         x_BI, [weight_IO] if bias_O is None else [weight_IO, bias_O]
     )
-    return _affine(x_BI, weight_IO, biases[0] if biases else None)
+    bias_O = biases[0] if biases else None
+    if is_torchs(x_BI, weight_IO.shape[1]):
+        return _Torch.affine(x_BI, weight_IO, bias_O)
+    return _affine(x_BI, weight_IO, bias_O)
 
 
 @operator("comera::affine")

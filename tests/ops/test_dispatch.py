@@ -103,7 +103,7 @@ EXPECTED = {
         "as a product of two matrices", T, T, T, T, T, T, T, "as a product of two matrices", T,
     ),
     "attend": ("in pieces", ONE, "in pieces", ONE, T, T, T, T, "in pieces", T),
-    "linears": ("in the batch's dtype",) * 10,
+    "linears": ("one operator", *("plain",) * 7, "one operator", "plain"),
     "linear": ("factorized",) * 10,
     "self_attention": ("in the space of ranks",) * 10,
     **{
@@ -154,7 +154,7 @@ def test_static_shapes_without_a_kernel_read_every_row_for_itself():
 def test_inside_the_context_bfloat16_is_multiplied_in_eight_bits():
     with fp8_products():
         assert TABLE["linears"].chosen(*sample("linears", CARD, torch.bfloat16)) == "fp8"
-        assert TABLE["linears"].chosen(*sample("linears", CARD)) == "in the batch's dtype"
+        assert TABLE["linears"].chosen(*sample("linears", CARD)) == "plain"
 
 
 def test_many_rows_take_the_dense_matrix_but_in_no_exported_graph(monkeypatch):
@@ -286,7 +286,10 @@ CHECKS = {  # validation, and what is remembered between two passes
         "models/transformer.py",
         "may_read_values",
     ): "and whether padding is where none was said to be",
-    ("nn/fused.py", "may_keep"): "a row of ones is kept from call to call",
+    ("ops/factors.py", "may_keep"): "a row of ones is kept from call to call",
+    ("ops/factors.py", "is_eager"): "but in no graph",
+    ("ops/factors.py", "is_concrete"): "nor without values",
+    ("ops/product.py", "is_concrete"): "sizes are known",
     ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
     ("ops/table/indices.py", "is_eager"): "what is not checked now is left to an operator",
     ("nn/table.py", "is_eager"): "indices have been checked",

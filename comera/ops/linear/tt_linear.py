@@ -15,9 +15,9 @@ from torch import Tensor
 from comera.ops.context import autocast_together, products_are_fp8, without_autocast
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import Ways
-from comera.ops.factors import Factors, contract_cores, set_ones_
+from comera.ops.factors import Factors, contract_cores, last_of_each, set_ones_
 from comera.ops.operator import operator
-from comera.ops.product import affine, product
+from comera.ops.product import affine, is_torchs, product
 
 
 def tt_linear_reference(
@@ -89,14 +89,14 @@ def factorized_linears(
     """
     check_width(x_BI, lefts[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
-    return _PRECISION(x_BI, lefts, rights, bias)
+    return _LINEARS(x_BI, lefts, rights, bias)
 
 
 def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 768), [new(768, 32)], [new(32, 768)], True
 
 
-_PRECISION = Ways("linears", _sample)
+_LINEARS = Ways("linears", _sample)
 
 
 def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
@@ -107,7 +107,7 @@ def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
     return None if x_BI.numel() else "the batch is empty"
 
 
-@_PRECISION.way("fp8", _not_fp8)
+@_LINEARS.way("fp8", _not_fp8)
 def _in_fp8(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
@@ -116,8 +116,28 @@ def _in_fp8(
     return fp8_linears(x_BI, lefts, rights, bias)
 
 
-@_PRECISION.way("in the batch's dtype")
-def _in_its_dtype(
+def _not_torchs(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> str | None:
+    widest = max(part.shape[1] for part in (*lefts, *rights))
+    return None if is_torchs(x_BI, widest) else "oneDNN multiplies faster"
+
+
+@_LINEARS.way("plain", _not_torchs)
+def _plainly(
+    x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
+) -> list[Tensor]:
+    """Multiply by operations that autograd knows: it calls them without a detour over Python."""
+    x = x_BI if x_BI.dim() == 2 else x_BI.reshape(-1, x_BI.shape[-1])
+    left, widths = _beside(lefts), [left.shape[1] for left in lefts]
+    t = torch.addmm(last_of_each(widths, x), x, left) if bias else torch.mm(x, left)
+    ts = [t] if len(lefts) == 1 else t.split(widths, 1)
+    ys = [torch.mm(each, right) for each, right in zip(ts, rights, strict=True)]
+    return ys if x_BI.dim() == 2 else [y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys]
+
+
+@_LINEARS.way("one operator")
+def _by_operator(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
     return _factorized_linears(x_BI, lefts, rights, bias)[:-1]
