@@ -36,7 +36,9 @@ ON_CPU = "the tensors are on a CPU"
 NO_CARD = "the tensors are not on a card"
 DIFFERENTIATED = "this backward pass is itself differentiated"
 REF = "COMERA_KERNELS=ref"
-_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF}
+BAGS = "there are hot rows or bags"
+WIDE = "the factors are not of 16 bits"
+_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE}
 """Refusals that are nothing to be warned of."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")

@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, kernel_refuses
+from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses
 from comera.ops.kernels.launch import launch
 
 _FILE = "ttm_warps"
@@ -45,9 +45,9 @@ def refuses(
         others: Hot rows, their basis, weights and offsets: with any of them other ways are taken.
     """
     if any(other is not None for other in others):
-        return "there are hot rows or bags"
+        return BAGS
     if not takes(left_VPR.dtype) or right_WRQ.dtype != left_VPR.dtype:
-        return "the factors are not of 16 bits"
+        return WIDE
     (V, _, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     if not 0 < R <= _MOST_RANK:
         return f"the bond between the factors is {R} wide, not 1 to {_MOST_RANK}"

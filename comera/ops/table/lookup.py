@@ -132,7 +132,7 @@ def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case:
 LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, _case))
 
 
-@LOOKUP.way("kernel, a warp a row", _warps_refuse, timed_as="kernel")
+@LOOKUP.way("kernel, a warp a row", _warps_refuse, kernel="ttm_warps")
 def _by_warps(
     indices_N: Tensor,
     factors: TableFactors,
@@ -246,7 +246,7 @@ def _warps_refuse_back(
     )
 
 
-@LOOKUP_BACKWARD.way("kernel, a warp a row", _warps_refuse_back, timed_as="kernel")
+@LOOKUP_BACKWARD.way("kernel, a warp a row", _warps_refuse_back, kernel="ttm_warps")
 def _back_by_warps(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
     left_VPR, right_WRQ, *_ = factors
     grad_BD = given.grad_BD.to(left_VPR.dtype)
