@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
 import torch
+from torch import nn
 
+from comera.bench.in_turn import in_turn
 from comera.bench.way_speed import check_choice, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
@@ -55,6 +57,7 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
         strided_bandwidth=_transpose_rate(device, say),
         cache_bandwidth=_copy_rate(device, _IN_CACHE[device], say, "copy within the cache"),
         call_overhead=_call_overhead(device, say),
+        eager_call=_eager_call(device, say),
         onednn=_onednn_gain(say) if device == "cpu" else 1.0,
         threads=torch.get_num_threads() if device == "cpu" else None,
         measured=True,
@@ -64,8 +67,7 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
         half_width=_half_size(profile, say, "width", (4096, 768, 2 * rough.tile)),
         half_depth=_half_size(profile, say, "depth", (1024, 2 * rough.tile, 768)),
     )
-    overhead = _operator_overhead(device, profile, say)
-    profile = dataclasses.replace(profile, operator_overhead=overhead)
+    profile = _with_layers(profile, say)
     say(f"saved as {save_machine(profile)}")
     try:
         measure_ways(torch.device(device), say)
@@ -118,16 +120,34 @@ def _transpose_rate(device: str, say: Say) -> float:
     return rate
 
 
+_CALLS = 1000
+
+
 def _call_overhead(device: str, say: Say) -> float:
-    a, calls = torch.ones(8, device=device), 1000
+    """Measure what starting a small kernel takes, on a GPU as a node of a graph."""
+    where = "a node of a graph" if device == "cuda" else "a call"
+    overhead = _seconds(in_turn([_calls(device)], torch.device(device)), device) / _CALLS
+    say(f"{where}: {1e6 * overhead:.3g} us")
+    return overhead
+
+
+def _eager_call(device: str, say: Say) -> float:
+    """Measure what the host takes to start a small kernel, where it runs ahead of the device."""
+    if device == "cpu":
+        return 0.0
+    overhead = _seconds(_calls(device), device) / _CALLS
+    say(f"a call in eager mode: {1e6 * overhead:.3g} us")
+    return overhead
+
+
+def _calls(device: str) -> Callable[[], None]:
+    a = torch.ones(8, device=device)
 
     def run() -> None:
-        for _ in range(calls):
+        for _ in range(_CALLS):
             torch.add(a, a, out=a)
 
-    overhead = _seconds(run, device) / calls
-    say(f"a call: {1e6 * overhead:.3g} us")
-    return overhead
+    return run
 
 
 def _onednn_gain(say: Say) -> float:
@@ -155,16 +175,42 @@ def _half_size(machine: Machine, say: Say, what: str, sizes: tuple[int, int, int
     return narrow / share - narrow
 
 
-def _operator_overhead(device: str, profile: Machine, say: Say) -> float:
-    """Measure what a layer with next to no arithmetic takes beyond its predicted calls."""
-    layer = TTLinear(64, 64, rank=2, device=device)
-    x = torch.ones(1, 64, device=device, requires_grad=True)
+_DEEP = 8
+"""Layers in a row: a pass through all of them begins and ends once."""
+
+
+def _with_layers(profile: Machine, say: Say) -> Machine:
+    """Add what layers with next to no arithmetic take beyond their predicted calls.
+
+    On a CPU that of tensor trains alone; on a GPU, in eager mode, that of torch's layers as well.
+    """
+    device = profile.kind
+    layers = [TTLinear(64, 64, rank=2, device=device) for _ in range(_DEEP)]
+
+    def with_overhead(overhead: float) -> Machine:
+        if profile.eager is None:
+            return dataclasses.replace(profile, operator_overhead=overhead)
+        return dataclasses.replace(profile, eager_operator=overhead)
 
     def predicted(overhead: float) -> float:
-        machine = dataclasses.replace(profile, operator_overhead=overhead)
-        return plan_linear(layer.at(1), machine=machine).candidate("factorized").seconds
+        machine = with_overhead(overhead)
+        plan = plan_linear(layers[0].at(1), machine=machine.eager or machine)
+        return plan.candidate("factorized").seconds
 
-    taken = _seconds(lambda: layer(x).sum().backward(), device)
+    taken = _seconds_a_layer(layers, device)
     overhead = max(0.0, (taken - predicted(0.0)) / (predicted(1.0) - predicted(0.0)))
     say(f"an operator: {1e6 * overhead:.3g} us")
-    return overhead
+    profile = with_overhead(overhead)
+    if profile.eager is None:
+        return profile
+    taken = _seconds_a_layer([nn.Linear(64, 64, device=device) for _ in range(_DEEP)], device)
+    plain = dataclasses.replace(profile.eager, module_overhead=0.0)
+    dense = plan_linear(layers[0].at(1), machine=plain).dense.seconds
+    say(f"a dense layer in eager mode: {1e6 * taken:.3g} us")
+    return dataclasses.replace(profile, eager_module=max(0.0, taken - dense))
+
+
+def _seconds_a_layer(layers: Sequence[nn.Module], device: str) -> float:
+    """Measure both passes of one of several layers in a row."""
+    x, model = torch.ones(1, 64, device=device, requires_grad=True), nn.Sequential(*layers)
+    return _seconds(lambda: model(x).sum().backward(), device) / len(layers)

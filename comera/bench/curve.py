@@ -1,5 +1,6 @@
 """Time layers over tokens, ranks and widths, and show where dense or tensor train wins."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
+from comera.bench.in_turn import in_turn
 from comera.bench.linear_speed import forward_backward, make_input, make_layers
 from comera.bench.numerics import compare_linear, compare_table
 from comera.bench.session import Session
@@ -16,9 +18,11 @@ from comera.bench.timing import Timings, milliseconds
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
+from comera.ops.context import static_shapes
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]
+Mode = Literal["eager", "captured"]
 
 DEFAULT_POINTS: dict[Axis, list[int]] = {
     "tokens": [1, 4, 16, 64, 256, 1024, 4096, 16384],
@@ -35,11 +39,13 @@ class Point:
         at: Number on the axis.
         timings: Timings of ``"dense"`` and ``"comera"``.
         predicted: Dense over comera as the planner has it.
+        mode: ``"eager"``, or ``"captured"`` in a CUDA graph.
     """
 
     at: int
     timings: Timings
     predicted: float
+    mode: Mode = "eager"
 
     @property
     def winner(self) -> str:
@@ -58,6 +64,7 @@ class Point:
         """Return everything, for a JSON file."""
         return {
             "at": self.at,
+            "mode": self.mode,
             **self.timings.as_dict(),
             "winner": self.winner,
             "predicted_ratio": self.predicted,
@@ -76,8 +83,10 @@ def curve(
 ) -> tuple[str, list[Point]]:
     """Measure every point; on Ctrl-C those that are there are shown before it goes on its way.
 
+    On a GPU each is measured as the host starts it and in a CUDA graph.
+
     Returns:
-        The curve in words, and its points.
+        The curve in words, and its points; on a GPU those in graphs.
     """
     title = _title(axis, shape, rank, tokens)
     done: list[Point] = []
@@ -86,11 +95,15 @@ def curve(
             shape = (at, at) if axis == "width" else shape
             rank = at if axis == "rank" else rank
             tokens = at if axis == "tokens" else tokens
-            done.append(_measure(session, axis, at, shape, rank, tokens, dtype))
+            done += _measure(session, axis, at, shape, rank, tokens, dtype)
     finally:
         if done:
             _show(session, title, axis, done)
-    return title, done
+    return title, [point for point in done if point.mode == _modes(session.device)[-1]]
+
+
+def _modes(device: torch.device) -> tuple[Mode, ...]:
+    return ("eager", "captured") if device.type == "cuda" else ("eager",)
 
 
 def _measure(
@@ -101,13 +114,21 @@ def _measure(
     rank: int | Sequence[int],
     tokens: int,
     dtype: torch.dtype,
-) -> Point:
+) -> list[Point]:
     layer, dense = make_layers(session, shape, rank, dtype)
     x = make_input(session, tokens, shape[0], dtype)
     compare_linear(layer, x).verdict()
     plan = plan_linear(layer.at(tokens), **layer.planner_setting())
-    runs = {"dense": forward_backward(dense, x), "comera": forward_backward(layer, x)}
-    return Point(at, session.time(f"{axis} {at}", runs, "dense"), 1 / plan.time_ratio)
+    points = []
+    for mode in _modes(session.device):
+        with static_shapes() if mode == "captured" else contextlib.nullcontext():
+            runs = {"dense": forward_backward(dense, x), "comera": forward_backward(layer, x)}
+            if mode == "captured":
+                runs = {name: in_turn([run], session.device) for name, run in runs.items()}
+            timings = session.time(f"{axis} {at}, {mode}", runs, "dense")
+        here = plan.eager if mode == "eager" and plan.eager is not None else plan
+        points.append(Point(at, timings, 1 / here.time_ratio, mode))
+    return points
 
 
 def hits(points: Sequence[Point]) -> str:
@@ -121,7 +142,7 @@ def hits(points: Sequence[Point]) -> str:
 
 def _show(session: Session, title: str, axis: Axis, points: Sequence[Point]) -> None:
     table = Table()
-    for heading in (axis, "dense ms", "comera ms", "dense / comera", "quartiles", "winner"):
+    for heading in (axis, "mode", "dense ms", "comera ms", "dense / comera", "quartiles", "winner"):
         table.add_column(heading, justify="right")
     table.add_column("predicted", justify="right")
     table.add_column("named it")
@@ -130,6 +151,7 @@ def _show(session: Session, title: str, axis: Axis, points: Sequence[Point]) -> 
         right = "–" if point.winner == "even" else "yes" if point.winner == point.named else "no"
         table.add_row(
             f"{point.at:,}",
+            point.mode,
             milliseconds(1e3 * point.timings.median("dense")),
             milliseconds(1e3 * point.timings.median("comera")),
             f"{point.timings.ratio('comera'):.2f}",
@@ -139,8 +161,11 @@ def _show(session: Session, title: str, axis: Axis, points: Sequence[Point]) -> 
             right,
         )
     session.show_table(title, table)
-    session.note(f"all {len(points)} layers agree with dense in output and gradients")
-    session.note(hits(points))
+    layers = len({point.at for point in points})
+    session.note(f"all {layers} layers agree with dense in output and gradients")
+    for mode in dict.fromkeys(point.mode for point in points):
+        where = f"{mode}: " if len(_modes(session.device)) > 1 else ""
+        session.note(where + hits([point for point in points if point.mode == mode]))
     session.results.append(
         {"title": title, "axis": axis, "points": [point.as_dict() for point in points]}
     )

@@ -149,7 +149,7 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
     for members in alike.values():
         layer = members[0][1]
         found = break_even(layer.at(tokens, together=len(members)), **layer.planner_setting())
-        if found.time_ratio > _WORTH_SAYING or found.memory_ratio > _WORTH_SAYING:
+        if found.worst > _WORTH_SAYING:
             names = listed([name for name, _ in members], most=2)
             log.warning("tensorize_: %s: %s", names, found)
 

@@ -39,16 +39,24 @@ class BreakEven:
         time_ratio: Predicted time in units of nn.Linear's; above 1 loses.
         memory_ratio: The same for the most memory held at once.
         suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
+        eager_ratio: ``time_ratio`` in eager mode on a GPU, where that is of a captured step; None
+            on a CPU, which has one mode.
     """
 
     tokens: int
     time_ratio: float
     memory_ratio: float
     suggestion: Suggestion | None
+    eager_ratio: float | None = None
 
     @property
     def loses_time(self) -> bool:
         return self.time_ratio > 1
+
+    @property
+    def worst(self) -> float:
+        """The largest of all ratios."""
+        return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
 
     @property
     def loses_memory(self) -> bool:
@@ -56,11 +64,16 @@ class BreakEven:
 
     def __str__(self) -> str:
         text = f"at {self.tokens} tokens this tensor train takes {self.time_ratio:.2g}x the time "
-        text += f"of nn.Linear and {self.memory_ratio:.2g}x its memory"
+        text += "of nn.Linear "
+        if self.eager_ratio is not None:
+            text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
+        text += f"and {self.memory_ratio:.2g}x its memory"
         if self.suggestion is not None:
             return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
         if self.loses_time:
             return f"{text}; no rank or order is faster than nn.Linear at this batch"
+        if self.eager_ratio is not None and self.eager_ratio > 1:
+            return f"{text}: run it in comera.TrainStep, which captures the step"
         return text
 
 
@@ -89,6 +102,7 @@ def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
         plan.time_ratio,
         plan.memory_ratio,
         _suggest(layer, dtype, machine) if loses else None,
+        None if plan.eager is None else plan.eager.time_ratio,
     )
 
 

@@ -94,10 +94,10 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
 def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     """Plan ``torch.nn.Linear`` of the same widths, for comparison."""
     _, y, gx, gw, _, _ = reconstructed_products(layer)
-    forward = [product("y", ("x", "weight"), "bi,oi->bo", (1, *y))]
+    forward = [replace(product("y", ("x", "weight"), "bi,oi->bo", (1, *y)), modules=0.5)]
     backward = [
         product("grad(x)", ("gy", "weight"), "bo,oi->bi", (1, *gx)),
-        product("grad(weight)", ("gy", "x"), "bo,bi->oi", (1, *gw)),
+        replace(product("grad(weight)", ("gy", "x"), "bo,bi->oi", (1, *gw)), modules=0.5),
         *_bias_gradient(layer),
     ]
     weight = {"weight": layer.in_features * layer.out_features}

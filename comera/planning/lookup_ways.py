@@ -7,7 +7,7 @@ gathers a slice of every core and multiplies those, row by row.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
 from comera.planning.contraction import Schedule, find_tree, schedule
@@ -126,8 +126,9 @@ def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:
     """Plan ``torch.nn.Embedding`` with a dense gradient, for comparison; no optimizer counted."""
     weight = lookup.num_embeddings * lookup.embedding_dim
     numbers = lookup.tokens * lookup.embedding_dim
-    forward = [_gather("y", "weight", numbers)]
-    backward = [_scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)]
+    forward = [replace(_gather("y", "weight", numbers), modules=0.5)]
+    scattered = _scatter("grad(weight)", OUTPUT_GRADIENT, numbers, weight)
+    backward = [replace(scattered, modules=0.5)]
     return _lookup("nn.Embedding", lookup, machine, dtype, forward, backward, {"weight": weight})
 
 

@@ -21,7 +21,10 @@ log = logging.getLogger("comera")
 ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""
 
-_MAY_BE_ZERO = ("cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth")
+_MAY_BE_ZERO = (
+    "cache_bytes", "call_overhead", "operator_overhead", "half_width", "half_depth", "eager_call",
+    "eager_operator", "eager_module", "module_overhead",
+)  # fmt: skip
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -50,9 +53,10 @@ class Machine:
         strided_bandwidth: The same where numbers are rearranged: permuted copies, gathers.
         cache_bandwidth: The same of a pass over a tensor that stays in the last cache.
         cache_bytes: How much does.
-        call_overhead: Seconds that starting one kernel costs, however small.
-        operator_overhead: Seconds that entering one Python operator costs on top; zero where the
-            step is captured in a CUDA graph.
+        call_overhead: Seconds that starting one kernel costs, however small; on a GPU as a node of
+            a CUDA graph.
+        operator_overhead: Seconds that entering one Python operator costs on top; zero on a GPU,
+            where a graph holds no Python.
         tile: Columns that the kernels of matrix products work on at once.
         whole_tiles: Whether a remainder costs one tile more, as on a GPU, or as many as it has
             powers of two (14 = 8 + 4 + 2: three), as in the kernels of CPU libraries.
@@ -63,6 +67,13 @@ class Machine:
             which is what ``flops`` tells.
         threads: Threads the numbers hold for; None on a GPU.
         measured: False for the rough defaults.
+        eager_call: Seconds that the host takes to start one kernel in eager mode; of this and the
+            next two only a GPU has any.
+        eager_operator: Seconds that the host takes to enter one Python operator there, on top.
+        eager_module: Seconds that the host takes for a layer of torch's there, beyond its calls.
+        module_overhead: What ``eager_module`` is, in a machine that :attr:`eager` made.
+        runs_ahead: Whether the host starts kernels while the device works: the longer of both
+            counts, not the sum.
 
     Raises:
         ValueError: If a number is not positive and finite, or a dtype or kind is unknown.
@@ -84,6 +95,11 @@ class Machine:
     onednn: float = 1.0
     threads: int | None = None
     measured: bool = True
+    eager_call: float = 0.0
+    eager_operator: float = 0.0
+    eager_module: float = 0.0
+    module_overhead: float = 0.0
+    runs_ahead: bool = False
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
@@ -121,6 +137,23 @@ class Machine:
     def without_onednn(self) -> "Machine":
         """The same machine, every product by what torch takes by itself."""
         return replace(self, onednn=1.0)
+
+    @property
+    def eager(self) -> "Machine | None":
+        """The same GPU in eager mode, where the host starts every kernel; None of a CPU."""
+        if self.kind != "cuda" or self.runs_ahead:
+            return None
+        return replace(
+            self,
+            call_overhead=self.eager_call,
+            operator_overhead=self.eager_operator,
+            module_overhead=self.eager_module,
+            runs_ahead=True,
+        )
+
+    def in_all(self, working: float, starting: float) -> float:
+        """Return the seconds of steps whose work and whose starts take so long."""
+        return max(working, starting) if self.runs_ahead else working + starting
 
     def share(self, narrow: int, depth: int) -> float:
         """Predict which share of its peak rate a matrix product reaches; at most 1.
@@ -180,7 +213,8 @@ _DEFAULTS = {
         threads=2,
         measured=False,
     ),
-    # Like an H200, calls as cheap as they are within a CUDA graph.
+    # Like an H200; the host like that of an H100 with a slow Xeon, of which a call took 7.7 us and
+    # a dense layer, both passes, 250 us.
     "cuda": Machine(
         name="H200",
         kind="cuda",
@@ -196,6 +230,9 @@ _DEFAULTS = {
         half_width=32,
         half_depth=64,
         measured=False,
+        eager_call=7.7e-6,
+        eager_operator=250e-6,
+        eager_module=220e-6,
     ),
 }
 

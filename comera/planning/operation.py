@@ -20,6 +20,7 @@ class Step:
             once.
         calls: Kernels started; a fraction where layers share them.
         operators: Python operators entered; a fraction where layers share them.
+        modules: Layers of torch's that are called; a half in each of both passes.
         product: ``(batch, rows, depth, columns)`` of a matrix product, None for anything else.
     """
 
@@ -32,6 +33,7 @@ class Step:
     copied: int = 0
     calls: float = 1
     operators: float = 0
+    modules: float = 0
     product: tuple[int, int, int, int] | None = None
 
     @property
@@ -46,16 +48,27 @@ class Step:
         return (self.moved + 2 * self.copied) * item_size(dtype)
 
     def seconds(self, machine: Machine, dtype: str) -> float:
-        """Predict the time: of products by :func:`product_seconds`, of all else as one pass."""
+        """Predict the time of the step alone: of its work, and of starting it."""
+        return machine.in_all(self.working(machine, dtype), self.starting(machine))
+
+    def starting(self, machine: Machine) -> float:
+        """Predict what starting its kernels takes, Python included."""
+        return (
+            self.calls * machine.call_overhead
+            + self.operators * machine.operator_overhead
+            + self.modules * machine.module_overhead
+        )
+
+    def working(self, machine: Machine, dtype: str) -> float:
+        """Predict its work: of products by :func:`product_seconds`, of all else as one pass."""
         item = item_size(dtype)
-        dispatch = self.calls * machine.call_overhead + self.operators * machine.operator_overhead
         rearranging = 2 * self.copied * item / machine.strided_bandwidth
         if self.product is None:
             computing = 2 * self.operations / machine.rate(dtype)
             working = max(computing, machine.moving(self.moved * item))
         else:
             working = product_seconds(machine, dtype, *self.product)
-        return working + rearranging + dispatch
+        return working + rearranging
 
 
 def product(

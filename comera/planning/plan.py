@@ -30,6 +30,7 @@ class Plan:
         dense: The torch layer it replaces.
         search: The tree with the fewest operations, forward and all gradients planned together;
             the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
+        eager: On a GPU, where all else is of a captured step, the plan of eager mode; else None.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Plan:
     runs: tuple[str, ...]
     dense: Candidate
     search: Schedule | None
+    eager: "Plan | None" = None
 
     @property
     def chosen(self) -> Candidate:
@@ -50,6 +52,11 @@ class Plan:
     def time_ratio(self) -> float:
         """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
         return self.chosen.seconds / self.dense.seconds
+
+    @property
+    def winner(self) -> str:
+        """Name what is predicted to be the fastest: the chosen candidate, or the dense layer."""
+        return self.chosen.name if self.time_ratio < 1 else self.dense.name
 
     @property
     def memory_ratio(self) -> float:
@@ -109,11 +116,13 @@ class Plan:
 def verdict(plan: Plan) -> list[str]:
     """Compare the chosen candidate with the dense layer and with the best tree, in a few lines."""
     lines = [
-        f"against {plan.dense.name}: {plan.time_ratio:.2f}x the time "
-        f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)}), "
+        f"against {plan.dense.name}{' in a captured step' if plan.eager else ''}: {_times(plan)}, "
         f"{plan.memory_ratio:.2f}x the memory "
         f"({show_bytes(plan.chosen.peak_bytes)} for {show_bytes(plan.dense.peak_bytes)})"
     ]
+    if plan.eager is not None:
+        lines.append(f"in eager mode: {_times(plan.eager)}")
+        lines.append(f"the fastest: captured {plan.winner}, eager {plan.eager.winner}")
     if plan.search is not None:
         side = "more" if plan.excess >= 0 else "fewer"
         lines.append(
@@ -127,6 +136,13 @@ def verdict(plan: Plan) -> list[str]:
                 f"{separate / plan.search.operations:.2f}x"
             )
     return lines
+
+
+def _times(plan: Plan) -> str:
+    return (
+        f"{plan.time_ratio:.2f}x the time "
+        f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)})"
+    )
 
 
 def _setting(plan: Plan) -> str:

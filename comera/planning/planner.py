@@ -21,6 +21,9 @@ def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         machine: The machine on which it will run; the profile of this computer's CPU if None.
 
+    Returns:
+        The plan; on a GPU that of a captured step, with the plan of eager mode in it.
+
     Raises:
         ValueError: If the machine has no rate for ``dtype``.
     """
@@ -68,6 +71,7 @@ def plan_embedding(
 def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
     shape = layer.shape
+    eager = None if machine.eager is None else _plan_linear(layer, machine.eager, dtype)
     title = (
         f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
         f"ranks {' '.join(map(str, shape.ranks))}"
@@ -75,7 +79,9 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
     dense = linear_ways.torch_linear(layer, machine, dtype)
     if 0 in shape.ranks:
         empty = linear_ways.only_bias(layer, machine, dtype)
-        return Plan(title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
+        return Plan(
+            title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
+        )
     optimal, search = linear_ways.sequential(layer, machine, dtype)
     candidates = [
         linear_ways.factorized(layer, machine, dtype),
@@ -83,13 +89,14 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
         linear_ways.reconstructed(layer, machine, dtype),
     ]
     ranked, runs = _ranked(candidates), ("factorized", "reconstructed")
-    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search)
+    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search, eager)
 
 
 @functools.lru_cache(maxsize=_KEPT_PLANS)
 def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
     shape = lookup.shape
+    eager = None if machine.eager is None else _plan_embedding(lookup, machine.eager, dtype)
     title = (
         f"embedding {lookup.num_embeddings} x {lookup.embedding_dim}, modes "
         f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
@@ -98,7 +105,9 @@ def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
     dense = lookup_ways.torch_embedding(lookup, machine, dtype)
     if 0 in shape.ranks:
         empty = lookup_ways.only_zeros(lookup, machine, dtype)
-        return Plan(title, lookup.tokens, dtype, machine, (empty,), (empty.name,), dense, None)
+        return Plan(
+            title, lookup.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
+        )
     optimal, search = lookup_ways.sequential(lookup, machine, dtype)
     candidates = [
         lookup_ways.from_factors(lookup, machine, dtype, unique=True),
@@ -106,7 +115,7 @@ def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
         optimal,
     ]
     ranked, runs = _ranked(candidates), (candidates[0].name,)
-    return Plan(title, lookup.tokens, dtype, machine, ranked, runs, dense, search)
+    return Plan(title, lookup.tokens, dtype, machine, ranked, runs, dense, search, eager)
 
 
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:

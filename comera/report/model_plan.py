@@ -13,7 +13,11 @@ from comera.planning.plan import Plan
 from comera.planning.planner import plan_embedding, plan_linear
 from comera.planning.printing import show_seconds, table_html, text_table
 
-_HEADER = ("layers", "shape and ranks", "runs", "time", "time / dense", "peak / dense", "instead")
+_HEADER = (
+    "layers", "shape and ranks", "runs", "time", "time / dense", "eager / dense", "peak / dense",
+    "instead",
+)  # fmt: skip
+_EAGER, _INSTEAD = _HEADER.index("eager / dense"), _HEADER.index("instead")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class ModelPlan:
                 layer.plan.chosen.name,
                 show_seconds(layer.plan.chosen.seconds),
                 f"{layer.plan.time_ratio:.2f}x",
+                f"{layer.plan.eager.time_ratio:.2f}x" if layer.plan.eager else "",
                 f"{layer.plan.memory_ratio:.2f}x",
                 layer.suggestion,
             )
@@ -74,20 +79,43 @@ class ModelPlan:
         """Say what all layers take together."""
         if not self.layers:
             return "no tensor-train layer"
+        eager = self.eager
+        captured = " in a captured step" if eager else ""
+        text = (
+            f"all tensor-train layers, forward and backward{captured}: {show_seconds(self.seconds)}"
+            f", dense {show_seconds(self.dense_seconds)}: "
+            f"{self.seconds / self.dense_seconds:.2f}x the time ({self.machine.title})"
+        )
+        if eager is None:
+            return text
+        ours, dense = eager
         return (
-            f"all tensor-train layers, forward and backward: {show_seconds(self.seconds)}, dense "
-            f"{show_seconds(self.dense_seconds)}: {self.seconds / self.dense_seconds:.2f}x the time"
-            f" ({self.machine.title})"
+            f"{text}\nin eager mode: {show_seconds(ours)}, dense {show_seconds(dense)}: "
+            f"{ours / dense:.2f}x the time\n"
+            f"the fastest: captured {_winner(self.seconds, self.dense_seconds)}, eager "
+            f"{_winner(ours, dense)}"
+        )
+
+    @property
+    def eager(self) -> tuple[float, float] | None:
+        """Return :attr:`seconds` and :attr:`dense_seconds` of eager mode on a GPU; else None."""
+        plans = [(len(layer.names), layer.plan.eager) for layer in self.layers]
+        if any(plan is None for _, plan in plans):
+            return None
+        return (
+            sum(count * plan.chosen.seconds for count, plan in plans if plan),
+            sum(count * plan.dense.seconds for count, plan in plans if plan),
         )
 
     def __str__(self) -> str:
         rows = self.rows()
-        shown = len(_HEADER) if any(row[-1] for row in rows) else len(_HEADER) - 1
+        empty = {k for k in (_EAGER, _INSTEAD) if not any(row[k] for row in rows)}
+        shown = [k for k in range(len(_HEADER)) if k not in empty]
         table = text_table(
             f"plan at {self.tokens} tokens",
-            _HEADER[:shown],
-            [row[:shown] for row in rows],
-            left=(0, 1, 2, 6),
+            [_HEADER[k] for k in shown],
+            [[row[k] for k in shown] for row in rows],
+            left=[k for k, column in enumerate(shown) if column in (0, 1, 2, _INSTEAD)],
         )
         return f"{table}\n{self.summary()}"
 
@@ -155,6 +183,10 @@ def _instead(layer: TensorTrainModule, layer_plan: Plan, together: int) -> str:
     here = layer.at(layer_plan.tokens, together=together)
     better = suggest(here, **layer.planner_setting())
     return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
+
+
+def _winner(ours: float, dense: float) -> str:
+    return "tensor trains" if ours < dense else "dense"
 
 
 def _names(names: tuple[str, ...]) -> str:
