@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share
-from comera.ops.context import autocast_dtype, machine_of
-from comera.ops.dispatch import Ways, on_this_machine
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, listed, may_share
+from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
+from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
 from comera.ops.factors import Factors, contract_cores
+from comera.ops.linear.plain import plain_linear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.crossover import dense_from
 from comera.planning.products import Layer
@@ -127,7 +128,7 @@ class TTLinear(TensorTrainModule):
 
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
-        return _LINEAR.choose(self, input) is _factorized
+        return _dense_is_faster(self, input) is None
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
@@ -166,7 +167,7 @@ class TTLinear(TensorTrainModule):
 
     @property
     def _middle_rank(self) -> int:
-        return self.gates[self._modes.split - 1].shape[0]
+        return listed(self.cores)[self._modes.split].shape[0]
 
     def dense_weight(self) -> Tensor:
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
@@ -277,6 +278,33 @@ def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
         str(core.dtype).removeprefix("torch."), input.device.type, torch.is_grad_enabled(),
     )  # fmt: skip
     return None if rows < fewest else "the dense matrix pays for so many rows"
+
+
+_FEW = 1 << 22
+"""Numbers of a batch and its result up to which calls are much of a lone layer's time on a CPU."""
+
+
+def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
+    """Refuse all but eager mode, where calls are what takes time, and many rows on a CPU."""
+    if layer.shared is not None:
+        return "its factors are shared"
+    if not is_eager():
+        return COMPILING
+    if shapes_are_static(input):
+        return STATIC
+    if products_are_fp8():
+        return "products are of eight bits"
+    if input.is_cpu and input.numel() * (1 + layer.out_features / layer.in_features) > _FEW:
+        return "there are many rows"
+    return _dense_is_faster(layer, input)
+
+
+@_LINEAR.way("plain", _not_alone)
+def _plain(layer: TTLinear, input: Tensor) -> Tensor:
+    return plain_linear(
+        input, listed(layer.cores), listed(layer.gates), layer.bias, layer._modes.split,
+        layer.prune_below, layer.in_features, layer.out_features,
+    )  # fmt: skip
 
 
 @_LINEAR.way("factorized", _dense_is_faster)

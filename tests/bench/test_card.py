@@ -181,6 +181,7 @@ def test_bad_options_are_named(words, message, monkeypatch, capsys):
     assert message in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_stage_needs_the_packages_of_the_command_line():
     missing = ("jsonargparse", "docstring_parser", "typeshed_client", "zstandard", "pandas", "yaml")
     code = f"""

@@ -330,6 +330,7 @@ def test_help_reads_well(capsys):
     assert "--curve" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     out = tmp_path / "optimizers.json"
     sizes = "layers=1 width=16 ffn=24 heads=2 vocab=40 length=6 batch=2 rank=4 gap=3 repeats=2"

@@ -344,6 +344,7 @@ def _try_to_save(folder, answer):
         answer.put("saved")
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused(tmp_path):
     with CheckpointChain(tmp_path) as chain:
         chain.save(1, make_model())

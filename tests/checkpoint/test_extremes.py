@@ -68,6 +68,7 @@ def assert_read(*weights, **arguments):
 kinds, powers = st.sampled_from(KINDS), st.integers(-46, 38)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=10_000)
 @given(
     dtype=st.sampled_from(DTYPES),

@@ -326,6 +326,7 @@ def test_a_second_derivative_goes_through_torch_operations(emulated):
     assert second.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_registered_soundly(emulated):
     *tensors, num_layers, split, threshold = make("1+1").arguments()
     layout = layout_of(*tensors, num_layers, split)

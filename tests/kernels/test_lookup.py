@@ -321,6 +321,7 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     assert not all(far <= 2e-6 for far in off)  # NaN is caught too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("careful", "instead", "entries"),
     [

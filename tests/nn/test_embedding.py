@@ -225,6 +225,7 @@ def test_rows_are_scattered_where_none_are_hot():
         table(torch.tensor([3, 1000]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [10**10, 10**12])
 def test_tables_beyond_thirty_two_bits(rows):
     """Every index is kept at a place of its own, and the row there is that of its digits."""

@@ -54,6 +54,7 @@ def run(bag, call, parameters):
     return y, torch.autograd.grad((y * upstream).sum(), parameters)
 
 
+@pytest.mark.slow
 @given(problems())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_equals_torchs_bag_of_its_weight(problem):
@@ -191,6 +192,7 @@ def test_many_rows_of_few_slices():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 def test_a_bag_compiles_whole():
     bag = make("mean", padding_idx=2, hot_rows=3, shape=None)
     compiled = torch.compile(bag, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -268,6 +268,7 @@ def test_what_it_returns_lies_as_from_nn_linear():
     assert layer(torch.randn(256, 1024).T).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_results_lie_in_memory_as_graphs_are_promised(turned):
     """Where products are large enough for oneDNN, whose results may lie transposed."""

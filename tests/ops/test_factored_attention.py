@@ -29,6 +29,7 @@ def test_head_factors(ranks, heads):
     check(head_factors(q, k, v, o, heads), (scores, values), [q, k, v, o])
 
 
+@pytest.mark.slow
 def test_registered_soundly():
     halves = random(2, 6), random(3, 6), random(4, 6), random(6, 5)
     torch.library.opcheck(head_factors.custom_op, (*halves, 2))

@@ -114,6 +114,7 @@ def test_a_second_derivative_is_no_constant():
     torch.testing.assert_close(second, torch.autograd.grad(first.sum(), weight)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_compiled_it_is_one_node():
     torch._dynamo.reset()

@@ -89,6 +89,7 @@ def test_halves_are_new_and_have_their_bonds_innermost(name):
         assert not half.numel() or all(half.data_ptr() != core.data_ptr() for core in cores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("name", ["2 cores", "5 cores", "no columns"])
 def test_registered_soundly(name, gated):

@@ -26,6 +26,7 @@ def listed(model, lr, **settings):
     return [{**group, "lr": lr} for group in groups(model, **settings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
 def test_trajectory_equals_that_of_galore_torch(theirs, proj_type, monkeypatch):
     """Once the randomized range finder has made way for the exact decomposition they take."""

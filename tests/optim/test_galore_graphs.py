@@ -37,6 +37,7 @@ def capturing(monkeypatch, yes: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: yes)
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_the_same_and_compiled_once():
     torch.compiler.reset()
     models = [make_model(), make_model()]

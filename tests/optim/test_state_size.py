@@ -23,6 +23,7 @@ def share(model, optimizer):
     return sum(state_bytes(optimizer).values()) / (8 * count)
 
 
+@pytest.mark.slow
 def test_galore_keeps_a_third_of_adam_of_llama_7b(llama_7b):
     groups = comera.galore_param_groups(llama_7b, 1e-2, 1024)
     assert share(llama_7b, comera.GaLoreAdamW(groups)) < 0.35

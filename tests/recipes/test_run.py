@@ -194,6 +194,7 @@ def test_every_configuration_can_be_planned(path, capsys):
     assert ("fewer than dense" in out) == ("two_stage" in read_yaml(path))
 
 
+@pytest.mark.slow
 def test_plan_says_what_a_run_will_end_at(config):
     report, planned, target = plan(config)
     assert planned is not None
@@ -203,6 +204,7 @@ def test_plan_says_what_a_run_will_end_at(config):
     assert report.tt_dense_params == compressed.layer_dense_params
 
 
+@pytest.mark.slow
 def test_the_configuration_may_stand_anywhere(capsys):
     quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
     printed = []

@@ -1,0 +1,91 @@
+"""A tensor-train layer by the operations that its arithmetic needs, all known to autograd.
+
+Contracting cores and multiplying a batch by factors are operators of their own elsewhere, which
+serve many layers at once, kernels and compilers. A lone layer on a small batch would spend nearly
+all its time on getting to them and back.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.context import autocast_together, without_autocast
+from comera.ops.cores import open_gate
+from comera.ops.linear.tt_linear import check_width
+
+
+def plain_linear(
+    x_BI: Tensor,
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    bias_O: Tensor | None,
+    split: int,
+    threshold: float,
+    in_features: int,
+    out_features: int,
+) -> Tensor:
+    """Return ``x @ W.T + bias`` where ``W`` is a tensor train.
+
+    Args:
+        x_BI: ``(*, in_features)``.
+        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
+        gates: One vector for each inner bond, float32 or wider.
+        bias_O: ``(out_features,)`` or None.
+        split: How many of the cores carry the input.
+        threshold: A gate at or below it is a pruned rank.
+        in_features: Width of x, at most what the input modes multiply to.
+        out_features: Width of the result, likewise.
+
+    Returns:
+        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated as
+        often as one likes.
+
+    Raises:
+        ValueError: If x has another width than the layer.
+    """
+    left_IR, right_RO = _factors(cores, gates, split, threshold)
+    if left_IR.shape[0] != in_features:
+        left_IR = left_IR[:in_features]
+    if right_RO.shape[1] != out_features:
+        right_RO = right_RO[:, :out_features]
+    check_width(x_BI, left_IR)
+    biases = [] if bias_O is None else [bias_O]
+    x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, [left_IR, right_RO], biases)
+    x = x_BI if x_BI.dim() == 2 else x_BI.reshape(-1, in_features)
+    t = torch.mm(x, left_IR)
+    y = torch.addmm(biases[0], t, right_RO) if biases else torch.mm(t, right_RO)
+    return y if x_BI.dim() == 2 else y.view(*x_BI.shape[:-1], out_features)
+
+
+def _factors(
+    cores: Sequence[Tensor], gates: Sequence[Tensor], split: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Contract cores to ``(I, R)`` and ``(R, O)``, narrow dtypes in that of the gates."""
+    opened, last = [open_gate(gate, threshold) for gate in gates], cores[-1]
+    with without_autocast(last):
+        gated = [*_gated(cores[:-1], opened), last.to(opened[0].dtype)]
+        left, right = _from_left(gated[:split]), _from_right(gated[split:])
+    return left.to(last.dtype), right.to(last.dtype)
+
+
+def _gated(cores: Sequence[Tensor], opened: Sequence[Tensor]) -> list[Tensor]:
+    if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
+        return [core * gate for core, gate in zip(cores, opened, strict=True)]
+    return list(torch._foreach_mul(list(cores), list(opened)))
+
+
+def _from_left(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the input to ``(I, R)``."""
+    made = cores[0].squeeze(0)
+    for core in cores[1:]:
+        made = torch.mm(made, core.flatten(1)).view(-1, core.shape[2])
+    return made
+
+
+def _from_right(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the output to ``(R, O)``."""
+    made = cores[-1].squeeze(2)
+    for core in cores[-2::-1]:
+        made = torch.mm(core.flatten(0, 1), made).view(core.shape[0], -1)
+    return made
