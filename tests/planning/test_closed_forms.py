@@ -77,7 +77,7 @@ def test_saved_covers_what_the_op_keeps(shape, tokens, monkeypatch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(torch.randn(tokens, shape.in_width))
+        layer(torch.randn(tokens, shape.in_width, requires_grad=True))
     params = {p.data_ptr() for p in layer.parameters()}
     assert (
         sum(n for key, n in kept.items() if key not in params)
