@@ -95,7 +95,11 @@ def step(
         title = f"{encoders}, {size} sequences of {encoders.length} tokens, training step"
         session.measure(title, runs, _DENSE, counts, adjust)
         for name, one in graphs.items():
-            session.print(f"{name}: {one.describe()}")
+            described = one.describe()
+            session.print(f"{name}: {described}")
+            if described.contents is not None and described.contents.peak_bytes is not None:
+                peaks = session.results[-1].setdefault("peak_bytes", {})
+                peaks[name] = described.contents.peak_bytes
 
 
 def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 
 from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
 from comera.planning.contraction import Schedule, find_tree, schedule
-from comera.planning.machine import Machine
+from comera.planning.machine import Machine, item_size
 from comera.planning.network import OUTPUT_GRADIENT, lookup_network
 from comera.planning.operation import Step, product
 from comera.shapes import TTMShape
+
+_INDEX = 8
+"""Bytes of an index."""
 
 OPERATORS = 3
 """Python operators of a tensor-train table in each direction: two factors and the lookup."""
@@ -61,7 +64,7 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
     numbers = lookup.tokens * lookup.embedding_dim
     made = "rows" if unique else "y"
     gradient = "grad(rows)" if unique else OUTPUT_GRADIENT
-    search = [_sort(lookup.tokens)] if unique else []
+    search = [_sort(lookup.tokens, dtype)] if unique else []
     gathers = [
         _gather("slices of A", left.name, rows * wide * rank),
         _gather("slices of B", right.name, rows * rank * high),
@@ -79,9 +82,10 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
         *([_gather("y", made, numbers)] if unique else []),
     ]
     # The slices are gathered again: keeping them would take a multiple of the output's memory.
+    # Sorted indices and their order are kept.
+    by_row = _scatter(gradient, OUTPUT_GRADIENT, numbers, rows * wide * high)
     backward = [
-        *search,
-        *([_scatter(gradient, OUTPUT_GRADIENT, numbers, rows * wide * high)] if unique else []),
+        *([replace(by_row, reads=(*by_row.reads, "distinct"))] if unique else []),
         *gathers,
         product(
             "grad(slices of A)", (gradient, "slices of B"), "bpq,brq->bpr", (rows, wide, high, rank)
@@ -154,7 +158,7 @@ def _lookup(
         dtype,
         forward=forward,
         backward=backward if lookup.train else [],
-        inputs={"indices": lookup.tokens},
+        inputs={"indices": lookup.tokens * _INDEX // item_size(dtype)},
         output_gradient=lookup.tokens * lookup.embedding_dim,
         parameters=parameters,
     )
@@ -164,10 +168,11 @@ def _cores(shape: TTMShape) -> dict[str, int]:
     return {f"core{k}": math.prod(size) for k, size in enumerate(shape.core_shapes)}
 
 
-def _sort(tokens: int) -> Step:
+def _sort(tokens: int, dtype: str) -> Step:
     """Count a sort: numbers and their eight-byte positions move about log2(tokens) times each."""
     moved = math.ceil(4 * tokens * math.log2(max(2, tokens)))
-    return Step("distinct", ("indices",), "sort the indices", 2 * tokens, moved=moved, calls=6)
+    size = 2 * tokens * _INDEX // item_size(dtype)
+    return Step("distinct", ("indices",), "sort the indices", size, moved=moved, calls=6)
 
 
 def _gather(name: str, source: str, numbers: int) -> Step:

@@ -11,12 +11,13 @@ from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.printing import show_seconds, table_html, text_table
+from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
 
 _HEADER = (
     "layers", "shape and ranks", "runs", "time", "time / dense", "eager / dense", "peak / dense",
     "instead",
 )  # fmt: skip
+_KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "dense keeps")
 _EAGER, _INSTEAD = _HEADER.index("eager / dense"), _HEADER.index("instead")
 
 
@@ -75,6 +76,29 @@ class ModelPlan:
             for layer in self.layers
         ]
 
+    def kept_rows(self) -> list[tuple[str, ...]]:
+        """Return as text what each layer keeps from the forward to the backward pass, and all."""
+        rows = []
+        for layer in self.layers:
+            ours, dense = layer.plan.chosen.saved_bytes, layer.plan.dense.saved_bytes
+            count = len(layer.names)
+            together = show_bytes(count * ours), show_bytes(count * dense)
+            rows.append((_names(layer.names), show_bytes(ours), show_bytes(dense), *together))
+        return [*rows, ("total", "", "", show_bytes(self.kept_bytes), show_bytes(self.dense_kept))]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes that all layers keep for the backward pass, parameters not counted.
+
+        Layers that share an input, or that work together (``comera.nn.fused``), keep less.
+        """
+        return sum(len(layer.names) * layer.plan.chosen.saved_bytes for layer in self.layers)
+
+    @property
+    def dense_kept(self) -> int:
+        """Return the same of the dense layers in their place."""
+        return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
+
     def summary(self) -> str:
         """Say what all layers take together."""
         if not self.layers:
@@ -117,12 +141,18 @@ class ModelPlan:
             [[row[k] for k in shown] for row in rows],
             left=[k for k, column in enumerate(shown) if column in (0, 1, 2, _INSTEAD)],
         )
-        return f"{table}\n{self.summary()}"
+        kept = text_table(self._kept_title, _KEPT_HEADER, self.kept_rows(), total=True)
+        return f"{table}\n{kept}\n{self.summary()}"
+
+    @property
+    def _kept_title(self) -> str:
+        return f"kept for the backward pass at {self.tokens} tokens"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return table_html(_HEADER, self.rows(), note=self.summary())
+        kept = table_html(_KEPT_HEADER, self.kept_rows(), caption=self._kept_title)
+        return kept + table_html(_HEADER, self.rows(), note=self.summary())
 
 
 def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:

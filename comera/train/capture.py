@@ -88,6 +88,10 @@ class StepDescription:
             lines.append(f"graphs captured: {self.captures}; steps replayed: {self.replays}")
         if self.contents is not None:
             lines.append(f"memory of the graph: {self.contents.pool_bytes:,} bytes")
+            if self.contents.peak_bytes is not None:
+                lines.append(
+                    f"peak with all tensors outside it: {self.contents.peak_bytes:,} bytes"
+                )
             if self.contents.nodes is None or self.contents.kernels is None:
                 lines.append("its nodes can be counted with the package cuda-bindings")
             else:

@@ -6,6 +6,7 @@ tested, with whatever else can record and replay.
 
 import collections
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,11 +24,14 @@ class Contents:
         nodes: Kinds of nodes and how many there are; None where they cannot be counted.
         kernels: Kernels by name and how often each is started; None likewise.
         pool_bytes: Memory that belongs to the recording, and to those beside it.
+        peak_bytes: The most that a replay has on the device: that memory, and all tensors outside
+            of it, such as parameters and the optimizer's state; None where it is not known.
     """
 
     nodes: dict[str, int] | None
     kernels: dict[str, int] | None
     pool_bytes: int
+    peak_bytes: int | None = None
 
 
 class Recording(Protocol):
@@ -98,6 +102,9 @@ class CudaGraphs:
         # A thread that pins memory for a DataLoader may go on while this one captures.
         capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         problem: Exception | None = None
+        # torch gives back what the allocator has cached of the steps before, so that their memory
+        # and the graph's are not there at once; but not what dead cycles still hold.
+        gc.collect()
         try:
             with torch.cuda.stream(self._stream), capture:  # torch's own does not always come back
                 try:
@@ -128,6 +135,7 @@ class CudaGraphs:
 class _CudaRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, device: torch.device) -> None:
         self._graph, self.output, self._device = graph, output, device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def pool(self) -> Any:
         return self._graph.pool()
@@ -143,12 +151,15 @@ class _CudaRecording:
     def contents(self) -> Contents:
         pool = tuple(self.pool())
         segments = torch.cuda.memory_snapshot()
-        held = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+        here = [segment for segment in segments if segment["device"] == self._index]
+        outside = [s["allocated_size"] for s in here if tuple(s["segment_pool_id"]) != pool]
+        held = sum(s["total_size"] for s in here if tuple(s["segment_pool_id"]) == pool)
+        peak = held + sum(outside)
         try:
             nodes, kernels = _nodes(self._graph.raw_cuda_graph())
         except ImportError:
-            return Contents(None, None, held)
-        return Contents(nodes, kernels, held)
+            return Contents(None, None, held, peak)
+        return Contents(nodes, kernels, held, peak)
 
 
 def _nodes(graph: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -78,7 +78,9 @@ def test_saved_covers_what_the_op_keeps(shape, tokens):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         left, right, bias = layer.factors()
-        _factorized_linears(torch.randn(tokens, shape.in_width), [left], [right], bias)
+        _factorized_linears(
+            torch.randn(tokens, shape.in_width, requires_grad=True), [left], [right], bias
+        )
     params = {p.data_ptr() for p in layer.parameters()}
     assert (
         sum(n for key, n in kept.items() if key not in params)

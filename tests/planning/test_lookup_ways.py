@@ -182,7 +182,7 @@ def test_the_closed_forms_agree(shape):
     made, closed = from_factors(asked, CPU, "float32", unique=False), tt_embedding_cost(shape, 7)
     assert sum(step.operations for step in made.forward) == closed.forward
     assert made.operations == closed.total
-    assert made.saved_bytes == 4 * closed.saved
+    assert made.saved_bytes == 4 * (closed.saved + 7)  # an index takes two numbers
 
 
 def test_repeated_rows_are_made_once():
@@ -196,7 +196,7 @@ def test_a_dense_table_holds_its_gradient():
     asked = Lookup(SHAPES[2], 10, 10, 1000, 8)
     made = torch_embedding(asked, CPU, "float32")
     assert made.peak_bytes >= 4 * 2 * 1000 * 8
-    assert (made.operations, made.saved_bytes) == (0, 4 * 10)
+    assert (made.operations, made.saved_bytes) == (0, 8 * 10)
     forward = torch_embedding(replace(asked, train=False), CPU, "float32")
     assert (forward.backward, forward.saved_bytes) == ((), 0)
 

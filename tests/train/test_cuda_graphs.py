@@ -152,6 +152,18 @@ def test_two_recordings_of_a_step_share_their_memory():
     assert described.contents.pool_bytes < 2 * held
 
 
+def test_the_memory_of_steps_before_is_not_held_beside_that_of_the_graph():
+    torch.cuda.empty_cache()
+    step = make_step(early=100, device="cuda")
+    assert_close(step, eager_step(early=100), batches(FIRST + 3))
+    contents = step.describe().contents
+    assert contents.pool_bytes < contents.peak_bytes
+    # What is reserved is the graph's pool and the tensors outside it, in blocks of 2 MiB.
+    blocks = 64 << 20
+    assert torch.cuda.memory_reserved() <= contents.peak_bytes + blocks
+    assert f"{contents.peak_bytes:,} bytes" in str(step.describe())
+
+
 def test_what_cannot_be_captured_runs_eagerly_and_dropout_goes_on(caplog):
     def reads_back(model, batch):
         loss = loss_fn(model, batch)

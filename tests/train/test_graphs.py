@@ -70,8 +70,8 @@ class Cuda:
                 cuda.now = self.before
 
         segments = [
-            {"segment_pool_id": (0, 7), "total_size": 100},
-            {"segment_pool_id": (0, 0), "total_size": 5000},
+            {"segment_pool_id": pool, "device": k, "total_size": size, "allocated_size": size // 2}
+            for pool, k, size in (((0, 7), 0, 100), ((0, 0), 0, 5000), ((0, 0), 1, 700))
         ]
         stand_ins = {
             "Stream": Stream, "CUDAGraph": Graph, "stream": stream, "graph": Capturing,
@@ -101,6 +101,25 @@ def graphs(cuda):
 def test_a_recorder_for_gpus_alone(cuda):
     assert isinstance(graphs_on(torch.device("cuda", 0)), CudaGraphs)
     assert graphs_on(torch.device("cpu")) is None
+
+
+def test_nothing_of_the_steps_before_is_alive_when_a_capture_begins(cuda, graphs):
+    """Not even in a cycle: torch frees what its allocator has cached, and cannot free this."""
+
+    class Held:
+        pass
+
+    held = Held()
+    held.itself = held
+    gone = weakref.ref(held)
+    del held
+    gc.disable()
+    try:
+        assert gone() is not None
+        graphs.record(lambda: torch.ones(()) * (gone() is None))
+    finally:
+        gc.enable()
+    assert gone() is None
 
 
 def test_steps_before_run_on_the_stream_of_the_capture(cuda, graphs):
@@ -192,7 +211,7 @@ def test_nodes_are_counted_and_kernels_named(cuda, graphs, monkeypatch):
     contents = recording.contents()
     assert contents.nodes == {"kernel": 3, "memcpy": 1}
     assert contents.kernels == {"gemm": 2, "merge": 1}
-    assert contents.pool_bytes == 100
+    assert (contents.pool_bytes, contents.peak_bytes) == (100, 2600)  # of this device
     runtime.cudaGraphGetNodes = lambda *_: (1, None, None)
     with pytest.raises(RuntimeError, match="a CUDA graph cannot be read: 1"):
         recording.contents()

@@ -1,0 +1,61 @@
+"""What a plan says is kept for the backward pass is what torch keeps, byte by byte."""
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+
+
+def kept(layer: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of all memory that autograd holds on to after a forward pass, parameters left out."""
+    found, own = {}, {p.untyped_storage().data_ptr() for p in layer.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("widths", "rank", "order"), [
+    ((64, 96), 8, 2), ((768, 768), 30, 3), ((768, 3072), 30, 3), ((64, 64), 12, 1),
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_linear_layers(tokens, widths, rank, order, bias, dtype):
+    layer = comera.TTLinear(*widths, rank=rank, order=order, bias=bias, dtype=dtype)
+    plan = comera.plan(layer, tokens=tokens)
+    x = torch.randn(tokens, widths[0], dtype=dtype, requires_grad=True)
+    assert kept(layer, x) == plan.chosen.saved_bytes
+    assert kept(nn.Linear(*widths, bias=bias, dtype=dtype), x) == plan.dense.saved_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_tables(tokens, dtype):
+    """Of a small one, whose factors are contracted whole."""
+    table = comera.TTEmbedding(1000, 64, rank=8, dtype=dtype)
+    plan = comera.plan(table, tokens=tokens)
+    indices = torch.randint(0, 1000, (tokens,))
+    assert kept(table, indices) == plan.chosen.saved_bytes
+    assert kept(nn.Embedding(1000, 64, dtype=dtype), indices) == plan.dense.saved_bytes
+
+
+def test_a_model_lists_them_beside_dense():
+    made = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1000))
+    model = comera.tensorize_(made, comera.TTConfig(rank=8, init="orthogonal"))
+    plan = comera.plan(model, tokens=512)
+    layers = {name: comera.plan(model[int(name)], tokens=512) for name in "012"}
+    assert plan.kept_bytes == sum(one.chosen.saved_bytes for one in layers.values())
+    assert plan.dense_kept == sum(one.dense.saved_bytes for one in layers.values())
+    assert [row[0] for row in plan.kept_rows()] == ["0 and 1 more", "2", "total"]
+    text = str(plan)
+    assert "kept for the backward pass at 512 tokens" in text
+    assert plan.kept_rows()[-1][-1] in text
+    assert "kept for the backward pass" in plan._repr_html_()
