@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from comera.report.compression import compression_report
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
+    from comera.saved.hub import push_to_hub
+    from comera.saved.model_folder import load_model, save_model
     from comera.shapes import TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
@@ -77,6 +79,8 @@ _HOMES = {
     "comera.report.compression": ("compression_report",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
+    "comera.saved.hub": ("push_to_hub",),
+    "comera.saved.model_folder": ("load_model", "save_model"),
     "comera.shapes": ("TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
@@ -110,11 +114,14 @@ __all__ = [
     "compression_report",
     "densify_",
     "galore_param_groups",
+    "load_model",
     "memory_report",
     "order_rows_",
     "param_groups",
     "plan",
+    "push_to_hub",
     "reuse_freed_memory",
+    "save_model",
     "tensorize_",
     "truncate_",
     "update_hot_rows_",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _EXTRAS = {
+    "huggingface_hub": "hf",
     "jsonargparse": "cli",
     "matplotlib": "cli",
     "pandas": "cli",

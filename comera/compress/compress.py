@@ -15,7 +15,7 @@ from comera.compress.layer_moments import LossFn, Moments, gather_moments
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.names import listed
 from comera.nn.config import TTConfig
-from comera.nn.convert import replace_
+from comera.nn.convert import swap_layers_
 from comera.nn.linear import TTLinear
 from comera.nn.targets import find_targets, other_holders, tied_groups
 from comera.planning.printing import text_table
@@ -151,7 +151,7 @@ def compress_(
         for (name, layer), rank in zip(layers.items(), ranks, strict=True)
         if rank is not None
     }
-    replace_(model, {id(layers[name]): new for name, new in replacements.items()})
+    swap_layers_(model, {id(layers[name]): new for name, new in replacements.items()})
     made = tuple(
         CompressedLayer(
             name, choice.dense, choice.size(rank), rank,

@@ -1,8 +1,9 @@
 """Which layers :func:`~comera.tensorize_` picks, and how it shapes them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self
 
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
@@ -98,6 +99,25 @@ class TTConfig:
                 f"tolerance={self.tolerance} is an error against the present weight: "
                 f'it needs init="svd", not init={init!r}'
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as numbers, strings, lists and dicts, which JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a configuration of what :meth:`to_dict` has returned, or a part of it.
+
+        Raises:
+            ValueError: If a name is no setting, or a value does not fit.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                guess = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{name!r} is not a setting of {cls.__name__}{guess}")
+        return cls(**settings)
 
     def _ranks(self) -> Iterator[tuple[str, Rank]]:
         """Yield every rank that is set, under the name of its setting."""

@@ -95,7 +95,7 @@ def tensorize_(
     if config.init is None:
         _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
     _say_what_loses(made, config.tokens or _TOKENS)
-    model = replace_(model, replacements)
+    model = swap_layers_(model, replacements)
     rename_tied_weights_(model)
     return model
 
@@ -121,7 +121,7 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = replace_(model, replacements)
+    model = swap_layers_(model, replacements)
     rename_tied_weights_(model)
     return model
 
@@ -269,18 +269,21 @@ def _convert_tied(
         else:
             twin = _convert(names[first], module, config)
             assert isinstance(twin, TensorTrainModule), "the leading module of the group converted"
-            twin.cores, twin.gates = lead.cores, lead.gates
-            if isinstance(twin, TTTable):
-                twin.hot = lead.hot  # type: ignore[assignment]
+            twin.share_parameters_(lead)
             made[id(module)] = twin
-    same_rows = [module for module in made.values() if isinstance(module, TTTable)]
-    for table in same_rows:
-        table.twins = tuple(other for other in same_rows if other is not table)
     return made
 
 
-def replace_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
-    """Put layers in the place of others, whose hooks they take over."""
+def swap_layers_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
+    """Put layers in the place of others, whose hooks and biases they take over, in place.
+
+    Args:
+        model: The model.
+        replacements: New layers by the ``id`` of those that they replace.
+
+    Returns:
+        The model; if it is itself replaced, the layer that replaces it.
+    """
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
     for parent in list(model.modules()):

@@ -294,6 +294,28 @@ class TensorTrainModule(WeightByAssignment):
             resize_(gate, core.shape[-1:])
             gate.fill_(1)
 
+    def resize_ranks_(self, ranks: Sequence[int]) -> None:
+        """Give cores and gates other ranks, contents undefined. Parameters keep their identity.
+
+        Raises:
+            ValueError: If there is not one rank for each bond.
+        """
+        sizes = replace(self._modes, ranks=tuple(ranks)).core_shapes
+        for mine, size in zip(self.cores, sizes, strict=True):
+            resize_(mine, size)
+        for gate, rank in zip(self.gates, ranks, strict=True):
+            resize_(gate, (rank,))
+
+    def share_parameters_(self, lead: Any) -> None:
+        """Work on the cores and gates of another layer of the same modes from now on.
+
+        Raises:
+            ValueError: If that has other modes or ranks.
+        """
+        if not isinstance(lead, TensorTrainModule) or lead.shape != self.shape:
+            raise ValueError(f"a tensor train of {self.shape} cannot work on the cores of {lead!r}")
+        self.cores, self.gates = lead.cores, lead.gates
+
     def freeze_like_(self, dense: Any) -> None:
         """Take over from a dense layer whether its weight and its bias are trained."""
         for name, param in self.named_parameters():
@@ -324,11 +346,7 @@ class TensorTrainModule(WeightByAssignment):
                 for core, mine in zip(saved, self.cores, strict=True)
             )
             if fits and ranks != self.ranks:
-                sizes = replace(self._modes, ranks=ranks).core_shapes
-                for mine, size in zip(self.cores, sizes, strict=True):
-                    resize_(mine, size)
-                for gate, rank in zip(self.gates, ranks, strict=True):
-                    resize_(gate, (rank,))
+                self.resize_ranks_(ranks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:

@@ -169,6 +169,22 @@ class TTTable(TensorTrainModule):
         rows, sizes = self._kept_at(indices), self._sizes()
         return tt_embedding_bag(rows, offsets, weights, *sizes, **self._parts(), checked=is_eager())
 
+    def share_parameters_(self, lead: "TTTable") -> None:
+        """Read the cores and hot rows of another table of the same modes from now on.
+
+        Raises:
+            ValueError: If that has other modes or ranks, or keeps other rows apart.
+        """
+        alike = isinstance(lead, TTTable) and lead.hot_rows == self.hot_rows
+        if not alike or lead.hot_rank != self.hot_rank:
+            raise ValueError(f"a table of {self.hot_rows} hot rows cannot share rows of {lead!r}")
+        super().share_parameters_(lead)
+        self.hot = lead.hot  # type: ignore[assignment]
+        group = (lead, *lead.twins)
+        self.twins = group
+        for table in group:
+            table.twins = (*table.twins, self)
+
     def keep_rows_at_(self, places: Tensor) -> None:
         """Set ``row_order`` of this table and of those that are tied to it."""
         for table in (self, *self.twins):

@@ -1,0 +1,163 @@
+"""What a model is, beside its weights, in plain numbers, strings and lists."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from comera import __version__
+from comera.nn.config import TTConfig
+from comera.nn.module import TensorTrainModule
+from comera.saved.kinds import Entry, kind_named, name_of_kind
+
+FORMAT = "comera-model"
+VERSION = 1
+"""The newest version of the format that is read and written here."""
+
+
+def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]:
+    """Describe a model so that its layers can be made again without any setting.
+
+    Args:
+        model: Its tensor-train layers are described one by one.
+        config: How it was compressed, to be kept for people; nothing is made of it.
+
+    Returns:
+        What JSON can hold: ``layers`` by name, of each tensor that has several names the others in
+        ``tied``, the names of frozen parameters, and of the dense model its class and, of a model
+        of transformers, its configuration. Classes are named, as text; nothing is ever imported or
+        called by these names.
+
+    Raises:
+        ValueError: If a layer is of a class that has no form in a file, or works on the parameters
+            of a layer outside the model.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "comera": __version__,
+        "model": _origin(model),
+        "tensorized": None if config is None else config.to_dict(),
+        "layers": describe_layers(model),
+        "tied": tied_names(model),
+        "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
+    }
+
+
+def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe the tensor-train layers of a model by name, see :func:`describe`."""
+    found = dict(_layers(model))
+    name_of = {id(layer): name for name, layer in found.items()}
+    leads: dict[int, str] = {}
+    described = {}
+    for name, layer in found.items():
+        kind_name = name_of_kind(layer)
+        kind = kind_named(kind_name)
+        entry = {"kind": kind_name, **kind.describe(layer)}
+        other = kind.works_on(layer)
+        if other is not None:
+            if id(other) not in name_of:
+                raise ValueError(
+                    f"{name} works on the parameters of a {type(other).__name__} that is no layer "
+                    "of the model: hand over the model that holds both"
+                )
+            entry["works_on"] = name_of[id(other)]
+        elif isinstance(layer, TensorTrainModule):
+            lead = leads.setdefault(id(layer.cores), name)
+            if lead != name:
+                entry["works_on"] = lead
+        described[name] = entry
+    return described
+
+
+def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield layers that need a description by their first names; nothing inside of such a layer."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if name_of_kind(module) is not None:
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _layers(child, f"{name}.{key}".lstrip("."), seen)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return, of each tensor of the state dict that has several names, the later ones to the first.
+
+    A name inside a layer that works on another one's parameters is never the first.
+    """
+    inside = tuple(
+        f"{name}.".lstrip(".")
+        for name, entry in describe_layers(model).items()
+        if "works_on" in entry
+    )
+    state = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name in sorted(state, key=lambda name: name.startswith(inside)):
+        if isinstance(state[name], Tensor):
+            first.setdefault(id(state[name]), name)
+    return {
+        name: first[id(tensor)]
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and first[id(tensor)] != name
+    }
+
+
+def _origin(model: nn.Module) -> dict[str, Any]:
+    """Say of which class a model is and, where it has a configuration to be written, which."""
+    origin: dict[str, Any] = {"class": _path_of(model)}
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        plain = json.loads(json.dumps(config.to_dict(), default=str))  # type: ignore[union-attr]
+        origin |= {"config_class": _path_of(config), "config": plain}
+    return origin
+
+
+def _path_of(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def origin_in_words(description: Mapping[str, Any]) -> str:
+    """Say what kind of model a description is of, for a message."""
+    origin = description.get("model")
+    name = origin.get("class") if isinstance(origin, Mapping) else None
+    return str(name) if name else "a model of a class that was not noted"
+
+
+def check_description(described: Any, where: str) -> dict[str, Any]:
+    """Return a description that this version can read.
+
+    Args:
+        described: What was read.
+        where: The file, for the message.
+
+    Raises:
+        ValueError: If it is something else, damaged or of a later version.
+    """
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise ValueError(f"{where} is no description of a model by comera.save_model")
+    version = described.get("version")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{where} is damaged: version={version!r} is no version of the format")
+    if version > VERSION:
+        raise ValueError(
+            f"{where} is of version {version} of the format, written by comera "
+            f"{described.get('comera')}; this one, {__version__}, reads up to {VERSION}: "
+            "install a newer comera"
+        )
+    parts = {"layers": dict, "tied": dict, "frozen": list}
+    for part, plain in parts.items():
+        if not isinstance(described.get(part), plain):
+            raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
+    if not all(isinstance(entry, dict) for entry in described["layers"].values()):
+        raise ValueError(f"{where} is damaged: every layer must be a dict")
+    return described
+
+
+def works_on_of(entry: Entry) -> str | None:
+    """Return the name of the layer whose parameters a described layer works on, if any."""
+    name = entry.get("works_on")
+    return name if isinstance(name, str) else None

@@ -1,0 +1,228 @@
+"""Which layers a description can speak of: what it says of each, and how that makes one again."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule
+from comera.nn.table import HotRows, TTTable
+from comera.nn.tied import TiedTTLinear
+from comera.shapes import TTMShape, TTShape
+
+Entry = Mapping[str, Any]
+"""What a description says of one layer: plain numbers, strings and lists."""
+
+
+class Kind(NamedTuple):
+    """How layers of one class are described and made.
+
+    Attributes:
+        layer_class: Layers of exactly this class.
+        describe: Returns what JSON can hold and ``build`` needs; the key ``kind`` is taken.
+        build: Makes such a layer on the ``meta`` device from what ``describe`` has returned and,
+            of a layer that works on the parameters of another one, that layer.
+        works_on: Returns the layer whose parameters it works on, or None.
+    """
+
+    layer_class: type[nn.Module]
+    describe: Callable[[Any], dict[str, Any]]
+    build: Callable[[Entry, nn.Module | None], nn.Module]
+    works_on: Callable[[Any], nn.Module | None] = lambda layer: None
+
+
+_KINDS: dict[str, Kind] = {}
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Let :func:`~comera.save_model` and :func:`~comera.load_model` know layers of another class.
+
+    Args:
+        name: What the file calls it; it stays the same as long as files are to be read.
+        kind: How such layers are described and made.
+
+    Raises:
+        ValueError: If the name is that of layers of another class.
+    """
+    known = _KINDS.get(name)
+    if known is not None and known.layer_class is not kind.layer_class:
+        raise ValueError(f"{name!r} is the name of {known.layer_class.__qualname__}")
+    _KINDS[name] = kind
+
+
+def kind_named(name: Any) -> Kind:
+    """Return the kind that a file names.
+
+    Raises:
+        ValueError: If there is none of that name here.
+    """
+    if not isinstance(name, str) or name not in _KINDS:
+        raise ValueError(
+            f"layers of kind {name!r} are not known here, only {', '.join(_KINDS)}: import what "
+            "registers them, or a newer comera"
+        )
+    return _KINDS[name]
+
+
+def name_of_kind(layer: nn.Module) -> str | None:
+    """Return what files call layers of this class; None of a layer that needs no description.
+
+    Raises:
+        ValueError: If it is a tensor train of a class that is not registered.
+    """
+    for name, kind in _KINDS.items():
+        if type(layer) is kind.layer_class:
+            return name
+    if isinstance(layer, (TensorTrainModule, TiedTTLinear)):
+        raise ValueError(
+            f"{type(layer).__qualname__} has no form in a file: give it one with "
+            "comera.saved.kinds.register_kind"
+        )
+    return None
+
+
+def works_on(layer: nn.Module) -> nn.Module | None:
+    """Return the layer on whose parameters this one works, by what its kind says."""
+    name = name_of_kind(layer)
+    return None if name is None else _KINDS[name].works_on(layer)
+
+
+# ── tensor trains ────────────────────────────────────────────────────────────────────────────────
+
+
+def _common(layer: TensorTrainModule) -> dict[str, Any]:
+    return {
+        "ranks": list(layer.ranks),
+        "start_ranks": list(layer.start_ranks),
+        "prune_below": layer.prune_below,
+        "dtype": str(layer.cores[0].dtype).removeprefix("torch."),
+    }
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    dtype = getattr(torch, str(entry["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={entry['dtype']!r} is none of torch's")
+    return dtype
+
+
+def _tuple(entry: Entry, key: str) -> tuple[int, ...]:
+    values = entry[key]
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ValueError(f"{key}={values!r} must be a list of whole numbers")
+    return tuple(values)
+
+
+def _describe_linear(layer: TTLinear) -> dict[str, Any]:
+    return {
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "bias": layer.bias is not None,
+        "in_modes": list(layer.shape.in_modes),
+        "out_modes": list(layer.shape.out_modes),
+        **_common(layer),
+    }
+
+
+def _build_linear(entry: Entry, other: nn.Module | None) -> TTLinear:
+    layer = TTLinear(
+        entry["in_features"],
+        entry["out_features"],
+        entry["bias"],
+        "meta",
+        _dtype(entry),
+        shape=TTShape(*(_tuple(entry, key) for key in ("in_modes", "out_modes", "ranks"))),
+        prune_below=entry["prune_below"],
+    )
+    return _finish(layer, entry, other)
+
+
+def _describe_table(layer: TTTable) -> dict[str, Any]:
+    described = {
+        "num_embeddings": layer.num_embeddings,
+        "embedding_dim": layer.embedding_dim,
+        "padding_idx": layer.padding_idx,
+        "sparse": layer.sparse,
+        "hot_rows": layer.hot_rows,
+        "hot_rank": layer.hot_rank,
+        "scatter_rows": layer.scatter_rows,
+        "row_order": layer.row_order is not None,
+        "row_modes": list(layer.shape.row_modes),
+        "col_modes": list(layer.shape.col_modes),
+        **_common(layer),
+    }
+    return described | ({"hot": _common(layer.hot)} if isinstance(layer.hot, HotRows) else {})
+
+
+def _describe_bag(layer: TTEmbeddingBag) -> dict[str, Any]:
+    own = {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
+    return _describe_table(layer) | own
+
+
+_OF_TABLES = ("padding_idx", "sparse", "hot_rows", "hot_rank", "scatter_rows", "prune_below")
+
+
+def _build_table(
+    table_class: type[TTTable], entry: Entry, other: nn.Module | None, *more: str
+) -> TTTable:
+    layer: Any = table_class(
+        entry["num_embeddings"],
+        entry["embedding_dim"],
+        **{key: entry[key] for key in (*_OF_TABLES, *more)},
+        shape=TTMShape(*(_tuple(entry, key) for key in ("row_modes", "col_modes", "ranks"))),
+        device="meta",
+        dtype=_dtype(entry),
+    )
+    if entry["row_order"]:
+        layer.row_order = torch.empty(layer.num_embeddings, dtype=torch.int32, device="meta")
+    if isinstance(layer.hot, HotRows):
+        layer.hot.resize_ranks_(_tuple(entry["hot"], "ranks"))
+        layer.hot.start_ranks = _tuple(entry["hot"], "start_ranks")
+        layer.hot.prune_below = entry["hot"]["prune_below"]
+    return _finish(layer, entry, other)
+
+
+def _build_embedding(entry: Entry, other: nn.Module | None) -> TTTable:
+    return _build_table(TTEmbedding, entry, other)
+
+
+def _build_bag(entry: Entry, other: nn.Module | None) -> TTTable:
+    return _build_table(TTEmbeddingBag, entry, other, "mode", "include_last_offset")
+
+
+def _finish(layer: Any, entry: Entry, other: Any) -> Any:
+    """Set what no constructor takes, and share the parameters of a layer that it was tied to."""
+    layer.start_ranks = _tuple(entry, "start_ranks")
+    if other is not None:
+        layer.share_parameters_(other)
+    return layer
+
+
+# ── layers on a table's cores ────────────────────────────────────────────────────────────────────
+
+
+def _describe_tied(layer: TiedTTLinear) -> dict[str, Any]:
+    dtype = None if layer.bias is None else str(layer.bias.dtype).removeprefix("torch.")
+    return {"bias": layer.bias is not None, "dtype": dtype}
+
+
+def _build_tied(entry: Entry, other: nn.Module | None) -> TiedTTLinear:
+    if not isinstance(other, TTTable):
+        raise ValueError(f"it works on the cores of a table, not of {type(other).__name__}")
+    if not entry["bias"]:
+        return TiedTTLinear(other)
+    bias = torch.empty(other.num_embeddings, dtype=_dtype(entry), device="meta")
+    return TiedTTLinear(other, nn.Parameter(bias))
+
+
+register_kind("TTLinear", Kind(TTLinear, _describe_linear, _build_linear))
+register_kind("TTEmbedding", Kind(TTEmbedding, _describe_table, _build_embedding))
+register_kind("TTEmbeddingBag", Kind(TTEmbeddingBag, _describe_bag, _build_bag))
+register_kind(
+    "TiedTTLinear",
+    Kind(TiedTTLinear, _describe_tied, _build_tied, lambda layer: layer.embedding),
+)

@@ -1,0 +1,64 @@
+"""A save that is broken off leaves the earlier model, or the later one; never a mixture."""
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.saved import model_folder
+
+SAVING = """
+import sys, torch, comera
+from torch import nn
+for rank in [2, 3] * 10_000:
+    model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=rank, init="orthogonal"))
+    with torch.no_grad():
+        [core.fill_(rank) for core in model.cores]
+    comera.save_model(model, sys.argv[1])
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_time(tmp_path):
+    for kill in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVING, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.004 * kill)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        loaded = comera.load_model(tmp_path, nn.Linear(64, 64))
+        assert all((core == loaded.ranks[0]).all() for core in loaded.cores)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["weights", "description"])
+def test_a_disk_that_is_full(tmp_path, monkeypatch, failing):
+    first, second = (
+        comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=rank, init="orthogonal"))
+        for rank in (2, 3)
+    )
+    comera.save_model(first, tmp_path)
+    names = (model_folder.WEIGHTS, model_folder.DESCRIPTION)
+    real = model_folder.replacing
+
+    def full(path):
+        if path.name == names[failing]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path)
+
+    monkeypatch.setattr(model_folder, "replacing", full)
+    with pytest.raises(OSError, match="No space left"):
+        comera.save_model(second, tmp_path)
+    whole = (first, second)[failing]
+    loaded = comera.load_model(tmp_path, nn.Linear(64, 64))
+    assert torch.equal(loaded.weight, whole.weight)

@@ -1,0 +1,220 @@
+"""What is loaded is what was saved, bit for bit."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import comera
+from comera.nn.table import TTTable
+from comera.nn.tied import TiedTTLinear
+from comera.saved.model_folder import read_description
+from comera.surgery.truncate import truncate_
+
+ROWS, WIDTH = 40, 12
+
+
+class Mixture(nn.Module):
+    """Lookups, bags and products, with the ties of its layers."""
+
+    def __init__(self, tie: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, ROWS)
+        self.embed = nn.Embedding(ROWS, WIDTH, padding_idx=3)
+        self.again = nn.Embedding(ROWS, WIDTH)
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=k > 0) for k in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.other_name = self.layers[2]
+        if tie in ("head", "all"):
+            self.head.weight = self.embed.weight
+        if tie in ("tables", "all"):
+            self.again.weight = self.bag.weight = self.embed.weight
+        if tie == "linears":
+            self.layers[1].weight = self.layers[0].weight
+        self.to(dtype)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        x = self.embed(indices) + self.again(indices) + self.bag(indices)[:, None]
+        for layer in self.layers:
+            x = layer(x) + self.other_name(x)
+        return self.head(self.norm(x.flatten(0, 1)))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.ERROR, "comera")
+
+
+def draw_numbers_(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.uniform_(0.5, 1.5)
+
+
+def close_ranks_(model: nn.Module, draw) -> None:
+    """Prune some ranks and cut some of those out, down to layers that vanish."""
+    for name, param in model.named_parameters():
+        if "gates" in name:
+            keep = draw(st.integers(0, param.numel()), label=f"kept of {name}")
+            param.data[keep:] = 0
+    if draw(st.booleans(), label="cut"):
+        truncate_(model, min_rank=draw(st.integers(0, 1), label="min_rank"))
+
+
+def check_equal(loaded: nn.Module, saved: nn.Module) -> None:
+    before, after = saved.state_dict(), loaded.state_dict()
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype, name
+        assert torch.equal(tensor, after[name]), name
+    assert ties_of(loaded) == ties_of(saved)
+    trained = [(n, p.requires_grad) for n, p in saved.named_parameters()]
+    assert [(n, p.requires_grad) for n, p in loaded.named_parameters()] == trained
+    assert repr(loaded) == repr(saved)
+
+
+def ties_of(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+CONFIGS = st.builds(
+    comera.TTConfig,
+    rank=st.integers(1, 6),
+    order=st.integers(1, 4),
+    embedding_order=st.integers(2, 4),
+    hot_rows=st.sampled_from([0, 7]),
+    scatter_rows=st.sampled_from([None, False]),
+    target_modules=st.sampled_from(["all", "all-linear", "all-embedding", ["embed", "layers.1"]]),
+    tied=st.sampled_from(["skip", "share", "untie"]),
+    prune_below=st.sampled_from([0.01, 0.3]),
+    init=st.sampled_from(["orthogonal", "svd"]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=CONFIGS,
+    hot_rank=st.sampled_from([None, 1, 3]),
+    tie=st.sampled_from(["none", "head", "tables", "linears", "all"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    data=st.data(),
+)
+@pytest.mark.slow
+def test_any_mixture_comes_back(tmp_path_factory, config, hot_rank, tie, dtype, data):
+    config.hot_rank = hot_rank if config.hot_rows else None
+    model = comera.tensorize_(Mixture(tie, dtype), config)
+    draw_numbers_(model)
+    close_ranks_(model, data.draw)
+    tables = [
+        module for module in model.modules() if isinstance(module, TTTable) and module.hot_rows
+    ]
+    if tables and data.draw(st.booleans(), label="moved rows"):
+        comera.update_hot_rows_(tables[0], torch.randperm(ROWS))
+    for number, param in enumerate(model.parameters()):
+        param.requires_grad_(number % 5 != 2)
+    model.eval()
+    folder = comera.save_model(model, tmp_path_factory.mktemp("model"), config=config)
+
+    with torch.device(data.draw(st.sampled_from(["cpu", "meta"]), label="device")):
+        dense = Mixture(data.draw(st.sampled_from(["none", tie]), label="tie given"), dtype)
+    loaded = comera.load_model(folder, dense.eval())
+    check_equal(loaded, model)
+    indices = torch.randint(ROWS, (2, 5))
+    assert torch.equal(loaded(indices), model(indices))
+    assert comera.TTConfig.from_dict(read_description(folder)["tensorized"]) == config
+
+
+def test_a_dense_model_is_one_too(tmp_path):
+    model = Mixture("all", torch.float32)
+    loaded = comera.load_model(
+        comera.save_model(model, tmp_path), lambda: Mixture("none", torch.float64)
+    )
+    check_equal(loaded, model)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(32, 64), nn.Embedding(200, 32), nn.EmbeddingBag(200, 32, mode="max")],
+    ids=["linear", "embedding", "bag"],
+)
+def test_a_layer_alone_is_a_model(tmp_path, layer):
+    model = comera.tensorize_(copy.deepcopy(layer), comera.TTConfig(rank=3))
+    check_equal(comera.load_model(comera.save_model(model, tmp_path), layer), model)
+
+
+def test_a_model_that_is_compressed_already_takes_what_the_file_has(tmp_path):
+    def make(rank: int) -> nn.Module:
+        return comera.tensorize_(
+            Mixture("head", torch.float32), comera.TTConfig(rank=rank, tied="share")
+        )
+
+    model = make(5)
+    check_equal(comera.load_model(comera.save_model(model, tmp_path), make(2)), model)
+
+
+def test_layers_on_shared_cores_stay_one(tmp_path):
+    config = comera.TTConfig(rank=4, hot_rows=7, hot_rank=2, tied="share")
+    model = comera.tensorize_(Mixture("all", torch.float32), config)
+    loaded = comera.load_model(
+        comera.save_model(model, tmp_path), lambda: Mixture("none", torch.float32)
+    )
+    assert isinstance(loaded.head, TiedTTLinear)
+    assert loaded.head.embedding is loaded.embed
+    assert loaded.again.cores is loaded.bag.cores is loaded.embed.cores
+    assert set(loaded.again.twins) == {loaded.embed, loaded.bag}
+    comera.update_hot_rows_(loaded.bag, torch.arange(ROWS))
+    assert loaded.embed.row_order is loaded.again.row_order is loaded.bag.row_order
+
+
+def test_training_goes_on_as_if_nothing_had_been_saved(tmp_path):
+    model = comera.tensorize_(Mixture("all", torch.float32), comera.TTConfig(rank=4, tied="share"))
+    loaded = comera.load_model(
+        comera.save_model(model, tmp_path), lambda: Mixture("all", torch.float32)
+    )
+    indices = torch.randint(ROWS, (4, 5))
+    for each in (model, loaded):
+        optimizer = torch.optim.SGD(comera.param_groups(each, lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(indices).square().mean().backward()
+            optimizer.step()
+    check_equal(loaded, model)
+
+
+@pytest.mark.slow
+def test_wrappers_are_saved_as_the_model_inside(tmp_path):
+    model = comera.tensorize_(nn.Sequential(nn.Linear(32, 64)), comera.TTConfig(rank=3))
+    folder = comera.save_model(torch.compile(model), tmp_path)
+    check_equal(comera.load_model(folder, nn.Sequential(nn.Linear(32, 64))), model)
+
+
+def test_the_description_is_for_people_too(tmp_path):
+    config = comera.TTConfig(rank=3, target_modules=["0"])
+    model = comera.tensorize_(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), config)
+    comera.save_model(model, tmp_path, config=config)
+    described = json.loads((tmp_path / "comera.json").read_text())
+    assert described["model"] == {"class": "torch.nn.modules.container.Sequential"}
+    assert described["tensorized"]["rank"] == 3
+    assert list(described["layers"]) == ["0"]
+    assert described["layers"]["0"]["ranks"] == list(model[0].ranks)
+    assert '"ranks": [3, 3, 3, 3]' in (tmp_path / "comera.json").read_text()
+
+
+def test_configurations_come_back_from_plain_text():
+    config = comera.TTConfig(
+        rank=[3, 4], rank_pattern={"a": [1, 2]}, shape_pattern={"b": [[4, 8], [8, 4]]},
+        hot_pattern={"c": [10, None]}, target_modules=["x"], compression=None,
+    )  # fmt: skip
+    assert comera.TTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match="'rnak' is not a setting of TTConfig; did you mean rank"):
+        comera.TTConfig.from_dict({"rnak": 3})
