@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.nn.linear import _LINEAR
 
 
 def kept(layer: nn.Module, x: torch.Tensor) -> int:
@@ -28,7 +29,11 @@ def kept(layer: nn.Module, x: torch.Tensor) -> int:
     ((64, 96), 8, 2), ((768, 768), 30, 3), ((768, 3072), 30, 3), ((64, 64), 12, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("tokens", [16, 512])
-def test_linear_layers(tokens, widths, rank, order, bias, dtype):
+def test_linear_layers(tokens, widths, rank, order, bias, dtype, monkeypatch):
+    """Of layers of a model in training, whose cores are contracted together."""
+    lone, *others = _LINEAR.ways
+    assert lone.name == "plain"
+    monkeypatch.setattr(_LINEAR, "ways", others)
     layer = comera.TTLinear(*widths, rank=rank, order=order, bias=bias, dtype=dtype)
     plan = comera.plan(layer, tokens=tokens)
     x = torch.randn(tokens, widths[0], dtype=dtype, requires_grad=True)
