@@ -144,8 +144,8 @@ inline void prepare(Fiber& fiber) {
   copies[fiber.number] = {};
 }
 
-// Threads in the order in which they run until the next barrier: 0 ascending, 1 descending, else
-// drawn anew each time.
+// Threads in the order in which they run until the next barrier: 0 ascending, 1 descending, a warp
+// as far ahead of the others as it may be, else drawn anew each time, all warps abreast.
 struct Order {
   unsigned kind;
   uint64_t random;
@@ -165,36 +165,54 @@ struct Order {
   }
 };
 
-// Lets warps go on whose threads all wait at a warp barrier or are done.
+// Lets a warp go on whose threads all wait at a warp barrier or are done.
+inline bool release_warp(std::vector<Fiber>& fibers, size_t first) {
+  const size_t end = first + 32 < fibers.size() ? first + 32 : fibers.size();
+  bool waits = false, others = false;
+  for (size_t t = first; t < end; ++t) {
+    waits |= fibers[t].state == AT_WARP_BARRIER;
+    others |= fibers[t].state == RUNS || fibers[t].state == AT_BLOCK_BARRIER;
+  }
+  if (!waits || others) return false;
+  for (size_t t = first; t < end; ++t)
+    if (fibers[t].state == AT_WARP_BARRIER) fibers[t].state = RUNS;
+  return true;
+}
 inline bool release_warps(std::vector<Fiber>& fibers) {
   bool released = false;
-  for (size_t first = 0; first < fibers.size(); first += 32) {
-    const size_t end = first + 32 < fibers.size() ? first + 32 : fibers.size();
-    bool waits = false, others = false;
-    for (size_t t = first; t < end; ++t) {
-      waits |= fibers[t].state == AT_WARP_BARRIER;
-      others |= fibers[t].state == RUNS || fibers[t].state == AT_BLOCK_BARRIER;
-    }
-    if (!waits || others) continue;
-    for (size_t t = first; t < end; ++t)
-      if (fibers[t].state == AT_WARP_BARRIER) fibers[t].state = RUNS;
-    released = true;
-  }
+  for (size_t first = 0; first < fibers.size(); first += 32) released |= release_warp(fibers, first);
   return released;
+}
+
+// Runs threads until they wait for others; false after a __trap.
+template <typename Threads>
+bool run_threads(std::vector<Fiber>& fibers, Threads begin, Threads end) {
+  for (; begin != end; ++begin) {
+    if (fibers[*begin].state != RUNS) continue;
+    current = &fibers[*begin];
+    emulation_switch(&scheduler, current->stack_pointer);
+    if (trapped) return false;
+  }
+  return true;
 }
 
 inline Problem run_block(std::vector<Fiber>& fibers, Order& order) {
   std::vector<int> threads(fibers.size());
   for (;;) {
     order.fill(threads);
-    do {
-      for (int t : threads) {
-        if (fibers[t].state != RUNS) continue;
-        current = &fibers[t];
-        emulation_switch(&scheduler, current->stack_pointer);
-        if (trapped) return TRAPPED;
+    if (order.kind < 2) {  // a warp goes to the next barrier of the block before others begin
+      for (size_t at = 0, next; at < threads.size(); at = next) {
+        const int warp = threads[at] / 32;
+        for (next = at; next < threads.size() && threads[next] / 32 == warp;) ++next;
+        do
+          if (!run_threads(fibers, threads.begin() + at, threads.begin() + next)) return TRAPPED;
+        while (release_warp(fibers, 32 * warp));
       }
-    } while (release_warps(fibers));
+    } else {
+      do
+        if (!run_threads(fibers, threads.begin(), threads.end())) return TRAPPED;
+      while (release_warps(fibers));
+    }
     size_t waiting = 0, done = 0;
     for (const Fiber& fiber : fibers) {
       waiting += fiber.state == AT_BLOCK_BARRIER;

@@ -106,3 +106,22 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
 struct alignas(16) Sixteen {
   uint32_t x[4];
 };
+
+__device__ __forceinline__ float fast_exp2(float x) {
+#ifdef COMERA_EMULATION
+  return std::exp2(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+__device__ __forceinline__ float fast_inverse(float x) {
+#ifdef COMERA_EMULATION
+  return 1 / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}

@@ -38,7 +38,8 @@ DIFFERENTIATED = "this backward pass is itself differentiated"
 REF = "COMERA_KERNELS=ref"
 BAGS = "there are hot rows or bags"
 WIDE = "the factors are not of 16 bits"
-_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE}
+NOT_BF16 = "the batch or a factor is not of bfloat16"
+_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE, NOT_BF16}
 """Refusals that are nothing to be warned of."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")

@@ -17,6 +17,7 @@ from torch import Tensor
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
+from comera.ops.kernels import feed_forward_kernel
 from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
@@ -95,6 +96,23 @@ _TIMES = Times("feed_forward", _case)
 _FORWARD = Ways("factorized_feed_forward", _sample, _TIMES)
 
 
+def _kernel_refuses(
+    x: Tensor,
+    left1: Tensor,
+    right1: Tensor,
+    left2: Tensor,
+    right2: Tensor,
+    bias: bool,
+    activation: str,
+) -> str | None:
+    return feed_forward_kernel.refuses(x, left1, right1, left2, right2, activation)
+
+
+_FORWARD.way("kernel", _kernel_refuses, kernel="factorized_feed_forward")(
+    feed_forward_kernel.forward
+)
+
+
 @_FORWARD.way("torch")
 def _by_torch(
     x: Tensor,
@@ -139,7 +157,23 @@ def _feed_forward_backward(
     return _BACKWARD(x, left1, right1, left2, right2, grad_y, t1, t2, activation)
 
 
-_BACKWARD = Ways("factorized_feed_forward_backward", _sample, _TIMES)
+def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
+    x, left1, right1, left2, right2, _, activation = _sample(new)
+    t1, t2 = new(1024, 32), new(1024, 32)
+    return x, left1, right1, left2, right2, new(1024, 768), t1, t2, activation
+
+
+_BACKWARD = Ways("factorized_feed_forward_backward", _sample_backward, _TIMES)
+
+
+def _back_refuses(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor,
+                  *given: Any) -> str | None:  # fmt: skip
+    return feed_forward_kernel.refuses(x, left1, right1, left2, right2, given[-1])
+
+
+_BACKWARD.way("kernel", _back_refuses, kernel="factorized_feed_forward")(
+    feed_forward_kernel.backward
+)
 
 
 @_BACKWARD.way("torch")

@@ -1,0 +1,178 @@
+"""A feed-forward by kernels that never store what lies between its layers."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from comera.ops.factors import Factors
+from comera.ops.kernels import choose, emulate, feed_forward_kernel, nvrtc
+from comera.ops.linear.feed_forward import factorized_feed_forward
+from tests.kernels.numbers import assert_near, distance
+
+CASES = {  # rows, widths in, between and out, both ranks
+    "a few rows": (5, 128, 128, 128, 8, 8),
+    "several blocks": (40, 128, 256, 384, 32, 32),
+    "ranks apart": (17, 256, 128, 128, 24, 16),
+}
+ACTIVATIONS = sorted(feed_forward_kernel.FILES)
+
+
+class Layers:
+    """Both layers' factors, a batch, and a gradient to go back with."""
+
+    def __init__(self, name, activation="gelu", bias=True, device="cpu", seed=0, rows=None):
+        made = torch.Generator().manual_seed(seed)
+        M, I, H, O, rank1, rank2 = CASES[name]  # noqa: E741
+
+        def random(*shape, scale=1.0):
+            numbers = scale * torch.randn(shape, generator=made)
+            return numbers.bfloat16().to(device)
+
+        self.activation, self.bias = activation, bias
+        self.x, self.grad = random(rows or M, I), random(rows or M, O)
+        self.factors = [
+            random(I, rank1, scale=I**-0.5), random(rank1, H, scale=rank1**-0.5),
+            random(H, rank2, scale=H**-0.5), random(rank2, O, scale=rank2**-0.5),
+        ]  # fmt: skip
+        if bias:
+            for left in self.factors[::2]:
+                left[:, -1] = 0  # as factors are contracted
+        self.leaves = [self.x, *self.factors]
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
+    def run(self):
+        left1, right1, left2, right2 = self.factors
+        assert feed_forward_kernel.refuses(self.x, *self.factors, self.activation) is None
+        pairs = [
+            Factors(left, right, self.bias) for left, right in ((left1, right1), (left2, right2))
+        ]
+        y = factorized_feed_forward(self.x, *pairs, self.activation)
+        return self._taken(y, torch.autograd.grad(y, self.leaves, self.grad))
+
+    def want(self):
+        """In float64, the hidden activation stored."""
+        wide = [leaf.detach().cpu().double().requires_grad_() for leaf in self.leaves]
+        x, left1, right1, left2, right2 = wide
+        hidden = getattr(F, self.activation)(self._with_ones(x @ left1) @ right1)
+        y = self._with_ones(hidden @ left2) @ right2
+        return self._taken(y, torch.autograd.grad(y, wide, self.grad.cpu().double()))
+
+    def _with_ones(self, t):
+        return torch.cat([t[:, :-1], torch.ones_like(t[:, -1:])], 1) if self.bias else t
+
+    def _taken(self, y, grads):
+        """Drop the gradient of what pads a bond beside a bias: nobody takes it."""
+        x, left1, right1, left2, right2 = grads
+        end = -1 if self.bias else None
+        return [y, x, left1[:, :end], right1, left2[:, :end], right2]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    names, launch = [], feed_forward_kernel.launch
+    monkeypatch.setattr(feed_forward_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
+    return names
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_equal_the_reference(activation, bias, emulated, started):
+    layers = Layers("a few rows", activation, bias)
+    assert_near(layers.run(), layers.want(), torch.bfloat16, factor=2)
+    assert started == [
+        f"feed_forward_{activation}_16", f"feed_forward_back_rows_{activation}_16",
+        f"feed_forward_back_hidden_{activation}", f"feed_forward_back_sums_{activation}",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("high", [16, 32, 64])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("thread_order")
+def test_kernels_equal_the_reference_in_any_order_of_threads(name, high, monkeypatch):
+    monkeypatch.setattr(feed_forward_kernel, "_block_rows", lambda x: high)
+    layers = Layers(name)
+    assert_near(layers.run(), layers.want(), torch.bfloat16, factor=2)
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(emulated, monkeypatch):
+    layers, found = Layers("a few rows", rows=150), []
+    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
+        monkeypatch.setattr(emulate, "order", order)
+        found.append(layers.run())
+    assert_near(found[0], layers.want(), torch.bfloat16, factor=2)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 1000, 4096, 9000])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_equal_the_reference_on_a_card(activation, rows):
+    layers = Layers("several blocks", activation, True, "cuda", torch.seed(), rows)
+    found = layers.run()
+    assert_near([t.cpu() for t in found], layers.want(), torch.bfloat16, factor=2)
+    assert all(map(torch.equal, found, layers.run()))
+
+
+def test_only_the_batch_and_thin_products_are_kept(emulated):
+    layers = Layers("several blocks")
+    kept = []
+    pack = lambda t: kept.append(t) or t  # noqa: E731
+    left1, right1, left2, right2 = layers.factors
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        factorized_feed_forward(
+            layers.x, Factors(left1, right1, True), Factors(left2, right2, True), "gelu"
+        )
+    factors = sum(t.numel() for t in layers.factors)
+    assert sum(t.numel() for t in kept) == layers.x.numel() + 40 * 64 + factors
+
+
+def test_what_does_not_fit_is_computed_by_torch(emulated):
+    layers = Layers("a few rows")
+    x, (left1, right1, left2, right2) = layers.x, layers.factors
+    refuses = feed_forward_kernel.refuses
+    assert refuses(x, left1, right1, left2, right2, "gelu") is None
+    assert refuses(x.float(), left1, right1, left2, right2, "gelu") == choose.NOT_BF16
+    assert "tanh" in refuses(x, left1, right1, left2, right2, "tanh")
+    wide = torch.empty(128, 40).bfloat16()
+    assert "40 wide" in refuses(x, wide, wide.T, left2, right2, "gelu")
+    assert "width of 96" in refuses(x, left1, right1[:, :96], left2[:96], right2, "gelu")
+    assert "empty" in refuses(x[:0], left1, right1, left2, right2, "gelu")
+
+
+BUGS = {
+    "no barrier before a stage is filled": (r"__syncthreads\(\);  // the stage is there", "//"),
+    "no barrier before parts are added": (r"__syncthreads\(\);  // all parts", "//"),
+    "no barrier before the tile is read": (r"__syncthreads\(\);  // the tile is there", "//"),
+    "no barrier before parts replace stages": (r"__syncthreads\(\);  // the hidden stages", "//"),
+    "no barrier before hidden stages are filled": (r"__syncthreads\(\);  // the hidden st", "//"),
+    "no barrier before rows are read": (r"__syncthreads\(\);  // the rows are there", "//"),
+    "a stage read before it is there": (r"arrived<STAGES - 2>", "arrived<STAGES - 1>"),
+    "a wrong sign": (r"p = x < 0\.f \? tail", "p = x > 0.f ? tail"),
+    "a row too few": (r"if \(m \+ r < rows\)", "if (m + r + 1 < rows)"),
+    "a part forgotten": (r"part < parts; \+\+part", "part + 1 < parts; ++part"),
+    "ones in another column": (r"c == rank - 2\) y", "c == rank - 2) x"),
+    "slopes forgotten": (r"BACK \? da\[n\]\[e\] \* slope", "BACK ? da[n][e]"),
+    "slopes of hidden columns forgotten": (r"da\[n\]\[e\] \*= slope;", ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, plant, monkeypatch):
+    pattern, instead = BUGS[bug]
+    mutant, count = re.subn(pattern, instead, nvrtc.text("feed_forward_gelu"), count=1)
+    assert count == 1
+    plant(mutant, "")
+    layers = Layers("ranks apart", rows=80)
+    off = []
+    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
+        monkeypatch.setattr(emulate, "order", order)
+        pairs = zip(layers.run(), layers.want(), strict=True)
+        off += [distance(one, other) for one, other in pairs]
+    assert not all(far <= 8e-3 for far in off)  # NaN is caught too
