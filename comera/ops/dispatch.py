@@ -120,7 +120,7 @@ class Ways:
 
         In a graph that is compiled, or without values, it is the list's: one order for all sizes.
         """
-        if self.times is None or not _times_matter() or torch.compiler.is_compiling():
+        if self.times is None or torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.times.case(*args)
         if found is None or not is_concrete(found[0]):

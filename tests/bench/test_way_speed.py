@@ -107,14 +107,14 @@ def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
     for name, value in small.items():
         monkeypatch.setattr(way_speed, name, value)
     first, *rest = trial.make.args
-    if trial.group in ("feed_forward", "lookup"):
+    if trial.group in ("feed_forward", "lookup", "linears"):
         first = 64
     elif trial.group == "contract_cores":
         first = 2
     gone, seen = way_speed._go(
         trial.group, "torch", trial.make.func(first, *rest, CPU, torch.float32)[0]
     )
-    assert "torch" in gone or trial.group == "attention_space"
+    assert "torch" in gone or trial.group in ("attention_space", "linears")
     assert seen
     assert all(dtype == torch.float32 for _, dtype, _ in seen)
 

@@ -250,7 +250,10 @@ def test_times_are_asked_for_once_a_case_and_never_in_a_graph(three, monkeypatch
         three(like(CPU, 5))
     assert asked == [CPU] * 2
     with compiling(monkeypatch):
+        dispatch.forget_times()  # it does not even find out whether there are any
         three(like(CPU, 6))
+        assert dispatch._matter is None
+    dispatch._matter = True
     with FakeTensorMode():
         three(torch.empty(7))
     assert asked == [CPU] * 2

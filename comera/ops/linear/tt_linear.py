@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comera.ops.context import autocast_together, products_are_fp8, without_autocast
 from comera.ops.cores import contract_chain
-from comera.ops.dispatch import Ways
+from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import Factors, contract_cores, last_of_each, set_ones_
 from comera.ops.operator import operator
 from comera.ops.product import affine, is_torchs, product
@@ -96,7 +96,14 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 768), [new(768, 32)], [new(32, 768)], True
 
 
-_LINEARS = Ways("linears", _sample)
+def _case(x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *_: Any) -> Case:
+    """Time depends on rows, on the widths of the first pair, and on how many share the input."""
+    wide, rank = lefts[0].shape
+    rows = x_BI.numel() // max(1, wide)
+    return x_BI, x_BI.dtype, (rows, wide, rights[0].shape[1], rank, len(lefts))
+
+
+_LINEARS = Ways("linears", _sample, Times("linears", _case))
 
 
 def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
@@ -107,7 +114,7 @@ def _not_fp8(x_BI: Tensor, *_: Any) -> str | None:
     return None if x_BI.numel() else "the batch is empty"
 
 
-@_LINEARS.way("fp8", _not_fp8)
+@_LINEARS.way("fp8", _not_fp8, timed_as="fp8")
 def _in_fp8(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
@@ -123,7 +130,7 @@ def _not_torchs(
     return None if is_torchs(x_BI, widest) else "oneDNN multiplies faster"
 
 
-@_LINEARS.way("plain", _not_torchs)
+@_LINEARS.way("plain", _not_torchs, timed_as="plain")
 def _plainly(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
@@ -136,7 +143,7 @@ def _plainly(
     return ys if x_BI.dim() == 2 else [y.view(*x_BI.shape[:-1], y.shape[1]) for y in ys]
 
 
-@_LINEARS.way("one operator")
+@_LINEARS.way("one operator", timed_as="one operator")
 def _by_operator(
     x_BI: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], bias: bool
 ) -> list[Tensor]:
