@@ -291,3 +291,14 @@ def test_results_lie_in_memory_as_graphs_are_promised(turned):
 def test_a_threshold_that_would_close_every_gate_is_refused(prune_below):
     with pytest.raises(ValueError, match=r"prune_below=.* must be in \[0, 1\): gates start at 1"):
         comera.TTLinear(24, 36, rank=3, prune_below=prune_below)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_a_vanished_layer_is_its_bias(bias):
+    layer = TTLinear(6, 6, bias, shape=TTShape((2, 3), (3, 2), (0, 0, 0)))
+    x = torch.randn(4, 6, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, layer.bias.expand(4, 6) if bias else torch.zeros(4, 6))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert all(param.grad.shape == param.shape for param in layer.parameters())

@@ -79,7 +79,8 @@ def _from_left(cores: Sequence[Tensor]) -> Tensor:
     """Contract the cores of the input to ``(I, R)``."""
     made = cores[0].squeeze(0)
     for core in cores[1:]:
-        made = torch.mm(made, core.flatten(1)).view(-1, core.shape[2])
+        rows = made.shape[0] * core.shape[1]  # -1 would be ambiguous where a rank is 0
+        made = torch.mm(made, core.flatten(1)).view(rows, core.shape[2])
     return made
 
 
@@ -87,5 +88,5 @@ def _from_right(cores: Sequence[Tensor]) -> Tensor:
     """Contract the cores of the output to ``(R, O)``."""
     made = cores[-1].squeeze(2)
     for core in cores[-2::-1]:
-        made = torch.mm(core.flatten(0, 1), made).view(core.shape[0], -1)
+        made = torch.mm(core.flatten(0, 1), made).view(core.shape[0], core.shape[1] * made.shape[1])
     return made
