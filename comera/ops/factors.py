@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import without_autocast
+from comera.ops.context import shapes_are_static, without_autocast
 from comera.ops.cores import (
     Chains,
     contract_chains,
@@ -28,9 +28,10 @@ from comera.ops.cores import (
     unstack_chains,
     unstack_gates,
 )
-from comera.ops.dispatch import Case, Times, Ways, is_eager, may_keep
+from comera.ops.dispatch import COMPILING, STATIC, Case, Times, Ways, is_eager, may_keep
 from comera.ops.kernels import choose
 from comera.ops.operator import is_concrete, operator
+from comera.ops.plain_factors import plain_factors
 
 
 class Factors(NamedTuple):
@@ -135,7 +136,6 @@ def layout_of(
     return [*counts, num_layers, split, int(padded), _DTYPES.index(dtype)]
 
 
-@operator("comera::contract_cores")
 def contract_groups(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],
@@ -155,10 +155,60 @@ def contract_groups(
     Returns:
         ``left`` and ``right`` of each group.
     """
+    return _GROUPS(cores, gates, biases, layout, thresholds)
+
+
+def _sample_lists(new: Callable[..., Any]) -> tuple[Any, ...]:
+    cores = [new(1, 32, 32), new(32, 32, 1)]
+    return cores, [], [], layout_of(cores, [], [], 1, 1), [0.0]
+
+
+_GROUPS = Ways("contract_groups", _sample_lists)
+
+
+def _not_plain(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> str | None:
+    if not is_eager():
+        return COMPILING
+    if shapes_are_static(cores[0]):
+        return STATIC
+    groups = _groups(cores, gates, biases, layout, thresholds)
+    return "a kernel contracts them" if CONTRACT.refusal(groups) is None else None
+
+
+@_GROUPS.way("plain", _not_plain)
+def _plainly(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Tensor]:
+    groups = _groups(cores, gates, biases, layout, thresholds)
+    return [factor for group in groups for factor in plain_factors(group)]
+
+
+@operator("comera::contract_cores")
+def _contract_groups(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    layout: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Tensor]:
+    """Compute :func:`contract_groups`, in one launch where kernels run."""
     return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
 
 
-@contract_groups.register_fake
+_GROUPS.way("one operator")(_contract_groups)
+
+
+@_contract_groups.register_fake
 def _(cores, gates, biases, layout, thresholds):
     groups = _groups(cores, gates, biases, layout, thresholds)
     return [
@@ -191,7 +241,7 @@ def _backward(ctx, grads: Sequence[Tensor]):
     return grad_cores, grad_gates, grad_biases, None, None
 
 
-contract_groups.register_autograd(_backward, setup_context=_setup_context)
+_contract_groups.register_autograd(_backward, setup_context=_setup_context)
 
 
 @operator("comera::contract_cores_backward")

@@ -5,7 +5,13 @@ import torch
 
 import comera
 from comera.ops.cores import Chains
-from comera.ops.factors import CONTRACT, contract_cores, contract_groups, layout_of
+from comera.ops.factors import (
+    CONTRACT,
+    _contract_groups,
+    contract_cores,
+    contract_groups,
+    layout_of,
+)
 from comera.ops.kernels import choose, contract_kernel, contract_walk, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
 from comera.ops.kernels.nvrtc import KernelError
@@ -330,7 +336,7 @@ def test_a_second_derivative_goes_through_torch_operations(emulated):
 def test_registered_soundly(emulated):
     *tensors, num_layers, split, threshold = make("1+1").arguments()
     layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(contract_groups.custom_op, (*tensors, layout, [threshold]))
+    torch.library.opcheck(_contract_groups.custom_op, (*tensors, layout, [threshold]))
 
 
 def test_gradients_of_a_graph_that_kernels_were_compiled_into(emulated, monkeypatch):

@@ -86,6 +86,9 @@ READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
     "factorized_feed_forward": (T,) * 10,
     "factorized_feed_forward_backward": (T,) * 10,
+    # A graph takes one operator, and a card one launch where there are kernels.
+    "contract_groups": ("plain", "one operator", "plain", "plain", "one operator", "one operator",
+    "plain", *("one operator",) * 3),
     "contract_cores": KERNEL_OR_TORCH,
     "contract_cores_backward": KERNEL_OR_TORCH,
     # In a graph for a card it is left to the operator, which is asked when the graph runs.

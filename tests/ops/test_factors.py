@@ -1,8 +1,11 @@
+import contextlib
+
 import pytest
 import torch
 
+from comera.ops.context import static_shapes
 from comera.ops.cores import contract_chain
-from comera.ops.factors import contract_cores, contract_groups, layout_of
+from comera.ops.factors import _contract_groups, contract_cores, contract_groups, layout_of
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
@@ -15,6 +18,13 @@ SHAPES = {  # bonds of a train, its modes, and how many of them carry the input
     "vanished": ((1, 0, 0, 1), (3, 2, 4), 2),
 }
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(params=["plain", "one operator"])
+def way(request):
+    """What eager mode takes, and what a graph takes."""
+    with contextlib.nullcontext() if request.param == "plain" else static_shapes():
+        yield
 
 
 class Group:
@@ -73,6 +83,7 @@ def grads(halves, params):
     return torch.autograd.grad(total, params)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("num_layers", [1, 3])
@@ -84,6 +95,7 @@ def test_values_and_gradients_match_each_layer_by_itself(name, num_layers, gated
     torch.testing.assert_close(grads(got, group.params), grads(want, group.params), **CLOSE)
 
 
+@pytest.mark.usefixtures("way")
 def test_several_groups_are_what_each_is_by_itself():
     groups = [Group("2+1", 2, bias=False), Group("3+3", 1), Group("1+1", 3, gated=False)]
     lists, layout = [[], [], []], []
@@ -99,6 +111,7 @@ def test_several_groups_are_what_each_is_by_itself():
     torch.testing.assert_close(grads(got, params), grads(want, params), **CLOSE)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_padding_the_bond_is_as_wide_as_it_is(name):
     group = Group(name, 2, bias=False)
@@ -109,6 +122,7 @@ def test_without_padding_the_bond_is_as_wide_as_it_is(name):
     torch.testing.assert_close((left, right), (want_left[..., :rank], want_right[:, :rank]))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_gradients_can_be_differentiated_again(num_layers):
     group = Group("2+1", num_layers)
@@ -125,6 +139,7 @@ def test_gradients_can_be_differentiated_again(num_layers):
     assert torch.autograd.gradgradcheck(run, group.params, fast_mode=True)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_cores_are_rounded_once(dtype, monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "ref")  # a kernel sums in another order
@@ -147,7 +162,7 @@ def test_registered_soundly(name, num_layers, bias):
     group = Group(name, num_layers, bias=bias, dtype=torch.float32)
     *tensors, num_layers, split, threshold = group.arguments()
     layout = layout_of(*tensors, num_layers, split)
-    torch.library.opcheck(contract_groups.custom_op, (*tensors, layout, [threshold]))
+    torch.library.opcheck(_contract_groups.custom_op, (*tensors, layout, [threshold]))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import pytest
 import tensorly
 import torch
 
+from comera.ops.context import static_shapes
 from comera.ops.cores import rank_gate_reference
+from comera.ops.linear.plain import plain_linear
 from comera.ops.linear.tt_linear import (
     _factorized_linears,
     tt_linear,
@@ -26,6 +28,30 @@ WIDTHS = {"1+2": (6, 5), "3+3": (23, 22), "4+4": (24, 23)}
 """True widths of the shapes whose modes multiply to more."""
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(autouse=True, params=["plain", "by factors", "operators"])
+def way(request, monkeypatch):
+    """A layer by itself; as factors of which autograd knows the products; all as operators."""
+    if request.param == "plain":
+        monkeypatch.setitem(globals(), "tt_linear", by_itself)
+    if request.param == "operators":
+        monkeypatch.setattr("comera.ops.linear.tt_linear.is_torchs", lambda x, columns: False)
+        with static_shapes():
+            yield
+    else:
+        yield
+
+
+def by_itself(
+    x, cores, split, bias, *, gates=(), threshold=0.0, in_features=None, out_features=None
+):
+    if not gates:
+        gates = [torch.ones(core.shape[2], dtype=x.dtype) for core in cores[:-1]]
+    modes = [core.shape[1] for core in cores]
+    in_features = in_features or math.prod(modes[:split])
+    out_features = out_features or math.prod(modes[split:])
+    return plain_linear(x, cores, gates, bias, split, threshold, in_features, out_features)
 
 
 class Problem:

@@ -13,6 +13,7 @@ from torch import Tensor
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.cores import open_gate
 from comera.ops.linear.tt_linear import check_width
+from comera.ops.plain_factors import multiply_pairs
 
 
 def plain_linear(
@@ -64,23 +65,17 @@ def _factors(
     """Contract cores to ``(I, R)`` and ``(R, O)``, narrow dtypes in that of the gates."""
     opened, last = [open_gate(gate, threshold) for gate in gates], cores[-1]
     with without_autocast(last):
-        gated = [*_gated(cores[:-1], opened), last.to(opened[0].dtype)]
+        gated = [*multiply_pairs(cores[:-1], opened), last.to(opened[0].dtype)]
         left, right = _from_left(gated[:split]), _from_right(gated[split:])
     return left.to(last.dtype), right.to(last.dtype)
-
-
-def _gated(cores: Sequence[Tensor], opened: Sequence[Tensor]) -> list[Tensor]:
-    if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
-        return [core * gate for core, gate in zip(cores, opened, strict=True)]
-    return list(torch._foreach_mul(list(cores), list(opened)))
 
 
 def _from_left(cores: Sequence[Tensor]) -> Tensor:
     """Contract the cores of the input to ``(I, R)``."""
     made = cores[0].squeeze(0)
     for core in cores[1:]:
-        rows = made.shape[0] * core.shape[1]  # -1 would be ambiguous where a rank is 0
-        made = torch.mm(made, core.flatten(1)).view(rows, core.shape[2])
+        _, modes, bond = core.shape
+        made = torch.mm(made, core.flatten(1)).view(made.shape[0] * modes, bond)
     return made
 
 
@@ -88,5 +83,6 @@ def _from_right(cores: Sequence[Tensor]) -> Tensor:
     """Contract the cores of the output to ``(R, O)``."""
     made = cores[-1].squeeze(2)
     for core in cores[-2::-1]:
-        made = torch.mm(core.flatten(0, 1), made).view(core.shape[0], core.shape[1] * made.shape[1])
+        bond, modes, _ = core.shape
+        made = torch.mm(core.flatten(0, 1), made).view(bond, modes * made.shape[1])
     return made
