@@ -58,18 +58,17 @@ class GroupedMerge:
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         check_whole(model, "GroupedMerge")
-        self._model, self._autocast = model, autocast
+        self._model = model
         self._trains = list(tensor_trains(model).values())
-        self._layers = [m for m in self._trains if isinstance(m, TTLinear)]
-        self._key: object = None
+        self._layers = LayersTogether(
+            [m for m in self._trains if isinstance(m, TTLinear)], autocast
+        )
         self._params: list[tuple[Tensor, ...]] = []
-        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
     def __enter__(self) -> "GroupedMerge":
-        key = [layer.identity() for layer in self._layers]
-        if key != self._key:
+        if self._layers.have_changed():
             check_whole(self._model, "GroupedMerge")  # it may have been sharded since
-            self._key, self._calls = key, self._arrange()
+            self._layers.arrange()
             self._params = [_read_from(train) for train in self._trains]
         try:
             self._share()
@@ -81,34 +80,69 @@ class GroupedMerge:
     def _share(self) -> None:
         """Gather the gates and contract the cores of all layers, which then use what was made."""
         for train, params in zip(self._trains, self._params, strict=True):
-            train.shared = Shared(params, versions_of(params), self._share)
+            vars(train)["shared"] = Shared(params, versions_of(params), self._share)
         share_gates(self._trains)
-        for groups, (cores, *rest) in self._calls:
-            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            factors = contract_groups(cores, gates, *rest)
-            narrow = factors[0].dtype != cores[0].dtype
-            _hand_out(groups, factors, "narrow_factors" if narrow else "shared_factors")
+        self._layers.contract()
 
     def __exit__(self, *problem: object) -> None:
-        for layer in self._layers:
-            layer.shared_factors = None
-            if self._autocast is not None:  # else nothing may change for torch.compile
-                layer.narrow_factors = None
+        self._layers.take_back()
         unshare_gates(self._trains)
         for train in self._trains:
-            train.shared = None
+            vars(train)["shared"] = None
 
-    def _arrange(self) -> list[tuple[list[list[TTLinear]], tuple[Any, ...]]]:
+
+class LayersTogether:
+    """Linear layers arranged by shape, once, to contract their cores together as often as wanted.
+
+    Args:
+        layers: The layers.
+        autocast: Dtype of the factors, but float64 stays; None for that of the cores.
+
+    Attributes:
+        params: The parameters of each layer, when it was arranged.
+    """
+
+    def __init__(self, layers: Sequence[TTLinear], autocast: torch.dtype | None = None) -> None:
+        self.layers, self.autocast = list(layers), autocast
+        self.params: list[tuple[Tensor, ...]] = []
+        self._key: object = None
+        self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
+
+    def have_changed(self) -> bool:
+        """Say whether a parameter was replaced, resized, frozen, cast or moved since."""
+        return self._key != self._identity()
+
+    def _identity(self) -> object:
+        return self.autocast, [layer.identity() for layer in self.layers]
+
+    def arrange(self) -> None:
         """Arrange all groups in one call, but that trained layers stay apart from frozen ones."""
+        self._key = self._identity()
+        self.params = [tuple(layer.parameters()) for layer in self.layers]
         alike: dict[object, list[TTLinear]] = {}
-        for layer in self._layers:
+        for layer in self.layers:
             alike.setdefault(layer.kind(), []).append(layer)
         together: dict[object, list[list[TTLinear]]] = {}
         for layers in alike.values():
             core = layers[0].cores[0]
             trained = any(p.requires_grad for layer in layers for p in layer.parameters())
             together.setdefault((core.dtype, core.device, trained), []).append(layers)
-        return [(groups, _arguments(groups, self._autocast)) for groups in together.values()]
+        self._calls = [(g, _arguments(g, self.autocast)) for g in together.values()]
+
+    def contract(self) -> None:
+        """Contract the cores of all layers, which then use what was made."""
+        for groups, (cores, *rest) in self._calls:
+            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
+            factors = contract_groups(cores, gates, *rest)
+            narrow = factors[0].dtype != cores[0].dtype
+            _hand_out(groups, factors, "narrow_factors" if narrow else "shared_factors")
+
+    def take_back(self) -> None:
+        """Let each layer contract its own cores again."""
+        for layer in self.layers:
+            vars(layer)["shared_factors"] = None
+            if self.autocast is not None:  # else nothing may change for torch.compile
+                vars(layer)["narrow_factors"] = None
 
 
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
@@ -120,7 +154,7 @@ def _hand_out(groups: list[list[TTLinear]], factors: list[Tensor], name: str) ->
     for layers, lefts, rights in zip(groups, factors[::2], factors[1::2], strict=True):
         pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
         for layer, pair in zip(layers, pairs, strict=True):
-            setattr(layer, name, pair)
+            vars(layer)[name] = pair
 
 
 def _arguments(groups: list[list[TTLinear]], dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -157,14 +191,16 @@ def share_gates(trains: Sequence[TensorTrainModule]) -> None:
     parts = iter(together.split([gate.shape[0] for gate in flat]))
     start = 0
     for train, of_one in zip(trains, gates, strict=True):
-        train.shared_gates = SharedGates(together, start, tuple(next(parts) for _ in of_one))
+        vars(train)["shared_gates"] = SharedGates(
+            together, start, tuple(next(parts) for _ in of_one)
+        )
         start += sum(gate.shape[0] for gate in of_one)
 
 
 def unshare_gates(trains: Sequence[TensorTrainModule]) -> None:
     """Let every module read its own gates again."""
     for train in trains:
-        train.shared_gates = None
+        vars(train)["shared_gates"] = None
 
 
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:

@@ -108,11 +108,8 @@ class TTLinear(TensorTrainModule):
         the last row of the right one. Inside a :class:`~comera.GroupedMerge` they are those it has
         made, in autocast's dtype if it knows of that.
         """
-        self.renew_shared()
-        shared, narrow = self.shared_factors, self.narrow_factors
-        if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
-            shared = narrow
-        if shared is not None and may_share(shared[0], self.cores[0]):
+        shared = self._shared_now()
+        if shared is not None:
             left, right = shared
         else:
             biases = [] if self.bias is None else [self.bias]
@@ -126,18 +123,36 @@ class TTLinear(TensorTrainModule):
             right = right[:, : self.out_features]
         return Factors(left, right, self.bias is not None)
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether this pass is to use factors that were made together with those of others."""
+        if self.shared is None or not self.shared.is_for_now:
+            return False
+        self.shared.used.add(id(self))
+        return self.shared_factors is not None or self.narrow_factors is not None
+
+    def _shared_now(self) -> tuple[Tensor, Tensor] | None:
+        """Return the factors that were made together with those of others, if they serve now."""
+        if is_eager() and not self._is_shared:
+            return None
+        self.renew_shared()
+        found, narrow = self.shared_factors, self.narrow_factors
+        if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
+            found = narrow
+        if found is None or found[0].requires_grad or not torch.is_grad_enabled():
+            return found
+        return found if may_share(found[0], self.cores[0]) else None
+
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
         return _dense_is_faster(self, input) is None
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
-        # quicker than asking the list by number
-        cores = [core for core in self.cores._parameters.values() if core is not None]
-        gates = list(self.gates._parameters.values())
-        shapes = tuple(core.shape for core in cores)
-        trained = tuple(core.requires_grad for core in cores)
-        parts = *cores, *gates, self.bias
+        cores = listed(self.cores)
+        shapes = [core.shape for core in cores]
+        trained = [core.requires_grad for core in cores]
+        parts = *cores, *listed(self.gates), self.bias
         return *map(id, parts), shapes, trained, cores[0].dtype, cores[0].device
 
     def kind(self) -> tuple[object, ...]:
@@ -286,10 +301,10 @@ _FEW = 1 << 22
 
 def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
     """Refuse all but eager mode, where calls are what takes time, and many rows on a CPU."""
-    if layer.shared is not None:
-        return "its factors are shared"
     if not is_eager():
         return COMPILING
+    if layer._is_shared:
+        return "its factors are shared"
     if shapes_are_static(input):
         return STATIC
     if products_are_fp8():

@@ -1,8 +1,9 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,19 +80,36 @@ class SharedGates(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-class Shared(NamedTuple):
-    """The parameters behind what an open :class:`~comera.GroupedMerge` shares with a module.
+@dataclass(slots=True)
+class Shared:
+    """The parameters behind what is shared with a module while a context is open.
 
     Attributes:
         params: The parameters.
         versions: How often each had been written to in place by then; None where torch does not
             count, as of parameters made under ``torch.inference_mode``.
         renew: Contracts everything anew, for all modules.
+        thread: The only thread to use it, and only in passes that nobody computes again, because
+            the context is left before the backward pass; None for any, as of a
+            :class:`~comera.GroupedMerge`.
+        used: Gathers the ``id`` of each module that asked for it.
     """
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
     renew: Callable[[], None]
+    thread: int | None = None
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def is_for_now(self) -> bool:
+        """Whether it may be used by the pass that runs now."""
+        if self.thread is None:
+            return True
+        # Hooks on what autograd saves are those of activation checkpointing, most often: what it
+        # computes again in the backward pass has to be what it computed before.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is None and self.thread == threading.get_ident()
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
