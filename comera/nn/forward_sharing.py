@@ -36,7 +36,7 @@ def share_in_forward_(model: nn.Module) -> None:
     Args:
         model: The model; nothing happens to one that is itself a tensor-train layer.
     """
-    unshare_in_forward_(model)
+    _remove_hooks(model)
     if not isinstance(model, TensorTrainModule):
         sharing = _ForwardSharing()
         model.register_forward_pre_hook(sharing.open)
@@ -46,11 +46,15 @@ def share_in_forward_(model: nn.Module) -> None:
 def unshare_in_forward_(model: nn.Module) -> None:
     """Take what :func:`share_in_forward_` has left from a model and all its parts."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), _ForwardSharing):
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
+        _remove_hooks(module)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _ForwardSharing):
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
 
 
 class _ForwardSharing:
