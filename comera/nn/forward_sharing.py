@@ -30,8 +30,7 @@ def share_in_forward_(model: nn.Module) -> None:
     activation checkpointing, while ``torch.compile`` or ``torch.func`` look on, and where
     parameters are sharded.
 
-    The first pass finds out which layers a pass uses. If a later one leaves some of them out, their
-    cores get a gradient of zeros in that pass, not None; from then on they are by themselves.
+    Those layers are served that the pass before has used, in the first pass all.
 
     Args:
         model: The model; nothing happens to one that is itself a tensor-train layer.
@@ -65,10 +64,10 @@ class _ForwardSharing:
         self._forget()
 
     def _forget(self) -> None:
-        self._together: LayersTogether | None = None
         self._layers: list[TTLinear] | None = None
-        self._apart: set[int] = set()
+        self._together: LayersTogether | None = None
         self._used: set[int] = set()
+        self._in_vain: list[Any] = []  # handles of hooks, see _expect_no_gradient
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the layers of this model: a copy has its own."""
@@ -105,6 +104,7 @@ class _ForwardSharing:
         if self._layers is None:
             trains = tensor_trains(model).values()
             self._layers = [train for train in trains if isinstance(train, TTLinear)]
+            self._together = LayersTogether(self._layers)
         mine = self._thread == threading.get_ident()  # of a pass that ended by Ctrl-C
         if self._thread is not None and not mine:
             return False
@@ -114,15 +114,21 @@ class _ForwardSharing:
 
     def _share(self) -> None:
         assert self._layers is not None
+        assert self._together is not None
+        for handle in self._in_vain:
+            handle.remove()
+        self._in_vain = []
         for layer in self._layers:
             self._announce(layer, ())
-        if self._together is not None and self._is_ready(self._together):
+        if self._is_ready(self._together):
             for layer, params in zip(self._together.layers, self._together.params, strict=True):
                 self._announce(layer, params)
             self._together.contract()
 
     def _is_ready(self, together: LayersTogether) -> bool:
         """Arrange the layers if need be; False where each is better by itself."""
+        if len(together.layers) < 2:
+            return False
         if not (torch.is_grad_enabled() or _numbers(together) <= _MOST):
             return False
         core = listed(together.layers[0].cores)[0]
@@ -145,14 +151,30 @@ class _ForwardSharing:
             vars(layer).update(shared=None, shared_factors=None, narrow_factors=None)
 
     def _learn(self) -> None:
-        """Serve the layers that this pass has used, but none that was served in vain."""
+        """Serve the layers that this pass has used in the next one."""
         assert self._layers is not None
-        before = self._together.layers if self._together is not None else []
-        self._apart |= {id(layer) for layer in before} - self._used
-        served = self._used | {id(layer) for layer in before}
-        layers = [m for m in self._layers if id(m) in served - self._apart]
-        if layers != before:
-            self._together = LayersTogether(layers) if len(layers) > 1 else None
+        assert self._together is not None
+        before = {id(layer) for layer in self._together.layers}
+        if before == self._used:
+            return
+        for layer in self._together.layers:
+            if id(layer) not in self._used:
+                self._expect_no_gradient(layer)
+        self._together = LayersTogether([m for m in self._layers if id(m) in self._used])
+
+    def _expect_no_gradient(self, layer: TTLinear) -> None:
+        """Let a layer that was served in vain get no gradient in the backward pass, as by itself.
+
+        Its share of the gradients of all is zeros, with which optimizers would let weights decay.
+        """
+        for param in layer.parameters():
+            if param.requires_grad:
+                self._in_vain.append(param.register_post_accumulate_grad_hook(_drop_zeros))
+
+
+def _drop_zeros(param: Tensor) -> None:
+    if param.grad is not None and not param.grad.any():
+        param.grad = None
 
 
 def _is_whole(layer: TTLinear) -> bool:
