@@ -98,7 +98,6 @@ def tensorize_(
     _say_what_loses(made, config.tokens or _TOKENS)
     model = swap_layers_(model, replacements)
     rename_tied_weights_(model)
-    share_in_forward_(model)
     return model
 
 
@@ -280,6 +279,8 @@ def _convert_tied(
 def swap_layers_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
     """Put layers in the place of others, whose hooks and biases they take over, in place.
 
+    Linear tensor trains among them contract their cores together from then on.
+
     Args:
         model: The model.
         replacements: New layers by the ``id`` of those that they replace.
@@ -297,6 +298,7 @@ def swap_layers_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.
                 if getattr(child, "bias", None) is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
+    share_in_forward_(model)
     return model
 
 

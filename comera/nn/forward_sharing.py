@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.nn.grouped import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import Shared, TensorTrainModule, listed, tensor_trains, versions_of
+from comera.nn.module import Shared, listed, tensor_trains, versions_of
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
@@ -33,10 +33,10 @@ def share_in_forward_(model: nn.Module) -> None:
     Those layers are served that the pass before has used, in the first pass all.
 
     Args:
-        model: The model; nothing happens to one that is itself a tensor-train layer.
+        model: The model; nothing is left on one of fewer than two such layers.
     """
     _remove_hooks(model)
-    if not isinstance(model, TensorTrainModule):
+    if len(_linears(model)) > 1:
         sharing = _ForwardSharing()
         model.register_forward_pre_hook(sharing.open)
         model.register_forward_hook(sharing.close, always_call=True)
@@ -54,6 +54,10 @@ def _remove_hooks(module: nn.Module) -> None:
             if isinstance(getattr(hook, "__self__", None), _ForwardSharing):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+
+
+def _linears(model: nn.Module) -> list[TTLinear]:
+    return [train for train in tensor_trains(model).values() if isinstance(train, TTLinear)]
 
 
 class _ForwardSharing:
@@ -102,8 +106,7 @@ class _ForwardSharing:
         if getattr(model, "_is_replica", False):  # of nn.DataParallel: its layers are made anew
             return False
         if self._layers is None:
-            trains = tensor_trains(model).values()
-            self._layers = [train for train in trains if isinstance(train, TTLinear)]
+            self._layers = _linears(model)
             self._together = LayersTogether(self._layers)
         mine = self._thread == threading.get_ident()  # of a pass that ended by Ctrl-C
         if self._thread is not None and not mine:

@@ -165,6 +165,10 @@ def _sample_lists(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 _GROUPS = Ways("contract_groups", _sample_lists)
 
+_FEW = 1 << 19
+"""Numbers of cores up to which calls are what contracting them takes. Autograd keeps them twice:
+stacked, and multiplied by gates."""
+
 
 def _not_plain(
     cores: Sequence[Tensor],
@@ -177,6 +181,8 @@ def _not_plain(
         return COMPILING
     if shapes_are_static(cores[0]):
         return STATIC
+    if sum(core.numel() for core in cores) > _FEW:
+        return "the cores are large"
     groups = _groups(cores, gates, biases, layout, thresholds)
     return "a kernel contracts them" if CONTRACT.refusal(groups) is None else None
 

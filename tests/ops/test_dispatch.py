@@ -305,6 +305,8 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/dense_weight.py", "is_eager"): "a weight is guarded",
     ("nn/linear.py", "on_this_machine"): "a refusal of the table",
     ("nn/linear.py", "is_eager"): "so is this",
+    ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
+    ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
     ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
 }
