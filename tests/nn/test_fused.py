@@ -143,8 +143,10 @@ def test_what_an_attention_keeps(rank, where, monkeypatch):
         40: 4 * width + 4 * padded,  # queries, keys, values and result
         None: 4 * width,
     }[rank]
-    # Beside them the sums of the softmax, the mask, and factors, those of q, k and v twice.
-    others = rows * heads + rows + 11 * padded * width
+    # Beside them the sums of the softmax, the mask, and factors, those of q, k and v twice; of
+    # contracting cores these stacked, multiplied by gates, and what a few of them have made.
+    cores = 0 if rank is None else sum(core.numel() for m in modules for core in m.cores)
+    others = rows * heads + rows + 11 * padded * width + 3 * cores
     assert rows * a_row <= kept <= rows * a_row + others
 
 
