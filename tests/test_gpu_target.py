@@ -77,6 +77,7 @@ def test_what_a_tool_finds_fails_the_target(sanitizer):
     assert f"racecheck of the kernels {list(TESTED)[-1]}_*" in done.stdout  # the others go on
 
 
+@pytest.mark.slow
 def test_a_tool_that_takes_too_long_is_named(sanitizer):
     done = make("sanitize", *sanitizer("sleep 20"), "SANITIZER_SECONDS=1")
     assert done.returncode != 0

@@ -27,6 +27,7 @@ def later():
     return time.monotonic() + 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("operators", marks=pytest.mark.slow), "steps", "layers", "tables", "runs"]
 )

@@ -119,6 +119,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, capsys):
         assert "median" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "axis", "at"),
     [
@@ -353,6 +354,7 @@ def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     assert "rank=0 must be at least 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_galore_torch_keeps_as_much_as_ours(tmp_path):
     peer("galore_torch")
     out = tmp_path / "optimizers.json"

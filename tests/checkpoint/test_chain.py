@@ -88,6 +88,7 @@ def test_lossless_training_goes_on_bit_by_bit(tmp_path, kind, key_every):
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_lossy_training_goes_on(tmp_path, kind):
     model = make_model()
@@ -207,6 +208,7 @@ def test_weights_that_are_not_finite_come_back_as_they_are(tmp_path):
     assert any(torch.isinf(e["exp_avg"]).any() for e in saved.optimizer["state"].values())
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_when_nothing_builds_on_them(tmp_path):
     chain_of(tmp_path / "a", 9, key_every=3, keep_last=2)
     assert CheckpointChain(tmp_path / "a").steps() == [35, 40, 45]  # 40 builds on 35

@@ -117,6 +117,7 @@ def test_emulate_takes_tensors_on_a_cpu_and_no_others(card, ways, monkeypatch):
     assert joining(torch.zeros(1, device="meta")) == "torch"
 
 
+@pytest.mark.slow
 def test_what_a_card_takes_of_a_compiled_graph_is_asked_when_it_runs(card, ways, compiled):
     joining = ways(more="too wide")
 

@@ -112,6 +112,7 @@ def test_kernels_equal_the_reference_in_any_order_of_threads(name, thread_order)
     assert_near(table.run(), table.want(), torch.float32, factor=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["bags", "weighted bags"])
 @pytest.mark.parametrize("hot", HOT)
 @pytest.mark.parametrize(

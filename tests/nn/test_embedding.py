@@ -177,6 +177,7 @@ def test_masks_are_no_indices(settings, kind, compiled, request):
         run(torch.tensor([[1.0, 0.5]]))
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_for_any_batch():
     layer = TTEmbedding(50, 12, 3, rank=4, hot_rows=5)
     assert_compiled(layer, backend="aot_eager")

@@ -154,6 +154,7 @@ def test_a_sequence_of_padding_alone_gives_numbers():
     assert all(torch.isfinite(t.grad).all() for t in (q, k, v))
 
 
+@pytest.mark.slow
 @padding
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_registered_soundly(dropout, padded):

@@ -95,6 +95,7 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
     assert error < 2 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_registered_soundly(bias, activation):

@@ -142,6 +142,7 @@ def test_affine_follows_autocast():
         assert affine(torch.randn(3, 4), torch.randn(4, 2), torch.randn(2)).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [None, torch.zeros(2)], ids=["no bias", "bias"])
 def test_registered_soundly(bias):
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)

@@ -195,6 +195,7 @@ def test_the_dense_table_equals_that_of_tensorly(name):
     torch.testing.assert_close(got, torch.from_numpy(want.copy()), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", ["as torch makes it", "as kernels make it"])
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
 @pytest.mark.parametrize("hot", HOT)

@@ -231,6 +231,7 @@ def test_a_wrong_width_is_named():
         problem.ours(torch.zeros(2, 24, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("batch", [(), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("count", [1, 3])

@@ -61,6 +61,7 @@ def check_copies(model, optimizer, steps, deep=True):
             assert mine is not its
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 13])
 def test_copies_train_on_alike_and_apart(kind, steps):
     model = make_model()
@@ -69,6 +70,7 @@ def test_copies_train_on_alike_and_apart(kind, steps):
     check_copies(model, optimizer, steps)
 
 
+@pytest.mark.slow
 def test_copies_in_eight_bits(eight_bit):
     model = make_model()
     optimizer = eight_bit(groups(model))

@@ -179,6 +179,7 @@ def test_the_late_stage_prunes_and_the_target_is_guaranteed(model, batch):
     learn(model, batch, ranks, optimizer, 2)
 
 
+@pytest.mark.slow
 def test_a_memorising_model_is_still_regularised(model, batch):
     """Its loss falls to nothing, its optimizer remembers larger gradients."""
     optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-2, gate_lr=0.02))

@@ -101,6 +101,7 @@ def test_without_cuda_python_it_says_what_to_install(monkeypatch):
     assert row(text, "NVRTC") == row(text, "CUDA driver") == told
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_it_lists_what_has_been_compiled():
     assert row(printed(), "ttm_lookup.cu")[1] == "-"

@@ -114,6 +114,7 @@ def test_steps_in_backward_end_at_the_same_model(config, tmp_path):
         other.check()
 
 
+@pytest.mark.slow
 def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
     config.optimizer = OptimizerConfig(name)
     config.two_stage = None

@@ -77,6 +77,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
     assert read_metrics(folder / "dense")[-1]["step"] == 50
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_or_refuses(config):
     config.twin = False
     first = quiet_run(config)

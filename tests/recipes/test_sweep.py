@@ -154,6 +154,7 @@ def test_every_seed_and_variant_is_a_job_after_those_it_waits_for(content, tmp_p
     assert jobs[5].needs == [jobs[3], jobs[4]]
 
 
+@pytest.mark.slow
 def test_as_many_steps_as_fit_in_the_time_of_another(content, tmp_path):
     content["variants"]["long"] = {"extends": "tt", "same_time_as": "dense"}
     dense, tt, long = make_jobs(sweep_of(content, tmp_path))
@@ -263,6 +264,7 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
 
 
+@pytest.mark.slow
 def test_another_folder_than_the_file_names(content, tmp_path, capsys):
     other = tmp_path / "other"
     for job in make_jobs(dataclasses.replace(sweep_of(content, tmp_path), out=other)):
@@ -345,6 +347,7 @@ def test_the_command_line_names_what_is_wrong(content, tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*sweep.yaml")), ids=lambda p: p.stem)
 def test_the_sweeps_that_come_along_can_be_read(path):
     sweep = read_sweep(path)

@@ -105,6 +105,7 @@ def test_every_way_to_project_is_counted(proj_type):
     check(model, comera.GaLoreAdamW(groups(model, True, proj_type)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("galore", [False, True])
 def test_eight_bits_of_torchao_are_counted(galore):
     with warnings.catch_warnings():

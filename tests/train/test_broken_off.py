@@ -81,6 +81,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("how", ["loss", "backward", "ctrl-c"])
 @pytest.mark.parametrize("stage", STAGES)

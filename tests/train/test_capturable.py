@@ -76,6 +76,7 @@ def one_encoder():
     return started(step_of(make_model(1)), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_a_graph_cannot_hold_is_found(one_encoder, name):
     plant, message = PLANTED[name]

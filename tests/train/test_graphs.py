@@ -142,6 +142,7 @@ def test_a_function_is_recorded_replayed_and_freed(cuda, graphs):
     assert cuda.now == "default"
 
 
+@pytest.mark.slow
 def test_recordings_beside_each_other_share_a_pool(cuda, graphs, monkeypatch):
     first = graphs.record(lambda: torch.ones(()))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 8))  # asserted when captured

@@ -47,6 +47,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_stages_truncation_and_the_rest_are_the_same(name, accumulate):

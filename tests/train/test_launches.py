@@ -149,6 +149,7 @@ def test_the_second_step_plans_nothing():
     assert planned_dense_from.cache_info().misses == before
 
 
+@pytest.mark.slow
 def test_the_planner_is_no_part_of_a_compiled_graph():
     layer = comera.TTLinear(512, 512, rank=400)
     x = torch.randn(3, 512)
