@@ -20,7 +20,8 @@ class Candidate:
         forward: Steps of the forward pass.
         backward: Steps of the backward pass; empty when there is none.
         seconds: Predicted time of both passes.
-        saved_bytes: Kept from the forward to the backward pass, parameters not counted.
+        saved_bytes: Kept from the forward to the backward pass, parameters not counted; nor small
+            cores, of which eager mode keeps copies.
         peak_bytes: The most that is held at once: parameters, their gradients, the layer's input
             and output and the gradients of these, everything saved and everything transient.
     """

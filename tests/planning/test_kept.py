@@ -6,6 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.linear import _LINEAR
+from comera.ops.factors import _GROUPS
 
 
 def kept(layer: nn.Module, x: torch.Tensor) -> int:
@@ -30,15 +31,22 @@ def kept(layer: nn.Module, x: torch.Tensor) -> int:
 ])  # fmt: skip
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_linear_layers(tokens, widths, rank, order, bias, dtype, monkeypatch):
-    """Of layers of a model in training, whose cores are contracted together."""
+    """Of layers of a model in training, whose cores one operator contracts; and in eager mode."""
     lone, *others = _LINEAR.ways
-    assert lone.name == "plain"
+    plain, *operator = _GROUPS.ways
+    assert (lone.name, plain.name) == ("plain", "plain")
     monkeypatch.setattr(_LINEAR, "ways", others)
     layer = comera.TTLinear(*widths, rank=rank, order=order, bias=bias, dtype=dtype)
     plan = comera.plan(layer, tokens=tokens)
     x = torch.randn(tokens, widths[0], dtype=dtype, requires_grad=True)
+    in_eager_mode = kept(layer, x)
+    monkeypatch.setattr(_GROUPS, "ways", operator)
     assert kept(layer, x) == plan.chosen.saved_bytes
     assert kept(nn.Linear(*widths, bias=bias, dtype=dtype), x) == plan.dense.saved_bytes
+    # Autograd keeps cores stacked and gated, in the dtype of the gates, and what some have made.
+    cores = 4 * 4 * sum(core.numel() for core in layer.cores) * max(1, dtype.itemsize // 4)
+    gates = 4 * 4 * sum(gate.numel() for gate in layer.gates) * max(1, dtype.itemsize // 4)
+    assert plan.chosen.saved_bytes < in_eager_mode < plan.chosen.saved_bytes + cores + gates
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
