@@ -151,7 +151,8 @@ class _ForwardSharing:
     def _take_back(self) -> None:
         self._thread = None
         for layer in self._layers or ():
-            vars(layer).update(shared=None, shared_factors=None, narrow_factors=None)
+            for name in ("shared", "shared_factors", "narrow_factors"):
+                vars(layer).pop(name, None)
 
     def _learn(self) -> None:
         """Serve the layers that this pass has used in the next one."""

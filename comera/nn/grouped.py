@@ -138,11 +138,13 @@ class LayersTogether:
             _hand_out(groups, factors, "narrow_factors" if narrow else "shared_factors")
 
     def take_back(self) -> None:
-        """Let each layer contract its own cores again."""
+        """Let each layer contract its own cores again.
+
+        Nothing is left on it: a compiled step is to find it as it was the first time.
+        """
         for layer in self.layers:
-            vars(layer)["shared_factors"] = None
-            if self.autocast is not None:  # else nothing may change for torch.compile
-                vars(layer)["narrow_factors"] = None
+            for name in ("shared_factors", "narrow_factors"):
+                vars(layer).pop(name, None)
 
 
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
