@@ -78,9 +78,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data: ``$COMERA_CACHE``, or ``comera`` in the user's cache."""
+    """Return the folder for prepared data: ``$COMERA_CACHE``, or one of the user's caches."""
     chosen = os.environ.get("COMERA_CACHE")
     if chosen:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "comera"
+    from platformdirs import user_cache_path  # not to be loaded with the layers
+
+    return user_cache_path("comera", appauthor=False)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
 
+M = TypeVar("M", bound=nn.Module)
+
 _WORTH_SAYING = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
 
@@ -36,11 +38,11 @@ _TOKENS = 4096
 
 
 def tensorize_(
-    model: nn.Module,
+    model: M,
     config: TTConfig | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> nn.Module:
+) -> M:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
     Build the optimizer afterwards: the parameters are new. Cores are drawn anew, to be trained,
@@ -96,9 +98,9 @@ def tensorize_(
     if config.init is None:
         _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
     _say_what_loses(made, config.tokens or _TOKENS)
-    model = swap_layers_(model, replacements)
-    rename_tied_weights_(model)
-    return model
+    converted = swap_layers_(model, replacements)
+    rename_tied_weights_(converted)
+    return cast(M, converted)  # but for a single layer, whose place another takes
 
 
 def densify_(model: nn.Module) -> nn.Module:

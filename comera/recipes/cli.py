@@ -6,15 +6,23 @@ import logging
 import os
 import re
 import sys
+from argparse import SUPPRESS, Action, HelpFormatter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, get_loader, set_loader
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentParser,
+    get_loader,
+    set_loader,
+    set_parsing_settings,
+)
 from rich.console import Console
 
+from comera import __version__
 from comera._command import imports_are_done
 from comera.allocator import reuse_freed_memory
 from comera.bench.calibrate import calibrate
@@ -24,10 +32,12 @@ from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.named import described, file_of
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
+from comera.recipes.short_help import short_help
 from comera.recipes.sweep import INTERRUPTED, run_sweep
 from comera.train.step import NonFiniteLossError
 
@@ -63,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
+        if chosen.command == "init":
+            _show_configuration(chosen.init.name)
+            return 0
         if chosen.command == "report":
             written = write_report(Path(chosen.report.run).expanduser())
             console.print(f"wrote {written}", markup=False)
@@ -70,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "sweep":
             options = chosen.sweep
             out = Path(options.out) if options.out else None
-            return run_sweep(Path(options.file), options.jobs, options.overwrite, console, out)
+            return run_sweep(file_of(options.file), options.jobs, options.overwrite, console, out)
         if chosen.command == "bench":
             return run_bench(chosen.bench, console)
         if chosen.command == "checkpoint":
@@ -125,6 +138,13 @@ class _Parser(ArgumentParser):
     """Says in one line what was wrong, and which option may have been meant."""
 
     options: Sequence[str] = ()
+    name: str = ""
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """Show what is changed first; ``--help_all`` shows every key, ``--SECTION.help`` some."""
+        if not self.name:  # jsonargparse makes one for a section
+            return super().format_help(formatter)
+        return short_help(self.name, self.description or "")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: (--[\w.]+)", message, re.IGNORECASE)
@@ -132,6 +152,14 @@ class _Parser(ArgumentParser):
         if near:
             message += f": did you mean {near[0]}?"
         super().error(_in_a_section(message) or message, ex)
+
+
+class _ShowEverySetting(Action):
+    """Prints what argparse would, a paragraph a key."""
+
+    def __call__(self, parser: Any, *_: object) -> NoReturn:
+        print(ArgumentParser.format_help(parser), end="")
+        sys.exit(0)
 
 
 def _in_a_section(message: str) -> str | None:
@@ -159,9 +187,11 @@ def _in_a_section(message: str) -> str | None:
 
 def make_parser() -> ArgumentParser:
     """Make the parser of the ``comera`` command."""
+    set_parsing_settings(add_print_completion_argument=True)  # comera --print_completion SHELL
     parser = ArgumentParser(
         prog="comera",
         description="Train models in compressed form.",
+        version=__version__,
         allow_abbrev=False,
         parser_mode=_MODE,
     )
@@ -171,13 +201,24 @@ def make_parser() -> ArgumentParser:
         ("plan", "Show what a run would train, and what it would be compressed to."),
     ):
         command = _Parser(description=text, allow_abbrev=False)
+        command.name = name
         command.add_argument(
-            "--config", action=ActionConfigFile, help="YAML file that describes the run."
+            "--help_all",
+            action=_ShowEverySetting,
+            nargs=0,
+            default=SUPPRESS,
+            help="Show every setting and exit.",
+        )
+        command.add_argument(
+            "--config",
+            action=ActionConfigFile,
+            help="YAML file that describes the run; `comera init` lists configurations that can be "
+            "given by name instead.",
         )
         # Every field of a run is an option, its help the field's line in the docstring.
         command.add_class_arguments(RunConfig, None)
         # By itself the usage would list every key of a run.
-        command.usage = f"comera {name} CONFIG [--KEY=VALUE ...]"
+        command.usage = f"comera {name} FILE_OR_NAME [--KEY=VALUE ...]"
         command.options = [s for action in command._actions for s in action.option_strings]
         commands.add_subcommand(name, command, help=text)
     sweep = ArgumentParser(
@@ -185,7 +226,9 @@ def make_parser() -> ArgumentParser:
         "resumes a sweep.",
         allow_abbrev=False,
     )
-    sweep.add_argument("file", type=str, help="YAML file that describes the sweep.")
+    sweep.add_argument(
+        "file", type=str, help="YAML file that describes the sweep, or a configuration's name."
+    )
     sweep.add_argument(
         "--out",
         type=str,
@@ -205,6 +248,13 @@ def make_parser() -> ArgumentParser:
     commands.add_subcommand(
         "sweep", sweep, help="Train variants of one run over seeds, and compare them."
     )
+    init = ArgumentParser(
+        description="Print a configuration to begin with: comera init NAME > mine.yaml"
+    )
+    init.add_argument(
+        "name", type=str, nargs="?", help="Name of a configuration; without it all are listed."
+    )
+    commands.add_subcommand("init", init, help="Print a configuration to begin with, or list all.")
     report = ArgumentParser(description="Write one HTML file about a run.")
     report.add_argument("run", type=str, help="Folder of the run.")
     commands.add_subcommand("report", report, help="Write one HTML file about a run.")
@@ -232,8 +282,9 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
         for k in range(1, len(words)):
             alone = k == 1 or not words[k - 1].startswith("-") or "=" in words[k - 1]
             if alone and not words[k].startswith("-"):
-                _check_file(Path(words[k]))
-                words[k] = f"--config={words[k]}"
+                path = file_of(words[k])
+                _check_file(path)
+                words[k] = f"--config={path}"
                 words.insert(1, words.pop(k))  # first, so that keys before it count too
                 break
     return [_OPTIMIZER.sub(r"--optimizer.name=\1", word) for word in words]
@@ -245,6 +296,17 @@ def _check_file(path: Path) -> None:
     for key in read_yaml(path):
         if str(key).split(".")[0] not in sections:
             raise ValueError(f"{path}: {key} is not a setting{did_you_mean(key, sections)}")
+
+
+def _show_configuration(name: str | None) -> None:
+    """Print as a file, not as to a terminal: no line may be broken."""
+    if name is not None:
+        print(file_of(name).read_text(encoding="utf-8"), end="")
+        return
+    listed = described()
+    width = max(len(each) for each, _ in listed)
+    for each, text in listed:
+        print(f"{each:{width}}  {text}")
 
 
 def _show_plan(config: RunConfig, console: Console) -> None:

@@ -39,7 +39,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     for key, value in (values if within else spelled_out(values)).items():
         if key not in hints:
             raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
-        section, optional = _section(hints[key])
+        section, optional = section_of(hints[key])
         if section is None:
             try:
                 found[key] = parser.parse_object({key: value})[key]
@@ -61,7 +61,7 @@ def check_nulls(settings: Any, within: str = "") -> None:
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, key = getattr(settings, field.name), f"{within}{field.name}"
-        section, optional = _section(hints[field.name])
+        section, optional = section_of(hints[field.name])
         if value is None and not optional:
             wanted = "a section" if section else f"of type {_name(hints[field.name])}"
             raise ValueError(f"{key}=null must be {wanted}: leave it out for its default")
@@ -159,7 +159,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _section(hint: Any) -> tuple[type | None, bool]:
+def section_of(hint: Any) -> tuple[type | None, bool]:
     """Return the dataclass that a field holds, if it does, and whether it may be None."""
     options = typing.get_args(hint) or (hint,)
     section = next((option for option in options if dataclasses.is_dataclass(option)), None)

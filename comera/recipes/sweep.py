@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from comera.recipes.jobs import Job, reopen_other_data, resolve, run_jobs
+from comera.recipes.named import file_of
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
 from comera.recipes.report.sweep_report import (
@@ -171,9 +172,11 @@ def read_sweep(path: Path) -> Sweep:
 def _base(given: Any, folder: Path) -> dict[str, Any]:
     """Return the settings that all variants share."""
     if isinstance(given, str):
-        given = read_yaml(folder / Path(given).expanduser())
+        given = read_yaml(file_of(given, beside=folder))
     if not isinstance(given, Mapping):
-        raise ValueError(f"base={given!r} must be the path of a run's file, or its settings")
+        raise ValueError(
+            f"base={given!r} must be the path of a run's file, a configuration's name, or settings"
+        )
     try:
         settings = nested(given)
     except ValueError as problem:

@@ -1,0 +1,43 @@
+"""``--help`` can be read on one screen, and leads to the rest."""
+
+import pytest
+
+from comera.recipes.cli import main
+from comera.recipes.run_config import RunConfig
+
+
+def printed(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_of_a_run_fits_on_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = printed(capsys, command, "--help")
+    assert text.startswith(f"usage: comera {command} FILE_OR_NAME")
+    assert len(text.splitlines()) < 50
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("--train.steps=", "--tensorize.rank=", "  importance_pruning  ", "--help_all"):
+        assert word in text
+
+
+def test_every_key_is_one_option_away(capsys):
+    text = printed(capsys, "train", "--help_all")
+    assert "--checkpoints.keep_every" in text
+    assert all(f"--{name}" in text for name in RunConfig.__dataclass_fields__)
+
+
+def test_so_is_one_section(capsys):
+    text = printed(capsys, "train", "--tensorize.help")
+    assert "--tensorize.embedding_rank" in text
+    assert "FILE_OR_NAME" not in text
+
+
+def test_shells_can_complete_the_commands(capsys):
+    pytest.importorskip("shtab")
+    text = printed(capsys, "--print_completion", "shtab-bash")
+    assert "calibrate" in text
+    assert "--train.batch_size" in text
