@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint format gpu sanitize clean
+.PHONY: demo test test-all lint format site gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera train configs/quickstart.yaml --overwrite=true
@@ -22,6 +22,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# To be read from the disk: build/site/index.html.
+site: $(VENV)/installed-dev
+	$(BIN)/mkdocs build --quiet --strict
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
@@ -65,7 +69,7 @@ sanitize:
 	done; done; exit $$worst
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache
 
 # torch comes first and alone, so that no other package's wider requirement picks another build.
 $(VENV)/installed: pyproject.toml constraints.txt

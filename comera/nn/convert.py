@@ -28,7 +28,7 @@ from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
 
-M = TypeVar("M", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 _WORTH_SAYING = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
@@ -38,11 +38,11 @@ _TOKENS = 4096
 
 
 def tensorize_(
-    model: M,
+    model: Model,
     config: TTConfig | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> M:
+) -> Model:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
     Build the optimizer afterwards: the parameters are new. Cores are drawn anew, to be trained,
@@ -100,7 +100,7 @@ def tensorize_(
     _say_what_loses(made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
-    return cast(M, converted)  # but for a single layer, whose place another takes
+    return cast(Model, converted)  # but for a single layer, whose place another takes
 
 
 def densify_(model: nn.Module) -> nn.Module:
