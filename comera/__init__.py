@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from comera.report.model_plan import plan
     from comera.saved.hub import push_to_hub
     from comera.saved.model_folder import load_model, save_model
+    from comera.serving.freeze import freeze_, frozen
+    from comera.serving.plain import to_plain_
     from comera.shapes import TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
@@ -81,6 +83,8 @@ _HOMES = {
     "comera.report.model_plan": ("plan",),
     "comera.saved.hub": ("push_to_hub",),
     "comera.saved.model_folder": ("load_model", "save_model"),
+    "comera.serving.freeze": ("freeze_", "frozen"),
+    "comera.serving.plain": ("to_plain_",),
     "comera.shapes": ("TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
@@ -113,6 +117,8 @@ __all__ = [
     "compress_",
     "compression_report",
     "densify_",
+    "freeze_",
+    "frozen",
     "galore_param_groups",
     "load_model",
     "memory_report",
@@ -123,6 +129,7 @@ __all__ = [
     "reuse_freed_memory",
     "save_model",
     "tensorize_",
+    "to_plain_",
     "truncate_",
     "update_hot_rows_",
 ]

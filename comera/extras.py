@@ -10,6 +10,7 @@ _EXTRAS = {
     "pandas": "cli",
     "tensorboard": "cli",
     "tokenizers": "cli",
+    "torchao": "quantize",
     "yaml": "cli",
 }
 """What is imported, and the extra that brings it."""

@@ -278,14 +278,17 @@ def _convert_tied(
     return made
 
 
-def swap_layers_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
-    """Put layers in the place of others, whose hooks and biases they take over, in place.
+def swap_layers_(
+    model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
+) -> nn.Module:
+    """Put layers in the place of others, whose hooks they take over, in place.
 
     Linear tensor trains among them contract their cores together from then on.
 
     Args:
         model: The model.
         replacements: New layers by the ``id`` of those that they replace.
+        biases: Whether they take over the biases too.
 
     Returns:
         The model; if it is itself replaced, the layer that replaces it.
@@ -293,11 +296,13 @@ def swap_layers_(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
     for parent in list(model.modules()):
+        if id(parent) in replacements:  # stays whole: it may be put back
+            continue
         for name, child in parent._modules.items():
             if id(child) in replacements:
                 assert child is not None
                 new = _with_hooks_of(child, replacements[id(child)])
-                if getattr(child, "bias", None) is not None:
+                if biases and getattr(child, "bias", None) is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
     share_in_forward_(model)

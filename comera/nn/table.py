@@ -191,6 +191,11 @@ class TTTable(TensorTrainModule):
             table.row_order = places
 
     @property
+    def row_step(self) -> int | None:
+        """How far apart neighbours are kept, k of ``scatter_rows``; None where rows are not."""
+        return self._step if self.row_order is None else None
+
+    @property
     def _moves_rows(self) -> bool:
         """Whether an index may be kept at another row than its own."""
         return self.row_order is not None or self._step is not None

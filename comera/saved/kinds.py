@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -12,6 +12,14 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
+from comera.serving.frozen_layers import (
+    Frozen,
+    FrozenEmbedding,
+    FrozenEmbeddingBag,
+    FrozenHead,
+    FrozenLinear,
+    FrozenTable,
+)
 from comera.shapes import TTMShape, TTShape
 
 Entry = Mapping[str, Any]
@@ -72,23 +80,17 @@ def name_of_kind(layer: nn.Module) -> str | None:
     """Return what files call layers of this class; None of a layer that needs no description.
 
     Raises:
-        ValueError: If it is a tensor train of a class that is not registered.
+        ValueError: If it is a tensor train, or a frozen one, of a class that is not registered.
     """
     for name, kind in _KINDS.items():
         if type(layer) is kind.layer_class:
             return name
-    if isinstance(layer, (TensorTrainModule, TiedTTLinear)):
+    if isinstance(layer, (TensorTrainModule, TiedTTLinear, Frozen)):
         raise ValueError(
             f"{type(layer).__qualname__} has no form in a file: give it one with "
             "comera.saved.kinds.register_kind"
         )
     return None
-
-
-def works_on(layer: nn.Module) -> nn.Module | None:
-    """Return the layer on whose parameters this one works, by what its kind says."""
-    name = name_of_kind(layer)
-    return None if name is None else _KINDS[name].works_on(layer)
 
 
 # ── tensor trains ────────────────────────────────────────────────────────────────────────────────
@@ -99,8 +101,12 @@ def _common(layer: TensorTrainModule) -> dict[str, Any]:
         "ranks": list(layer.ranks),
         "start_ranks": list(layer.start_ranks),
         "prune_below": layer.prune_below,
-        "dtype": str(layer.cores[0].dtype).removeprefix("torch."),
+        "dtype": _dtype_of(layer.cores[0]),
     }
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _dtype(entry: Entry) -> torch.dtype:
@@ -206,7 +212,7 @@ def _finish(layer: Any, entry: Entry, other: Any) -> Any:
 
 
 def _describe_tied(layer: TiedTTLinear) -> dict[str, Any]:
-    dtype = None if layer.bias is None else str(layer.bias.dtype).removeprefix("torch.")
+    dtype = None if layer.bias is None else _dtype_of(layer.bias)
     return {"bias": layer.bias is not None, "dtype": dtype}
 
 
@@ -219,10 +225,106 @@ def _build_tied(entry: Entry, other: nn.Module | None) -> TiedTTLinear:
     return TiedTTLinear(other, nn.Parameter(bias))
 
 
+# ── frozen layers ────────────────────────────────────────────────────────────────────────────────
+
+
+def _describe_frozen_linear(layer: Any) -> dict[str, Any]:
+    return {
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "rank": layer.rank,
+        "bias": layer.bias is not None,
+        "dtype": _dtype_of(layer[0].weight),
+    }
+
+
+def _build_frozen_linear(entry: Entry, other: nn.Module | None) -> FrozenLinear:
+    sizes = entry["in_features"], entry["out_features"], entry["rank"], entry["bias"]
+    return FrozenLinear(*sizes, "meta", _dtype(entry))
+
+
+def _describe_frozen_table(layer: FrozenTable) -> dict[str, Any]:
+    hot = None if layer.hot is None else list(layer.hot.weight.shape)
+    return {
+        "num_embeddings": layer.num_embeddings,
+        "embedding_dim": layer.embedding_dim,
+        "left": [layer.left.num_embeddings, *layer.inner[0]],
+        "right": [layer.right.num_embeddings, *layer.inner[1]],
+        "hot": hot,
+        "basis": layer.basis is not None,
+        "padding_idx": layer.padding_idx,
+        "row_order": layer.row_order is not None,
+        "step": layer.step,
+        "dtype": _dtype_of(layer.left.weight),
+    }
+
+
+def _describe_frozen_bag(layer: FrozenEmbeddingBag) -> dict[str, Any]:
+    own = {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
+    return _describe_frozen_table(layer) | own
+
+
+def _of_frozen_table(entry: Entry) -> dict[str, Any]:
+    """Return what a frozen table is made of, its tensors without values."""
+
+    dtype = _dtype(entry)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, width, hot = entry["num_embeddings"], entry["embedding_dim"], entry["hot"]
+    return {
+        "num_embeddings": rows,
+        "embedding_dim": width,
+        "left": empty(*_tuple(entry, "left")),
+        "right": empty(*_tuple(entry, "right")),
+        "hot": None if hot is None else empty(*_tuple(entry, "hot")),
+        "basis": empty(hot[1], width) if entry["basis"] else None,
+        "padding_idx": entry["padding_idx"],
+        "row_order": empty(rows, dtype=torch.int32) if entry["row_order"] else None,
+        "step": entry["step"],
+    }
+
+
+def _build_frozen_embedding(entry: Entry, other: nn.Module | None) -> FrozenEmbedding:
+    return FrozenEmbedding(**_of_frozen_table(entry))
+
+
+def _build_frozen_bag(entry: Entry, other: nn.Module | None) -> FrozenEmbeddingBag:
+    own = entry["mode"], entry["include_last_offset"]
+    return FrozenEmbeddingBag(*own, **_of_frozen_table(entry))
+
+
+def _describe_frozen_head(layer: FrozenHead) -> dict[str, Any]:
+    return {"bias": None if layer.bias is None else _dtype_of(layer.bias)}
+
+
+def _build_frozen_head(entry: Entry, other: nn.Module | None) -> FrozenHead:
+    if not isinstance(other, FrozenTable):
+        raise ValueError(f"it works on a frozen table, not on {type(other).__name__}")
+    if entry["bias"] is None:
+        return FrozenHead(other, None)
+    dtype = _dtype({"dtype": entry["bias"]})
+    return FrozenHead(other, torch.empty(other.num_embeddings, dtype=dtype, device="meta"))
+
+
+# ─────────────────────────────────────────────────────────────────────────────────────────────────
+
 register_kind("TTLinear", Kind(TTLinear, _describe_linear, _build_linear))
 register_kind("TTEmbedding", Kind(TTEmbedding, _describe_table, _build_embedding))
 register_kind("TTEmbeddingBag", Kind(TTEmbeddingBag, _describe_bag, _build_bag))
 register_kind(
     "TiedTTLinear",
     Kind(TiedTTLinear, _describe_tied, _build_tied, lambda layer: layer.embedding),
+)
+register_kind("FrozenLinear", Kind(FrozenLinear, _describe_frozen_linear, _build_frozen_linear))
+register_kind(
+    "FrozenEmbedding", Kind(FrozenEmbedding, _describe_frozen_table, _build_frozen_embedding)
+)
+register_kind(
+    "FrozenEmbeddingBag", Kind(FrozenEmbeddingBag, _describe_frozen_bag, _build_frozen_bag)
+)
+register_kind(
+    "FrozenHead",
+    Kind(FrozenHead, _describe_frozen_head, _build_frozen_head, lambda layer: layer.embedding),
 )

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from comera.names import listed
 from comera.nn.convert import swap_layers_
-from comera.nn.module import TensorTrainModule
-from comera.nn.table import TTTable
-from comera.nn.tied import TiedTTLinear, rename_tied_weights_
+from comera.nn.tied import rename_tied_weights_
 from comera.saved.description import works_on_of
 from comera.saved.kinds import Entry, kind_named
 
@@ -110,16 +108,16 @@ def _has_bias(layer: nn.Module) -> bool:
 
 def _size(layer: Any) -> tuple[int, ...] | None:
     """Return the shape of a layer's dense weight, if it has or stands for one."""
-    if isinstance(layer, TensorTrainModule):
-        return layer._weight_size()
-    if isinstance(layer, TiedTTLinear):
+    if _is_table(layer):
+        return layer.num_embeddings, layer.embedding_dim
+    if hasattr(layer, "in_features"):
         return layer.out_features, layer.in_features
     weight = layer._parameters.get("weight")
     return None if weight is None else tuple(weight.shape)
 
 
 def _is_table(layer: nn.Module) -> bool:
-    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag, TTTable))
+    return hasattr(layer, "num_embeddings")
 
 
 def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
@@ -127,7 +125,9 @@ def put_in_place_(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, new in made.items():
         new.train(modules[name].training)
-    model = swap_layers_(model, {id(modules[name]): new for name, new in made.items()})
+    model = swap_layers_(
+        model, {id(modules[name]): new for name, new in made.items()}, biases=False
+    )
     rename_tied_weights_(model)
     return model
 

@@ -1,5 +1,6 @@
 """Uploads go through huggingface_hub, which is not talked to here."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,6 @@ def test_a_model_is_uploaded_as_its_folder(monkeypatch, tmp_path):
 
 
 def test_without_huggingface_hub_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingPackageError, match=r"push_to_hub\(\) needs huggingface_hub: pip"):
         comera.push_to_hub(nn.Linear(2, 2), "me/small")

@@ -1,0 +1,268 @@
+"""Layers whose cores have been contracted for good: a few torch operations each, nothing trained.
+
+They hold torch's own layers, which tools that look for ``nn.Linear`` find and may replace.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_REFUSED = (
+    "this {0} was contracted by comera.freeze_ and has no cores left to train. Train the model "
+    "before it is frozen, use it frozen only inside `with comera.frozen(model):`, or call "
+    "model.eval() to let gradients pass through it to what comes before"
+)
+
+
+class Frozen(nn.Module):
+    """Base of the frozen layers, whose ``forward`` refuses to be part of a training step."""
+
+    def check_not_training(self) -> None:
+        """Raise where the layer is in training mode and gradients are wanted.
+
+        Raises:
+            RuntimeError: With what to do instead.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise RuntimeError(_REFUSED.format(type(self).__name__))
+
+
+class FrozenLinear(nn.Sequential, Frozen):
+    """A linear layer as two thin ones, or as one dense one.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        rank: Width between the two; None for a single dense layer.
+        bias: Whether there is a bias.
+        device: Device of the weights.
+        dtype: Type of the weights.
+
+    Shapes:
+        input ``(*, in_features)``, output ``(*, out_features)``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int | None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        to: dict[str, Any] = {"device": device, "dtype": dtype}
+        if rank is None:
+            super().__init__(nn.Linear(in_features, out_features, bias, **to))
+        else:
+            super().__init__(
+                nn.Linear(in_features, rank, False, **to), nn.Linear(rank, out_features, bias, **to)
+            )
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(out_features, in_features)`` weight, computed in each access."""
+        weight: Any = self[0].weight
+        return weight if self.rank is None else self[1].weight @ weight
+
+    @property
+    def bias(self) -> Any:
+        """The bias of the last layer; None if there is none."""
+        return self[-1].bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_not_training()
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+class FrozenTable(Frozen):
+    """A table of which row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        left: ``(V, P, R)``.
+        right: ``(W, R, Q)``.
+        hot: The first rows, ``(hot_rows, embedding_dim)``, or ``(hot_rows, K)`` where there is a
+            basis; None for none.
+        basis: ``(K, embedding_dim)``, of which the hot rows are made.
+        padding_idx: A row that reads as zeros.
+        row_order: ``(num_embeddings,)``, the row at which each index is kept.
+        step: Instead: index ``i`` is kept at row ``i * step`` modulo the number of rows.
+    """
+
+    row_order: Tensor | None
+    left: nn.Embedding
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        left: Tensor,
+        right: Tensor,
+        hot: Tensor | None = None,
+        basis: Tensor | None = None,
+        padding_idx: int | None = None,
+        row_order: Tensor | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.step = padding_idx, step
+        self.inner = tuple(left.shape[1:]), tuple(right.shape[1:])
+        self.left = nn.Embedding.from_pretrained(left.flatten(1))
+        self.right = nn.Embedding.from_pretrained(right.flatten(1))
+        self.hot = None if hot is None else nn.Embedding.from_pretrained(hot)
+        self.basis = None if basis is None else _linear(basis.T)
+        self.hot_rows = 0 if hot is None else hot.shape[0]
+        self.register_buffer("row_order", row_order)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the left factor is the table itself."""
+        return self.right.weight.numel() == 1
+
+    def share_(self, lead: "FrozenTable") -> None:
+        """Read the factors and hot rows of another table of the same sizes from now on."""
+        self.left, self.right = lead.left, lead.right
+        self.hot, self.basis = lead.hot, lead.basis
+        self.row_order = lead.row_order
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        outside = (indices < 0) | (indices >= self.num_embeddings)
+        places = self._kept_at(torch.where(outside, 0, indices))
+        # what is no row must not be taken for one: it is past the end of the left factor too
+        end = self.left.num_embeddings * self.right.num_embeddings
+        cold = torch.where(outside, end, (places - self.hot_rows).clamp(min=0))
+        width = self.right.num_embeddings
+        left = self.left(torch.div(cold, width, rounding_mode="floor"))
+        right = self.right(torch.remainder(cold, width))
+        rows = torch.matmul(left.unflatten(-1, self.inner[0]), right.unflatten(-1, self.inner[1]))
+        rows = rows.flatten(-2)[..., : self.embedding_dim]
+        if self.hot is None:
+            return rows
+        is_hot = places < self.hot_rows
+        hot = self.hot(torch.where(is_hot, places, 0))
+        if self.basis is not None:
+            hot = self.basis(hot)
+        return torch.where(is_hot.unsqueeze(-1), hot, rows)
+
+    def _kept_at(self, indices: Tensor) -> Tensor:
+        if self.row_order is not None:
+            return self.row_order[indices].long()
+        return indices if self.step is None else indices.long() * self.step % self.num_embeddings
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return the inner products of ``x`` ``(*, embedding_dim)`` with all rows, ``(*, rows)``.
+
+        The table is not formed: x meets the right factor first, then the left one.
+        """
+        (p, r), (_, q) = self.inner
+        padded = F.pad(x, (0, p * q - self.embedding_dim)).unflatten(-1, (p, q))
+        right = self.right.weight.unflatten(-1, (r, q)).flatten(0, 1)  # (W * R, Q)
+        half = F.linear(padded, right)  # (*, P, W * R)
+        half = half.unflatten(-1, (-1, r)).transpose(-3, -2).flatten(-2)  # (*, W, P * R)
+        cold = F.linear(half, self.left.weight).transpose(-2, -1).flatten(-2)  # (*, V * W)
+        whole = cold[..., : self.num_embeddings - self.hot_rows]
+        if self.hot is not None:
+            seen = x if self.basis is None else F.linear(x, self.basis.weight.T)
+            whole = torch.cat([F.linear(seen, self.hot.weight), whole], -1)
+        if self.row_order is None and self.step is None and self.padding_idx is None:
+            return whole
+        every = torch.arange(self.num_embeddings, device=x.device)
+        if self.row_order is not None or self.step is not None:
+            whole = whole.index_select(-1, self._kept_at(every))
+        if self.padding_idx is not None:
+            whole = torch.where(every == self.padding_idx, 0, whole)
+        return whole
+
+
+class FrozenEmbedding(FrozenTable):
+    """Lookups in a frozen table: integers of any shape to ``(*, embedding_dim)``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_not_training()
+        rows = self.rows(input)
+        if self.padding_idx is None:
+            return rows
+        return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
+
+
+class FrozenEmbeddingBag(FrozenTable):
+    """Bags of rows of a frozen table, called as :class:`torch.nn.EmbeddingBag` is.
+
+    Args:
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: Whether the last offset is the end of the last bag.
+        table: What :class:`FrozenTable` takes.
+    """
+
+    def __init__(self, mode: str, include_last_offset: bool, *table: Any, **more: Any) -> None:
+        super().__init__(*table, **more)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        self.check_not_training()
+        flat = input.reshape(-1)
+        entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
+        rows, mode = self.rows(flat), self.mode
+        if self.padding_idx is not None:
+            # Not left to torch's padding_idx, by which an exported program is one of fixed sizes.
+            counted = (flat != self.padding_idx).unsqueeze(-1)
+            rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
+            rows = torch.cat([rows, counted.to(rows.dtype)], -1)
+            mode = "max" if mode == "max" else "sum"
+        bags = F.embedding_bag(
+            entries,
+            rows,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
+        if self.padding_idx is None or self.mode == "sum":
+            return bags[:, : self.embedding_dim]
+        bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
+        if self.mode == "mean":
+            return bags / count.clamp(min=1)
+        return torch.where(count > 0, bags, 0)
+
+
+class FrozenHead(Frozen):
+    """``x @ table.T + bias``, of a table that a model looks up too.
+
+    Args:
+        table: The frozen table.
+        bias: ``(num_embeddings,)``, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, table: FrozenTable, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = table.embedding_dim, table.num_embeddings
+        self.embedding = table
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check_not_training()
+        products = self.embedding.products(input)
+        return products if self.bias is None else products + self.bias
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """Return a layer of this weight ``(out, in)``, without a bias and not trained."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
+    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return layer

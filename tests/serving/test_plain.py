@@ -1,0 +1,265 @@
+"""Models of torch's layers alone compute what compressed ones do, where comera is not."""
+
+import copy
+import io
+import logging
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import comera
+from tests.mixtures import CONFIGS, ROWS, TIES, draw_mixture
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.ERROR, "comera")
+
+
+def check_plain(model: nn.Module) -> None:
+    """No class of this package is left in it, whatever a pickle of it would name."""
+    for name, part in model.named_modules():
+        if type(part).__module__.startswith("tests."):
+            continue
+        assert type(part).__module__.startswith("torch."), name
+        assert b"comera" not in pickled(part), name
+
+
+def pickled(module: nn.Module) -> bytes:
+    file = io.BytesIO()
+    torch.save(module, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def check_same(model: nn.Module, plain: nn.Module, *inputs: torch.Tensor) -> None:
+    before, after = model(*inputs), plain(*inputs)
+    scale = before.detach().abs().max().clamp(min=1)
+    torch.testing.assert_close(after / scale, before / scale, **CLOSE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=CONFIGS, tie=TIES, dtype=st.sampled_from([torch.float32, torch.float64]), data=st.data()
+)
+@pytest.mark.slow
+def test_any_mixture_becomes_plain(config, tie, dtype, data):
+    model = draw_mixture(data, config, tie, dtype)
+    plain = copy.deepcopy(model)
+    if data.draw(st.booleans(), label="frozen before"):
+        comera.freeze_(plain)
+    plain = comera.to_plain_(plain)
+    check_plain(plain)
+    check_same(model, plain, torch.arange(ROWS).view(4, 10))
+
+
+class Exported(nn.Module):
+    """Tied lookups and an output layer, bags with padding, two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 48, padding_idx=2)
+        self.bag = nn.EmbeddingBag(500, 48, mode="mean", padding_idx=1)
+        self.layers = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48))
+        self.head = nn.Linear(48, 500)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(tokens) + self.bag(bags)[:, None]))
+
+
+SETTINGS = {
+    "scattered": {},
+    "hot rows": {"hot_rows": 50},
+    "hot rows in a basis": {"hot_rows": 50, "hot_rank": 4},
+}
+
+
+def compressed(**more) -> nn.Module:
+    config = comera.TTConfig(rank=6, tied="share", init="orthogonal", **more)
+    model = comera.tensorize_(Exported(), config).eval()
+    if more:
+        comera.update_hot_rows_(model.embed, torch.randperm(500))
+    return model
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, bags = torch.randint(500, (3, 7)), torch.randint(500, (3, 4))
+    tokens[0, 0], bags[0, 0], bags[1] = 2, 1, 1
+    return tokens, bags
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_gradients_are_those_of_the_factors(more):
+    """By way of the dense weight: its gradient gives those of all that it is made of."""
+    model = compressed(**more).double()
+    plain = comera.to_plain_(copy.deepcopy(model))
+    dense = comera.densify_(copy.deepcopy(model))
+    given = inputs()
+    for each in (plain, dense):
+        each(*given).square().sum().backward()
+    thin = plain.layers[0]
+    weight = dense.layers[0].weight.grad
+    torch.testing.assert_close(thin[0].weight.grad, thin[1].weight.T @ weight)
+    torch.testing.assert_close(thin[1].weight.grad, weight @ thin[0].weight.T)
+    torch.testing.assert_close(plain.head.bias.grad, dense.head.bias.grad)
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_ties_are_kept(more):
+    model = comera.to_plain_(compressed(**more))
+    tied = {id(param) for param in model.embed.parameters()}
+    assert {id(p) for name, p in model.head.named_parameters() if name != "bias"} == tied
+    check_plain(model)
+
+
+def test_a_table_that_two_factors_would_not_make_smaller_is_one_of_torch():
+    table = nn.Embedding(40, 12)
+    head = nn.Linear(12, 40)
+    head.weight = table.weight
+    model = nn.ModuleDict({"table": table, "head": head, "bag": nn.EmbeddingBag(40, 12)})
+    config = comera.TTConfig(rank=4, embedding_order=4, tied="share", init="orthogonal")
+    config.shape_pattern = {"table|bag": [[2, 2, 2, 5], [1, 2, 2, 3]]}
+    config.embedding_rank = [2, 8, 8]
+    model = comera.tensorize_(model, config)
+    before = copy.deepcopy(model)
+    plain = comera.to_plain_(model)
+    assert type(plain["table"]) is nn.Embedding
+    assert type(plain["head"]) is nn.Linear
+    assert plain["head"].weight is plain["table"].weight
+    torch.testing.assert_close(plain["table"].weight, before["table"].dense_weight(), **CLOSE)
+
+
+@pytest.mark.parametrize("layer", ["embed", "bag"])
+@pytest.mark.parametrize("index", [500, -1, 10**9])
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_an_index_that_is_no_row_is_refused(layer, index, more):
+    plain = comera.to_plain_(compressed(**more))
+    with pytest.raises(IndexError):
+        getattr(plain, layer)(torch.tensor([[3, index]]))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+def test_bags_are_asked_as_those_of_torch(mode, padding_idx, include_last_offset):
+    table = comera.TTEmbeddingBag(
+        90, 24, mode=mode, padding_idx=padding_idx, rank=3, include_last_offset=include_last_offset
+    )
+    plain = comera.to_plain_(copy.deepcopy(table))
+    check_plain(plain)
+    flat = torch.tensor([1, 1, 5, 7, 1, 80, 2])
+    for offsets in ([0, 2, 2, 5, 7], [0, 0, 7]):
+        offsets = torch.tensor(offsets if include_last_offset else offsets[:-1])
+        torch.testing.assert_close(plain(flat, offsets), table(flat, offsets), **CLOSE)
+    torch.testing.assert_close(plain(flat[None]), table(flat[None]), **CLOSE)
+    if mode == "sum":
+        weights = torch.rand(1, 7)
+        torch.testing.assert_close(
+            plain(flat[None], None, weights), table(flat[None], None, weights), **CLOSE
+        )
+
+
+def test_encoder_layers_of_torch_call_their_layers():
+    layer = nn.TransformerEncoderLayer(48, 4, 96, batch_first=True, dropout=0)
+    config = comera.TTConfig(rank=4, init="orthogonal")
+    model = comera.tensorize_(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), config)
+    plain = comera.to_plain_(copy.deepcopy(model).eval())
+    with torch.no_grad():
+        check_same(model.eval(), plain, torch.randn(2, 5, 48))
+
+
+# ── in a process without comera ──────────────────────────────────────────────────────────────────
+
+
+def run_without_comera(code: str, folder) -> None:
+    given = (
+        "import sys; sys.modules['comera'] = None\nimport torch\ninputs, y = torch.load('io.pt')\n"
+    )
+    check = "\ntorch.testing.assert_close(made, y, rtol=1e-5, atol=1e-5)"
+    done = subprocess.run(
+        [sys.executable, "-c", given + textwrap.dedent(code) + check],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(name="exported", params=SETTINGS.values(), ids=SETTINGS)
+def _exported(request, tmp_path):
+    """A plain model, two inputs it has not been traced with, and what the compressed one made."""
+    model = compressed(**request.param)
+    later = tuple(torch.cat([part, part.flip(1)]) for part in inputs())
+    with torch.no_grad():
+        made = model(*later)
+    torch.save((later, made), tmp_path / "io.pt")
+    return comera.to_plain_(model), tmp_path
+
+
+BATCH = torch.export.Dim("batch")
+DYNAMIC = ({0: BATCH}, {0: BATCH})
+
+
+@pytest.mark.slow
+def test_exported_programs(exported):
+    model, folder = exported
+    program = torch.export.export(model, inputs(), dynamic_shapes=DYNAMIC)
+    torch.export.save(program, folder / "model.pt2")
+    run_without_comera("made = torch.export.load('model.pt2').module()(*inputs)", folder)
+
+
+@pytest.mark.slow
+def test_traced_programs(exported):
+    model, folder = exported
+    torch.jit.trace(model, inputs()).save(folder / "model.ts")
+    run_without_comera("made = torch.jit.load('model.ts')(*inputs)", folder)
+
+
+@pytest.mark.slow
+def test_pickled_layers(exported):
+    model, folder = exported
+    torch.save(dict(model.named_children()), folder / "parts.pt")
+    code = """
+    m = torch.load('parts.pt', weights_only=False)
+    tokens, bags = inputs
+    made = m["head"](m["layers"](m["embed"](tokens) + m["bag"](bags)[:, None]))
+    """
+    run_without_comera(code, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # said inside the compiler
+def test_ahead_of_time_compiled_programs(tmp_path):
+    model = compressed(**SETTINGS["hot rows in a basis"])
+    given = inputs()
+    with torch.no_grad():
+        torch.save((given, model(*given)), tmp_path / "io.pt")
+        program = torch.export.export(comera.to_plain_(model), given)
+        path = str(tmp_path / "model.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    run_without_comera("made = torch._inductor.aoti_load_package('model.pt2')(*inputs)", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # said inside the exporter
+def test_onnx_programs(exported):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    model, folder = exported
+    torch.onnx.export(
+        model, inputs(), folder / "model.onnx", dynamo=True, dynamic_shapes=DYNAMIC, verbose=False
+    )
+    code = """
+    import onnxruntime
+    session = onnxruntime.InferenceSession("model.onnx")
+    names = [each.name for each in session.get_inputs()]
+    made = session.run(None, dict(zip(names, [part.numpy() for part in inputs])))[0]
+    made = torch.from_numpy(made)
+    """
+    run_without_comera(code, folder)
