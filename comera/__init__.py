@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from comera.saved.hub import push_to_hub
     from comera.saved.model_folder import load_model, save_model
     from comera.serving.freeze import freeze_, frozen
-    from comera.serving.plain import to_plain_
+    from comera.serving.to_plain import to_plain_
     from comera.shapes import TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
@@ -84,7 +84,7 @@ _HOMES = {
     "comera.saved.hub": ("push_to_hub",),
     "comera.saved.model_folder": ("load_model", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen"),
-    "comera.serving.plain": ("to_plain_",),
+    "comera.serving.to_plain": ("to_plain_",),
     "comera.shapes": ("TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),

@@ -11,7 +11,7 @@ from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
+from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
@@ -124,7 +124,6 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    unshare_in_forward_(model)
     model = swap_layers_(model, replacements)
     rename_tied_weights_(model)
     return model

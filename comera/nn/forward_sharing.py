@@ -33,27 +33,32 @@ def share_in_forward_(model: nn.Module) -> None:
     Those layers are served that the pass before has used, in the first pass all.
 
     Args:
-        model: The model; nothing is left on one of fewer than two such layers.
+        model: The model; nothing is left on it, or on a part of it that has done so, where there
+            are fewer than two such layers.
     """
-    _remove_hooks(model)
+    for module in model.modules():
+        if module is model or (_has_hooks(module) and len(_linears(module)) < 2):
+            _remove_hooks(module)
     if len(_linears(model)) > 1:
         sharing = _ForwardSharing()
         model.register_forward_pre_hook(sharing.open)
         model.register_forward_hook(sharing.close, always_call=True)
 
 
-def unshare_in_forward_(model: nn.Module) -> None:
-    """Take what :func:`share_in_forward_` has left from a model and all its parts."""
-    for module in model.modules():
-        _remove_hooks(module)
-
-
 def _remove_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), _ForwardSharing):
+            if _is_ours(hook):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(map(_is_ours, module._forward_pre_hooks.values()))
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _ForwardSharing)
 
 
 def _linears(model: nn.Module) -> list[TTLinear]:
@@ -96,7 +101,7 @@ class _ForwardSharing:
         if is_eager() and self._thread == threading.get_ident():
             self._take_back()
             if output is not None:  # else the pass broke off
-                self._learn()
+                self._learn(model)
 
     def _may_share(self, model: nn.Module) -> bool:
         if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
@@ -154,9 +159,8 @@ class _ForwardSharing:
             for name in ("shared", "shared_factors", "narrow_factors"):
                 vars(layer).pop(name, None)
 
-    def _learn(self) -> None:
+    def _learn(self, model: nn.Module) -> None:
         """Serve the layers that this pass has used in the next one."""
-        assert self._layers is not None
         assert self._together is not None
         before = {id(layer) for layer in self._together.layers}
         if before == self._used:
@@ -164,6 +168,7 @@ class _ForwardSharing:
         for layer in self._together.layers:
             if id(layer) not in self._used:
                 self._expect_no_gradient(layer)
+        self._layers = _linears(model)  # others may have taken the place of those left out
         self._together = LayersTogether([m for m in self._layers if id(m) in self._used])
 
     def _expect_no_gradient(self, layer: TTLinear) -> None:

@@ -1,8 +1,10 @@
 """Models contract the cores of their layers together in each forward pass, whoever calls them."""
 
 import copy
+import gc
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera.nn import grouped
-from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
+from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.module import tensor_trains
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -66,9 +68,10 @@ def make(dtype=torch.float64):
 def apart(model):
     """A copy whose layers contract their cores by themselves."""
     twin = copy.deepcopy(model)
-    unshare_in_forward_(twin)
-    assert not twin._forward_hooks
-    assert not twin._forward_pre_hooks
+    assert twin._forward_pre_hooks
+    for part in twin.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+            getattr(part, name).clear()
     return twin
 
 
@@ -243,6 +246,28 @@ def test_parts_of_a_model_called_by_themselves(calls):
     torch.testing.assert_close(model.first(x), twin.first(x), **CLOSE)
     torch.testing.assert_close(Model.forward(model, x), twin(x), **CLOSE)
     assert not calls
+
+
+def test_layers_that_are_replaced_inside_are_let_go(calls):
+    model, x = nn.Sequential(make(), make()), batch()
+    model[1].first = nn.Linear(2 * WIDTH, WIDTH, dtype=x.dtype)
+    share_in_forward_(model)
+    grads(model, x)
+    old = weakref.ref(tensor_trains(model[0])["second"])
+    comera.densify_(model[0])
+    for _ in range(2):
+        grads(model, x)
+    gc.collect()
+    assert old() is None
+    assert_alike(model, x)
+
+
+def test_parts_without_layers_keep_no_hooks():
+    model = nn.ModuleDict({"one": make()})
+    assert model["one"]._forward_pre_hooks
+    comera.densify_(model)
+    assert not model["one"]._forward_pre_hooks
+    assert not model["one"]._forward_hooks
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
