@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _EXTRAS = {
+    "accelerate": "hf",
     "huggingface_hub": "hf",
     "jsonargparse": "cli",
     "matplotlib": "cli",
     "pandas": "cli",
     "tensorboard": "cli",
     "tokenizers": "cli",
+    "transformers": "hf",
     "yaml": "cli",
 }
 """What is imported, and the extra that brings it."""
