@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _EXTRAS = {
+    "accelerate": "hf",
     "huggingface_hub": "hf",
     "jsonargparse": "cli",
     "matplotlib": "cli",
@@ -11,6 +12,7 @@ _EXTRAS = {
     "tensorboard": "cli",
     "tokenizers": "cli",
     "torchao": "quantize",
+    "transformers": "hf",
     "yaml": "cli",
 }
 """What is imported, and the extra that brings it."""

@@ -46,8 +46,15 @@ AnyOptimizer = Optimizer | Wrapper
 
 
 def unwrap(optimizer: AnyOptimizer) -> Optimizer:
-    """Return the optimizer that holds the state of parameters."""
-    return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
+    """Return the optimizer that holds the state of parameters.
+
+    Some that wrap another one are themselves of torch's class, as that of accelerate.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return unwrap(inner)
+    assert isinstance(optimizer, Optimizer), "what is no optimizer wraps one"
+    return optimizer
 
 
 def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:

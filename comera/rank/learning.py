@@ -94,7 +94,12 @@ class RankLearning(ABC):
     @property
     def due(self) -> bool:
         """Tell whether it is time for :meth:`finish_`, which has not run yet."""
-        return self.forced is None and self.steps_done >= self._steps
+        return self.forced is None and self.steps_left == 0
+
+    @property
+    def steps_left(self) -> int:
+        """Return how many steps there are until it is :attr:`due`."""
+        return max(0, self._steps - self.steps_done)
 
     def objective(self, loss: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return what to differentiate instead of ``loss``: a scalar on the same device.

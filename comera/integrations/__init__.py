@@ -1,0 +1,1 @@
+"""Training and saving of compressed models by other libraries."""

@@ -1,0 +1,209 @@
+"""Rank learning inside a ``Trainer`` of transformers: both stages, the cut, and resumed runs."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.extras import needed_by
+from comera.integrations.trainer_groups import set_optimizer_groups_
+from comera.optim.unwrap import unwrap
+from comera.rank.agreement import processes_of
+from comera.rank.learning import RankLearning
+from comera.train.data_parallel import mean_over
+
+with needed_by("comera.integrations.transformers"):
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+log = logging.getLogger("comera")
+
+
+def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
+    """Let a trainer learn the ranks of its model: all it takes beside :func:`comera.tensorize_`.
+
+    The loss is differentiated together with the terms of ``ranks``, by whatever way the trainer
+    gets it; what is logged and evaluated stays the loss alone. When ``ranks`` is due, ranks and the
+    optimizer's state are cut, and training goes on. Checkpoints hold where rank learning was:
+    ``trainer.train(resume_from_checkpoint=True)``, with model, ``ranks`` and trainer made as the
+    first time, goes on as if it had not been interrupted.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or one of a subclass, that has not begun to train.
+        ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of its model; its
+            steps are optimizer steps.
+        gate_lr: Learning rate of the gates, see
+            :func:`~comera.integrations.transformers.set_optimizer_groups_`.
+
+    Returns:
+        The callback that was added to the trainer.
+
+    Raises:
+        ValueError: If ``ranks`` is of another model, the trainer learns ranks already, or it trains
+            in a way in which parameters cannot change their shapes.
+
+    Example::
+
+        comera.tensorize_(model, comera.TTConfig(rank=16))
+        trainer = transformers.Trainer(model, args, train_dataset=data)
+        learn_ranks_(trainer, comera.TwoStage(model, 0.3, early_steps=600, late_steps=300))
+        trainer.train()
+    """
+    _check(trainer, ranks)
+    set_optimizer_groups_(trainer, gate_lr)
+    callback = RankCallback(trainer, ranks)
+    trainer.add_callback(callback)
+    return callback
+
+
+class RankCallback(TrainerCallback, ExportableState):
+    """What :func:`learn_ranks_` adds to a trainer; its state is part of ``trainer_state.json``.
+
+    Args:
+        trainer: The trainer that it is added to.
+        ranks: Rank learning of the trainer's model.
+
+    Attributes:
+        ranks: Rank learning, as it was given.
+        outcome: What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut.
+    """
+
+    def __init__(self, trainer: Any, ranks: RankLearning) -> None:
+        self.ranks = ranks
+        self.outcome: dict[str, Any] | None = None
+        self._trainer = trainer
+        self._seen: Tensor | None = None  # the loss of the optimizer step that is under way
+        self._group: Any = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of rank learning in numbers, strings and lists."""
+        return {"args": {}, "attributes": {"ranks": _plain(self.ranks.state_dict())}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Go on from the checkpoint, if there is one, and differentiate the objective."""
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint holds no state of rank learning: it was written by a trainer "
+                "without learn_ranks_, and ranks cannot go on from there"
+            )
+        self.ranks.load_state_dict(_tensors(saved["attributes"]["ranks"]))
+        self._seen = None
+        given = self.ranks.process_group
+        self._group = processes_of(self.ranks.model) if given == "auto" else given
+        _check_steps(self.ranks, state)
+        self.ranks.check_schedule(unwrap(self._trainer.optimizer))
+        self._trainer.accelerator.backward = self._backward
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Leave the trainer's accelerator as it was."""
+        del self._trainer.accelerator.backward
+        if self.ranks.forced is None:
+            log.warning(
+                "training ended after %d steps of rank learning, before its last: no rank was cut",
+                self.ranks.steps_done,
+            )
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Count an optimizer step, unless it was skipped for gradients that were not finite."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return
+        if self._trainer.accelerator.optimizer_step_was_skipped:
+            self.ranks.discard_()
+        else:
+            self.ranks.step(seen, unwrap(self._trainer.optimizer))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Cut ranks when it is time: before this step is evaluated or saved."""
+        if not self.ranks.due:
+            return
+        self.outcome = self.ranks.finish_(unwrap(self._trainer.optimizer))
+        # The best model from here on: one from before the cut would bring its ranks back.
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = None, None, None
+        still = control.should_log  # the loss of this step; logging unsets it
+        self._trainer.log({f"ranks_{key}": value for key, value in self.outcome.items()})
+        control.should_log = still
+
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate the objective of a loss, which is one of the parts of a step's loss.
+
+        The trainer has divided it by their number, or weighed it by its tokens; either way their
+        sum is the loss of the step.
+        """
+        accelerator = self._trainer.accelerator
+        if self.ranks.stage == "done":
+            type(accelerator).backward(accelerator, loss, **kwargs)
+            return
+        parts = self._trainer.current_gradient_accumulation_steps
+        seen = mean_over(self._group, loss.detach() * parts)
+        objective = self.ranks.objective(loss * parts, seen) / parts
+        share = seen / parts
+        self._seen = share if self._seen is None else self._seen + share
+        type(accelerator).backward(accelerator, objective, **kwargs)
+
+
+def _check(trainer: Any, ranks: RankLearning) -> None:
+    there = {id(param) for param in trainer.model.parameters()}
+    if not any(id(gate) in there for gate in ranks.size.gates):
+        raise ValueError(
+            f"ranks is a {ranks.method} of another model: make it of the one that the trainer has"
+        )
+    if any(isinstance(known, RankCallback) for known in trainer.callback_handler.callbacks):
+        raise ValueError("this trainer learns ranks already: learn_ranks_ is called once")
+    if trainer.model_init is not None:
+        raise ValueError(
+            "Trainer(model_init=...) makes another model when it begins to train than the one "
+            "whose ranks are learned: give it the model"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            "ranks are learned of whole parameters, and DeepSpeed and FSDP cut them into shards: "
+            "start the script by torchrun or accelerate launch with plain data parallelism"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {trainer.args.n_gpu} GPUs, which Trainer would use by copying the "
+            "model in each step: start the script by torchrun, a process for each"
+        )
+    if trainer.args.restore_callback_states_from_checkpoint:
+        raise ValueError(
+            "restore_callback_states_from_checkpoint=True makes all callbacks anew, this one too, "
+            "and it would know of no model: leave it out, ranks go on from a checkpoint without it"
+        )
+
+
+def _check_steps(ranks: RankLearning, state: Any) -> None:
+    """Warn of training that ends before ranks are cut."""
+    left = state.max_steps - state.global_step
+    if ranks.forced is None and ranks.steps_left > left:
+        log.warning(
+            "rank learning takes %d more steps and the trainer %d: no rank will be cut; make "
+            "early_steps and late_steps fewer, or max_steps or num_train_epochs more",
+            ranks.steps_left, left,
+        )  # fmt: skip
+
+
+# ── tensors in JSON ──────────────────────────────────────────────────────────────────────────────
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without tensors; doubles hold whatever narrower numbers do, bit for bit."""
+    return {
+        key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`_plain` was given."""
+    return {
+        key: torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
+        if isinstance(value, dict)
+        else value
+        for key, value in state.items()
+    }
