@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comera.extras import needed_by
+from comera.integrations.pretrained import attach_
 from comera.integrations.trainer_groups import set_optimizer_groups_
 from comera.optim.unwrap import unwrap
 from comera.rank.agreement import processes_of
@@ -15,7 +16,7 @@ from comera.rank.learning import RankLearning
 from comera.train.data_parallel import mean_over
 
 with needed_by("comera.integrations.transformers"):
-    from transformers import TrainerCallback
+    from transformers import PreTrainedModel, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
 log = logging.getLogger("comera")
@@ -53,6 +54,8 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
     """
     _check(trainer, ranks)
     set_optimizer_groups_(trainer, gate_lr)
+    if isinstance(trainer.model, PreTrainedModel):
+        attach_(trainer.model)
     callback = RankCallback(trainer, ranks)
     trainer.add_callback(callback)
     return callback

@@ -22,6 +22,8 @@ class DenseWeight(Tensor):
     """
 
     _remedy = ""
+    _is_hf_initialized = True
+    """By this mark transformers knows, as it loads a model, what it must not draw anew."""
 
     @property
     def _is_param(self) -> bool:

@@ -1,0 +1,198 @@
+"""Compressed models in the folders of transformers: ``save_pretrained`` and ``from_pretrained``.
+
+What a model's layers are stands in ``config.json`` as its ``quantization_config``, the place where
+transformers keeps how weights are held; a registered quantizer puts the layers in place before the
+weights are loaded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comera.extras import needed_by
+from comera.names import listed
+from comera.nn.config import TTConfig
+from comera.nn.convert import densify_, tensorize_
+from comera.saved.description import check_description, describe, works_on_of
+from comera.saved.kinds import Entry
+from comera.saved.rebuild import rebuild_
+
+with needed_by("comera.integrations.transformers"):
+    from transformers import PreTrainedModel
+    from transformers.quantizers import (
+        HfQuantizer,
+        register_quantization_config,
+        register_quantizer,
+    )
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+METHOD = "comera"
+"""What ``config.json`` calls it."""
+
+
+def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:
+    """Let a compressed model of transformers be saved by ``save_pretrained``, in place.
+
+    ``AutoModel.from_pretrained(folder)`` and its like then make it again, with the ranks that it
+    has when it is saved, where ``comera.integrations.transformers`` is imported.
+    :func:`~comera.integrations.transformers.learn_ranks_` calls this too.
+
+    Args:
+        model: With its tensor-train layers in place.
+        config: How it was compressed, kept in ``config.json`` for people.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If it is no model of transformers.
+        ValueError: If its weights are quantized by another method.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"attach_ takes a PreTrainedModel of transformers, not a {type(model).__qualname__}: "
+            "comera.save_model saves any model"
+        )
+    known = getattr(model, "hf_quantizer", None)
+    if known is not None and not isinstance(known, TensorTrainQuantizer):
+        raise ValueError(
+            f"its weights are quantized by {type(known).__qualname__}, and a folder says once how "
+            "weights are held: compress a model that is not quantized"
+        )
+    if known is None or config is not None:
+        held = TensorTrainConfig(config, describe(model))
+        model.config.quantization_config = held
+        model.hf_quantizer = TensorTrainQuantizer(held)  # type: ignore[assignment]
+    return model
+
+
+@register_quantization_config(METHOD)
+class TensorTrainConfig(QuantizationConfigMixin):
+    """How a model of transformers is held as tensor trains: a ``quantization_config``.
+
+    ``AutoModel.from_pretrained(name, quantization_config=TensorTrainConfig(config))`` compresses a
+    dense model once it is loaded.
+
+    Args:
+        config: How to compress it; ``TTConfig(init="svd")`` if neither is given.
+        described: Of a model that is compressed already: what its layers are, see
+            :func:`comera.saved.description.describe`.
+        quant_method: That of the file, always ``"comera"``.
+
+    Raises:
+        ValueError: If a setting in ``config`` is none.
+    """
+
+    def __init__(
+        self,
+        config: TTConfig | Mapping[str, Any] | None = None,
+        described: Mapping[str, Any] | None = None,
+        quant_method: str = METHOD,
+    ) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
+        if config is None and described is None:
+            config = TTConfig(init="svd")
+        self.config = TTConfig.from_dict(config) if isinstance(config, Mapping) else config
+        self.described = described
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``config.json`` holds of it."""
+        config = None if self.config is None else self.config.to_dict()
+        held = {"quant_method": METHOD, "config": config, "described": self.described}
+        return {key: value for key, value in held.items() if value is not None}
+
+
+@register_quantizer(METHOD)
+class TensorTrainQuantizer(HfQuantizer):
+    """What transformers calls while it loads and saves a model that is held as tensor trains.
+
+    Loaded, it counts as a model that is not quantized: it is trained, cast and moved like others.
+    """
+
+    quantization_config: TensorTrainConfig
+    _dtype: torch.dtype | None = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """All of it is trained."""
+        return True
+
+    def is_serializable(self) -> bool:
+        """It can be saved."""
+        return True
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Take note of the dtype to load in, which is told nowhere else."""
+        self._dtype = dtype
+        return dtype
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """Describe layers as they are now: ``save_pretrained`` writes ``config.json`` after this.
+
+        Of a model that is dense again nothing is said.
+        """
+        described = describe(model)
+        del described["model"]  # config.json is about it
+        self.quantization_config.described = described
+        if described["layers"]:
+            model.config.quantization_config = self.quantization_config
+        else:
+            vars(model.config).pop("quantization_config", None)
+        return None, {}
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.pre_quantized:
+            where = f"quantization_config of {model.config.name_or_path}"
+            described = check_description(self.quantization_config.described, where)
+            layers = _as_in(model, described["layers"], where)
+            rebuild_(model, {name: _cast(entry, self._dtype) for name, entry in layers.items()})
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            tensorize_(model, self.quantization_config.config)
+        model.is_quantized = False  # else it could not be cast, nor trained without adapters
+        del model.quantization_method
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._is_quantized = False
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        # that of the model's config, which save_pretrained has made a string
+        return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
+    """Describe the same layer in the dtype that the whole model has; gates see to themselves."""
+    return {**entry, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:
+    """Return layers by the names that they have in a model with or without the saved one's head.
+
+    ``bert.encoder`` of a classifier is ``encoder`` of the model beneath, and the other way round.
+    Layers that the model has not, such as those of a head, are left out.
+    """
+    there = dict(model.named_modules(remove_duplicate=False))
+    prefix = f"{model.base_model_prefix}."
+    new_name = {}
+    for name in layers:
+        for maybe in (name, name.removeprefix(prefix), prefix + name):
+            if maybe in there:
+                new_name[name] = maybe
+                break
+    if layers and not new_name:
+        raise ValueError(
+            f"{where} speaks of {listed(list(layers))}, and a {type(model).__qualname__} has none "
+            "of them: load it as the kind of model that was saved"
+        )
+    found = {}
+    for name, mine in new_name.items():
+        lead = works_on_of(layers[name])
+        if lead is None:
+            found[mine] = layers[name]
+        elif lead in new_name:
+            found[mine] = {**layers[name], "works_on": new_name[lead]}
+    return found

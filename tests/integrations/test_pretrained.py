@@ -1,0 +1,287 @@
+"""Compressed models in folders of transformers: what is loaded is what was saved, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import comera
+from comera.nn.module import tensor_trains
+from tests.integrations.tiny import bert, hf, llama, trainer, transformers
+
+WORDS = torch.arange(8)[None]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Reports of keys that a head has more are its own affair."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity_warning()
+
+
+def truncated(model, rank=1):
+    """Cut one rank of every bond."""
+    for layer in tensor_trains(model).values():
+        for gate in layer.gates:
+            with torch.no_grad():
+                gate[rank:] = 0
+    comera.truncate_(model)
+    return model
+
+
+def masked(tied="share"):
+    """A masked language model of BERT's shape, whose output layer has a bias."""
+    torch.manual_seed(4)
+    config = transformers.BertConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=16,
+    )  # fmt: skip
+    settings = comera.TTConfig(rank=4, order=2, tied=tied, target_modules=r".*(word.*|decoder)")
+    return comera.tensorize_(transformers.BertForMaskedLM(config), settings)
+
+
+def t5():
+    """Three tables that are one, and an output layer on them."""
+    torch.manual_seed(4)
+    config = transformers.T5Config(
+        vocab_size=128, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    return comera.tensorize_(model, comera.TTConfig(rank=4, order=2, tied="share"))
+
+
+def with_hot_rows(hot_rank=None):
+    model = transformers.BertModel(bert().config)
+    settings = {"target_modules": r".*word_embeddings", "embedding_order": 3}
+    return comera.tensorize_(
+        model, comera.TTConfig(rank=4, hot_rows=20, hot_rank=hot_rank, **settings)
+    )
+
+
+def with_rows_moved():
+    model = with_hot_rows()
+    comera.update_hot_rows_(model.embeddings.word_embeddings, torch.rand(128))
+    return model
+
+
+def same(first, second):
+    mine, other = first.state_dict(), second.state_dict()
+    assert mine.keys() == other.keys()
+    for key, tensor in mine.items():
+        assert torch.equal(tensor, other[key]), key
+        assert tensor.dtype == other[key].dtype, key
+    return True
+
+
+MADE = {
+    "bert": bert,
+    "bert, truncated": lambda: truncated(bert()),
+    "bert, a layer vanished": lambda: vanished(bert()),
+    "bert, narrow": lambda: bert().bfloat16(),
+    "bert, wide": lambda: bert().double(),
+    "llama, tied": llama,
+    "llama, tied and truncated": lambda: truncated(llama()),
+    "llama, untied": lambda: llama(tied="untie"),
+    "masked language model": masked,
+    "t5": t5,
+    "hot rows": with_hot_rows,
+    "hot rows in a basis": lambda: truncated(with_hot_rows(hot_rank=6)),
+    "rows moved": with_rows_moved,
+}
+
+
+def vanished(model):
+    layer = next(iter(tensor_trains(model).values()))
+    with torch.no_grad():
+        layer.gates[0].zero_()
+    comera.truncate_(model, min_rank=0)
+    return model
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_is_loaded_is_what_was_saved(make, tmp_path):
+    model = hf.attach_(make())
+    model.save_pretrained(tmp_path)
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    assert same(model, again)
+    assert [type(m) for m in model.modules()] == [type(m) for m in again.modules()]
+    params = {id(param) for param in model.parameters()}
+    assert len({id(param) for param in again.parameters()}) == len(params)  # as many are tied
+
+
+def test_auto_classes_load_it_with_and_without_its_head(tmp_path):
+    model = hf.attach_(truncated(bert()))
+    model.save_pretrained(tmp_path / "head")
+    assert same(
+        model, transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "head")
+    )
+    beneath = transformers.AutoModel.from_pretrained(tmp_path / "head")
+    assert same(model.bert, beneath)
+    beneath.save_pretrained(tmp_path / "beneath")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "beneath")
+    assert same(model.bert, again.bert)
+
+
+def test_a_language_model_beneath_its_tied_head(tmp_path):
+    model = hf.attach_(llama())
+    model.save_pretrained(tmp_path)
+    assert same(model.model, transformers.AutoModel.from_pretrained(tmp_path))
+
+
+def test_tied_cores_stay_tied_and_are_saved_once(tmp_path):
+    model = hf.attach_(llama())
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for _ in range(2):
+        assert again.lm_head.embedding.cores[0] is again.model.embed_tokens.cores[0]
+        again.tie_weights()
+    with torch.no_grad():
+        again.model.embed_tokens.cores[0].mul_(2)
+    assert torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
+    from safetensors.torch import load_file
+
+    names = load_file(tmp_path / "model.safetensors")
+    assert [name for name in names if "lm_head" in name] == ["lm_head.embedding._extra_state"]
+
+
+def test_a_loaded_model_generates_the_same(tmp_path):
+    model = hf.attach_(llama()).eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(WORDS, **options), again.generate(WORDS, **options))
+
+
+def test_another_dtype_is_loaded_in_but_for_gates(tmp_path):
+    model = hf.attach_(bert())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.dtype == torch.bfloat16
+    layers = tensor_trains(again).values()
+    gates = {id(gate) for layer in layers for gate in layer.gates}
+    for param in again.parameters():
+        assert param.dtype == (torch.float32 if id(param) in gates else torch.bfloat16)
+    core = again.bert.encoder.layer[0].output.dense.cores[0]
+    assert torch.equal(core, model.bert.encoder.layer[0].output.dense.cores[0].bfloat16())
+
+
+def test_a_loaded_model_is_cast_trained_and_made_dense_as_any_other(tmp_path):
+    hf.attach_(bert()).save_pretrained(tmp_path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    trainer(model.double(), tmp_path / "run", max_steps=1).train()
+    before = model.eval()(WORDS).logits
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    assert not tensor_trains(model)
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    dense = type(model).from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(dense.eval()(WORDS).logits, before)
+
+
+def test_a_model_is_compressed_as_it_is_loaded(tmp_path):
+    dense = transformers.BertModel(bert().config)
+    dense.save_pretrained(tmp_path / "dense")
+    config = comera.TTConfig(order=1, tolerance=1e-6, init="svd", target_modules=r".*output\.dense")
+    small = transformers.AutoModel.from_pretrained(
+        tmp_path / "dense", quantization_config=hf.TensorTrainConfig(config)
+    )
+    assert not tensor_trains(small)  # at full rank none would be smaller
+    config = comera.TTConfig(rank=8, init="svd", target_modules=r".*output\.dense")
+    small = transformers.AutoModel.from_pretrained(
+        tmp_path / "dense", quantization_config=hf.TensorTrainConfig(config)
+    )
+    assert len(tensor_trains(small)) == 4
+    by_hand = comera.tensorize_(transformers.AutoModel.from_pretrained(tmp_path / "dense"), config)
+    assert same(small, by_hand)
+    small.save_pretrained(tmp_path / "small")
+    assert same(small, transformers.AutoModel.from_pretrained(tmp_path / "small"))
+    held = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
+    assert comera.TTConfig.from_dict(held["config"]) == config
+
+
+_EVALUATE = """
+import sys, torch, transformers
+import comera.integrations.transformers
+from tests.integrations.tiny import trainer
+folder, auto = sys.argv[1:]
+model = getattr(transformers, auto).from_pretrained(folder)
+print(trainer(model, folder + "/evaluated").evaluate()["eval_loss"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "auto"),
+    [(bert, "AutoModelForSequenceClassification"), (llama, "AutoModelForCausalLM")],
+    ids=["bert", "llama"],
+)
+def test_trained_through_both_stages_it_is_evaluated_in_a_fresh_process(make, auto, tmp_path):
+    model = make()
+    made = trainer(model, tmp_path / "run", max_steps=9, save_strategy="no")
+    ranks = comera.TwoStage(model, 0.5, early_steps=3, late_steps=3)
+    hf.learn_ranks_(made, ranks, gate_lr=0.3)
+    made.train()
+    made.save_model(str(tmp_path / "small"))
+    wanted = made.evaluate()["eval_loss"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", _EVALUATE, str(tmp_path / "small"), auto],
+        capture_output=True, text=True, check=True, cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert float(done.stdout.splitlines()[-1]) == wanted
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_models_of_transformers_are_attached():
+    with pytest.raises(TypeError, match="save_model saves any model"):
+        hf.attach_(torch.nn.Linear(2, 2))
+
+
+def test_a_folder_of_a_newer_version_is_refused(tmp_path):
+    model = hf.attach_(bert())
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["described"]["version"] = 99
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="newer comera"):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_a_model_that_has_none_of_the_layers_is_refused(tmp_path):
+    model = hf.attach_(bert())
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    other = llama().config
+    other.quantization_config = config.quantization_config
+    with pytest.raises(ValueError, match="LlamaModel has none of them"):
+        transformers.LlamaModel.from_pretrained(tmp_path, config=other)
+
+
+def test_a_damaged_entry_is_refused(tmp_path):
+    model = hf.attach_(bert())
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    layers = config["quantization_config"]["described"]["layers"]
+    layers[next(iter(layers))]["ranks"] = "many"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="described wrongly"):
+        type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_the_package_transformers_says_so(tmp_path):
+    hf.attach_(bert()).save_pretrained(tmp_path)
+    code = f"import sys, transformers\ntransformers.AutoModel.from_pretrained({str(tmp_path)!r})\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Unknown quantization type, got comera" in done.stderr
