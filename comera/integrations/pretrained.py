@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from comera.extras import needed_by
+from comera.integrations.token_rows import let_tables_grow_
 from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
@@ -34,6 +35,7 @@ METHOD = "comera"
 def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:
     """Let a compressed model of transformers be saved by ``save_pretrained``, in place.
 
+    Its ``resize_token_embeddings`` can then append rows to tables that are tensor trains.
     ``AutoModel.from_pretrained(folder)`` and its like then make it again, with the ranks that it
     has when it is saved, where ``comera.integrations.transformers`` is imported.
     :func:`~comera.integrations.transformers.learn_ranks_` calls this too.
@@ -64,6 +66,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
         held = TensorTrainConfig(config, describe(model))
         model.config.quantization_config = held
         model.hf_quantizer = TensorTrainQuantizer(held)  # type: ignore[assignment]
+        let_tables_grow_(model)
     return model
 
 
@@ -127,19 +130,22 @@ class TensorTrainQuantizer(HfQuantizer):
         self._dtype = dtype
         return dtype
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         """Describe layers as they are now: ``save_pretrained`` writes ``config.json`` after this.
 
         Of a model that is dense again nothing is said.
         """
         described = describe(model)
         del described["model"]  # config.json is about it
+        described["layers"] |= _other_names(model, described["layers"])
         self.quantization_config.described = described
         if described["layers"]:
             model.config.quantization_config = self.quantization_config
         else:
             vars(model.config).pop("quantization_config", None)
-        return None, {}
+        return _buffers_apart(model), {}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
@@ -152,6 +158,7 @@ class TensorTrainQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             tensorize_(model, self.quantization_config.config)
+        let_tables_grow_(model)
         model.is_quantized = False  # else it could not be cast, nor trained without adapters
         del model.quantization_method
         for module in model.modules():
@@ -162,6 +169,32 @@ class TensorTrainQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         # that of the model's config, which save_pretrained has made a string
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _other_names(model: PreTrainedModel, layers: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Describe layers that have several names by the others too.
+
+    T5 puts a table that was resized where it has two more; made anew, the model has three.
+    """
+    name_of = {id(model.get_submodule(name)): name for name in layers}
+    inside = tuple(f"{name}." for name in layers)
+    return {
+        name: {**layers[name_of[id(module)]], "works_on": name_of[id(module)]}
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in name_of and name not in layers and not name.startswith(inside)
+    }
+
+
+def _buffers_apart(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the state dict with a copy of each buffer for each of its names.
+
+    Parameters that have several are written once, and tied when they are loaded. transformers ties
+    no buffers, such as where a tied table keeps its rows.
+    """
+    state = model.state_dict()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    apart = {name: state[name].clone() for name in buffers if name in state}
+    return {**state, **apart}
 
 
 def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
@@ -177,11 +210,13 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
     """
     there = dict(model.named_modules(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
-    new_name = {}
+    new_name, taken = {}, set[int]()
     for name in layers:
         for maybe in (name, name.removeprefix(prefix), prefix + name):
             if maybe in there:
-                new_name[name] = maybe
+                if id(there[maybe]) not in taken:  # else it is one layer, of two names
+                    new_name[name] = maybe
+                    taken.add(id(there[maybe]))
                 break
     if layers and not new_name:
         raise ValueError(

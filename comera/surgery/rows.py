@@ -1,5 +1,7 @@
 """Which rows of a table are held apart from its tensor train: those that are read most."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -7,6 +9,7 @@ from torch.optim import Optimizer
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import pack_state_, unpack_state_
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.params import set_data_
 from comera.surgery.optimizer_state import FIRST_MOMENTS, follows
 
 
@@ -126,3 +129,58 @@ def order_rows_(table: TTTable, places: Tensor) -> None:
     if not torch.equal(places.long().sort().values, torch.arange(rows, device=places.device)):
         raise ValueError(f"places must hold every number from 0 to {rows - 1} once")
     table.keep_rows_at_(places.to(table.cores[0].device, torch.int32, copy=True))
+
+
+@torch.no_grad()
+def append_rows_(table: TTTable, rows: Tensor) -> None:
+    """Give a table more rows at its end, in place; before its optimizer is made.
+
+    New rows are hot ones, dense or as coordinates in the basis that hot rows share; those that were
+    there are read as before, bit for bit.
+
+    Args:
+        table: And the tables that are tied to it. A ``row_order``, four bytes for each row, is
+            stored with them.
+        rows: ``(more, embedding_dim)``. Where hot rows have a ``hot_rank``, their projections on
+            the basis are kept.
+
+    Raises:
+        ValueError: If the rows have another width, or the table has a basis whose ranks were all
+            cut.
+
+    Example::
+
+        append_rows_(table, table.weight.mean(0, keepdim=True))
+    """
+    if rows.dim() != 2 or rows.shape[1] != table.embedding_dim:
+        raise ValueError(
+            f"rows have shape {tuple(rows.shape)}; a table of width {table.embedding_dim} takes "
+            f"(more, {table.embedding_dim})"
+        )
+    if isinstance(table.hot, HotRows) and 0 in table.hot.ranks:
+        raise ValueError("all ranks of the hot rows' basis were cut, no row can be told in it")
+    more, old, hot = len(rows), table.num_embeddings, table.hot_rows
+    places = table._every_row_kept_at()
+    if places is None:
+        places = torch.arange(old, device=table.cores[0].device)
+    places = torch.where(places < hot, places, places + more)  # rows of the train come after
+    new = torch.arange(hot, hot + more, device=places.device)
+    _append_hot_(table, rows.to(table.cores[0]))
+    for each in (table, *table.twins):
+        each.hot = table.hot
+        each.num_embeddings, each.hot_rows = old + more, hot + more
+        each.scatter_rows, each._step = False, None  # row_order says where all of them are
+    table.keep_rows_at_(torch.cat([places, new]).to(torch.int32))
+
+
+def _append_hot_(table: TTTable, rows: Tensor) -> None:
+    if isinstance(table.hot, HotRows):
+        coordinates = table.hot.cores[0]
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        found = wide @ torch.linalg.pinv(table.hot.basis.to(wide.dtype))
+        set_data_(coordinates, torch.cat([coordinates, found.to(rows.dtype)[None]], 1))
+        table.hot._modes = replace(table.hot._modes, in_modes=(table.hot_rows + len(rows),))
+    elif table.hot is None:
+        table.hot = nn.Parameter(rows.clone(), requires_grad=table.cores[0].requires_grad)
+    else:
+        set_data_(table.hot, torch.cat([table.hot, rows]))
