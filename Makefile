@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev $(VENV)/installed-peers
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# The above, then the tests that it leaves out: some twenty minutes on two cores.
+# What CI runs: the above, then the tests that it leaves out.
 test-all: test
 	$(BIN)/python -m pytest -n 2 -m slow
 
