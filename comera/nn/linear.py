@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_matrix
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, listed, may_share
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
@@ -190,6 +189,8 @@ class TTLinear(TensorTrainModule):
         return dense[: self.out_features, : self.in_features]
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        from comera.nn.decompose import decompose_matrix  # few layers ever need it
+
         self.set_cores_(decompose_matrix(weight, self.shape, tolerance))
 
     def _weight_size(self) -> tuple[int, int]:
@@ -228,6 +229,8 @@ class TTLinear(TensorTrainModule):
             ValueError: If more than one of rank, compression and tolerance is given.
             TypeError: If ``linear`` is something else.
         """
+        from comera.nn.decompose import decompose_matrix
+
         only_one(rank=rank, compression=compression, tolerance=tolerance)
         weight = getattr(linear, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from comera.optim import came_state
 from comera.optim.came_state import every, stack, write
+from comera.optim.exact_state import loading_exactly
 from comera.optim.factored_moments import (
     Corrections,
     Settings,
@@ -20,7 +21,6 @@ from comera.optim.factored_moments import (
     matrix_view,
     plain_step_,
 )
-from comera.optim.state_layout import loading_exactly
 
 _MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 

@@ -1,8 +1,5 @@
-"""The parts of an optimizer that torch's own code does not reach: packed state, all attributes,
-state that is wider than its parameter."""
+"""The parts of an optimizer that torch's own code does not reach: packed state, all attributes."""
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,37 +59,3 @@ def stored_bytes(value: Any) -> int:
         names, _ = value.__tensor_flatten__()
         return sum(stored_bytes(getattr(value, name)) for name in names)
     return value.numel() * value.element_size()
-
-
-@contextlib.contextmanager
-def loading_exactly(
-    optimizer: Optimizer, exact: Callable[[dict[str, Any], Tensor], dict[str, Any]]
-) -> Iterator[None]:
-    """Undo, around torch's ``load_state_dict``, that it casts state to its parameter's dtype.
-
-    Args:
-        optimizer: The optimizer whose state is loaded.
-        exact: Makes, of the given state of a parameter and that parameter, what its state is to
-            hold instead of what torch makes of it. What it raises leaves the optimizer as it was.
-    """
-    found: dict[Tensor, dict[str, Any]] = {}
-
-    def keep(_: Optimizer, given: dict[str, Any]) -> None:
-        numbers = [n for group in given["param_groups"] for n in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=False):  # torch checks the lengths
-            if number in given["state"]:
-                found[param] = exact(given["state"][number], param)
-
-    def restore(_: Optimizer) -> None:
-        for param, state in found.items():
-            optimizer.state[param].update(state)
-
-    # Registered last and first: after whatever changes the dict, before whatever reads it.
-    before = optimizer.register_load_state_dict_pre_hook(keep)
-    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()

@@ -20,20 +20,6 @@ from comera.ops.operator import operator
 from comera.ops.product import affine, is_torchs, product
 
 
-def tt_linear_reference(
-    x_BI: Tensor,
-    cores: Sequence[Tensor],
-    split: int,
-    bias_O: Tensor | None = None,
-    *,
-    in_features: int | None = None,
-    out_features: int | None = None,
-) -> Tensor:
-    """Compute the same as :func:`tt_linear` by the dense matrix, for autograd to differentiate."""
-    weight = tt_to_dense(cores, split)[:out_features, :in_features]
-    return torch.nn.functional.linear(x_BI, weight, bias_O)
-
-
 def tt_linear(
     x_BI: Tensor,
     cores: Sequence[Tensor],
