@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from comera.nn.convert import densify_, tensorize_
     from comera.nn.embedding import TTEmbedding
     from comera.nn.embedding_bag import TTEmbeddingBag
+    from comera.nn.forms import register_layer
     from comera.nn.grouped import GroupedMerge
     from comera.nn.linear import TTLinear
     from comera.optim.came import CAME
@@ -68,6 +69,7 @@ _HOMES = {
     "comera.nn.convert": ("densify_", "tensorize_"),
     "comera.nn.embedding": ("TTEmbedding",),
     "comera.nn.embedding_bag": ("TTEmbeddingBag",),
+    "comera.nn.forms": ("register_layer",),
     "comera.nn.grouped": ("GroupedMerge",),
     "comera.nn.linear": ("TTLinear",),
     "comera.optim.came": ("CAME",),
@@ -126,6 +128,7 @@ __all__ = [
     "param_groups",
     "plan",
     "push_to_hub",
+    "register_layer",
     "reuse_freed_memory",
     "save_model",
     "tensorize_",

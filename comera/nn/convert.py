@@ -11,6 +11,7 @@ from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.forms import form_of, from_torch
 from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
@@ -118,7 +119,7 @@ def densify_(model: nn.Module) -> nn.Module:
         if isinstance(module, (TTLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
-            replacements[id(module)] = dense
+            replacements[id(module)] = from_torch(dense, module.dense_form)
         elif isinstance(module, TiedTTLinear):
             heads.append(module)
     for head in heads:
@@ -159,6 +160,12 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
 
 def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
     """Make the layer that replaces ``module``, or say why it should not be replaced."""
+    form = form_of(module)
+    if form is not None:
+        made = _convert(name, form.to_torch(module), config)
+        if not isinstance(made, str):
+            made.dense_form = form.name
+        return made
     if config.init != "svd" and not _may_be_drawn_anew(module):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:

@@ -128,12 +128,15 @@ class TensorTrainModule(WeightByAssignment):
         gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
             the start; a gate at or below ``prune_below`` is a pruned rank.
         start_ranks: The bonds the module was built with, before any truncation.
+        dense_form: Name of the registered class whose layer it replaced, see
+            :func:`~comera.register_layer`; None of torch's own layers.
     """
 
     cores: nn.ParameterList
     gates: Gates
     prune_below: float
     start_ranks: tuple[int, ...]
+    dense_form: str | None = None
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
     _modes: TTShape | TTMShape

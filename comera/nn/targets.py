@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from comera.names import listed
 from comera.nn.config import TTConfig
+from comera.nn.forms import as_torch, form_of
 from comera.nn.module import TensorTrainModule, tensor_trains
 
 log = logging.getLogger("comera")
@@ -40,14 +41,15 @@ def find_targets(
     }
     known, chosen, attention, subclasses, made, small = [], {}, [], [], [], []
     for name, module in model.named_modules():
-        if not isinstance(module, _NAMED_TARGETS["all"]):
+        layer = as_torch(module)
+        if not isinstance(layer, _NAMED_TARGETS["all"]):
             continue
         known.append(name)
-        if not _selected(name, module, config) or (filter_fn and not filter_fn(module, name)):
+        if not _selected(name, layer, config) or (filter_fn and not filter_fn(module, name)):
             continue
         if id(module) in inside_attention:
             attention.append(name)
-        elif type(module) not in _NAMED_TARGETS["all"]:
+        elif type(layer) not in _NAMED_TARGETS["all"]:
             subclasses.append(name)
         elif "weight" not in module._parameters:
             made.append(name)
@@ -84,11 +86,12 @@ def find_targets(
 
 
 def _name_other_kinds(model: nn.Module) -> None:
-    """Warn of what no target can be and yet is much of the model, as transformers' ``Conv1D``."""
+    """Warn of what no target can be and yet is much of the model, as experts in one parameter."""
     skip = {
         id(part)
         for module in model.modules()
         if isinstance(module, (*_NAMED_TARGETS["all"], TensorTrainModule, nn.MultiheadAttention))
+        or form_of(module)
         for part in module.modules()
     }
     kinds: Counter[str] = Counter()
@@ -105,7 +108,8 @@ def _name_other_kinds(model: nn.Module) -> None:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         log.warning(
             "tensorize_ leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
-            "nn.Embedding or nn.EmbeddingBag", found, 100 * share,
+            "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
+            found, 100 * share,
         )  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def _common(layer: TensorTrainModule) -> dict[str, Any]:
         "start_ranks": list(layer.start_ranks),
         "prune_below": layer.prune_below,
         "dtype": _dtype_of(layer.cores[0]),
+        **({} if layer.dense_form is None else {"dense_form": layer.dense_form}),
     }
 
 
@@ -203,6 +204,8 @@ def _build_bag(entry: Entry, other: nn.Module | None) -> TTTable:
 def _finish(layer: Any, entry: Entry, other: Any) -> Any:
     """Set what no constructor takes, and share the parameters of a layer that it was tied to."""
     layer.start_ranks = _tuple(entry, "start_ranks")
+    form = entry.get("dense_form")
+    layer.dense_form = None if form is None else str(form)
     if other is not None:
         layer.share_parameters_(other)
     return layer

@@ -56,6 +56,14 @@ def t5():
     return comera.tensorize_(model, comera.TTConfig(rank=4, order=2, tied="share"))
 
 
+def gpt2():
+    """Linear layers that are ``Conv1D``."""
+    torch.manual_seed(4)
+    config = transformers.GPT2Config(vocab_size=128, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    return comera.tensorize_(model, comera.TTConfig(rank=4, order=2, tied="share"))
+
+
 def with_hot_rows(hot_rank=None):
     model = transformers.BertModel(bert().config)
     settings = {"target_modules": r".*word_embeddings", "embedding_order": 3}
@@ -90,6 +98,7 @@ MADE = {
     "llama, untied": lambda: llama(tied="untie"),
     "masked language model": masked,
     "t5": t5,
+    "gpt2": gpt2,
     "hot rows": with_hot_rows,
     "hot rows in a basis": lambda: truncated(with_hot_rows(hot_rank=6)),
     "rows moved": with_rows_moved,
@@ -182,6 +191,15 @@ def test_a_loaded_model_is_cast_trained_and_made_dense_as_any_other(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     dense = type(model).from_pretrained(tmp_path / "dense")
     torch.testing.assert_close(dense.eval()(WORDS).logits, before)
+
+
+def test_gpt2_is_made_dense_as_transformers_has_it(tmp_path):
+    model = hf.attach_(gpt2()).eval()
+    model.save_pretrained(tmp_path / "small")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    again.dequantize().save_pretrained(tmp_path / "dense")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(dense(WORDS).logits, model(WORDS).logits)
 
 
 def test_a_model_is_compressed_as_it_is_loaded(tmp_path):

@@ -1,0 +1,140 @@
+"""Layers of other classes that are torch layers in another form: converted, saved, and back."""
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.nn import forms
+
+
+class Turned(nn.Module):
+    """``y = x W + b`` with a factor that a constructor sets."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_features, out_features))
+        self.bias = nn.Parameter(torch.randn(out_features))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def to_torch(turned):
+    linear = nn.Linear(*turned.weight.shape, device="meta")
+    linear.weight = nn.Parameter(turned.weight.detach().T, turned.weight.requires_grad)
+    linear.bias = turned.bias
+    return linear
+
+
+def from_torch(linear):
+    turned = Turned(linear.in_features, linear.out_features)
+    turned.weight = nn.Parameter(linear.weight.detach().T.contiguous())
+    turned.bias = linear.bias
+    return turned
+
+
+class Known(Turned):
+    """The same, registered."""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setattr(forms, "_FORMS", dict(forms._FORMS))
+    comera.register_layer(Turned, to_torch, from_torch)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Turned(32, 64), nn.Tanh(), Turned(64, 32))
+
+
+def test_it_is_converted_to_what_it_computes_and_back():
+    net, x = model(), torch.randn(5, 32)
+    before = net(x)
+    comera.tensorize_(net, comera.TTConfig(rank=16, order=1, init="svd", target_modules=["0"]))
+    assert type(net[0]) is comera.TTLinear
+    assert (net[0].in_features, net[0].out_features) == (32, 64)
+    assert type(net[2]) is Turned
+    net[0].weight = to_torch(model()[0]).weight @ torch.eye(32)  # as near as rank 16 comes
+    small = net(x)
+    comera.densify_(net)
+    assert type(net[0]) is Turned
+    torch.testing.assert_close(net(x), small)
+    assert not torch.equal(small, before)
+
+
+def test_at_full_rank_nothing_changes():
+    net, x = nn.Sequential(Turned(32, 64)), torch.randn(5, 32)
+    low = torch.randn(32, 4) @ torch.randn(4, 64)
+    net[0].weight = nn.Parameter(low)
+    before, bias = net(x), net[0].bias
+    comera.tensorize_(
+        net, comera.TTConfig(rank=4, order=1, init="svd", target_modules="all-linear")
+    )
+    torch.testing.assert_close(net(x), before, atol=1e-4, rtol=1e-4)
+    assert net[0].bias is bias
+
+
+def test_what_is_frozen_stays_and_meta_stays_meta(caplog):
+    net = model()
+    net[0].weight.requires_grad_(False)
+    comera.tensorize_(net, comera.TTConfig(rank=4))
+    assert type(net[0]) is Turned
+    assert "frozen" in caplog.text
+    with torch.device("meta"):
+        net = model()
+    comera.tensorize_(net, comera.TTConfig(rank=4))
+    assert all(param.is_meta for param in net.parameters())
+
+
+def test_it_is_saved_with_what_it_stands_for(tmp_path):
+    net, x = model(), torch.randn(5, 32)
+    comera.tensorize_(net, comera.TTConfig(rank=4))
+    comera.save_model(net, tmp_path)
+    again = comera.load_model(tmp_path, model)
+    assert torch.equal(again(x), net(x))
+    assert type(comera.densify_(again)[2]) is Turned
+
+
+def test_a_form_that_is_not_known_here_is_named(monkeypatch):
+    net = model()
+    comera.tensorize_(net, comera.TTConfig(rank=4))
+    monkeypatch.setattr(forms, "_FORMS", {})
+    with pytest.raises(ValueError, match=r"stands for a tests\.nn\.test_forms\.Turned"):
+        comera.densify_(net)
+
+
+def test_a_class_derived_from_it_is_another_one():
+    net = nn.Sequential(Known(32, 64), nn.Linear(64, 64))
+    comera.tensorize_(net, comera.TTConfig(rank=4))
+    assert type(net[0]) is Known
+
+
+@pytest.mark.parametrize("given", [(Turned(2, 2), to_torch, from_torch), (Turned, 1, from_torch)])
+def test_what_is_no_class_or_function_is_refused(given):
+    with pytest.raises(TypeError, match="must be"):
+        comera.register_layer(*given)
+
+
+def test_gpt2_is_converted_and_made_dense_again():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    dense = transformers.GPT2LMHeadModel(config).eval()
+    words = torch.arange(10)[None]
+    before, names = dense(words).logits, set(dense.state_dict())
+    comera.tensorize_(
+        dense, comera.TTConfig(order=1, rank=8, init="svd", target_modules=r".*\.mlp.*")
+    )
+    kinds = [type(layer) for layer in dense.modules() if isinstance(layer, comera.TTLinear)]
+    assert len(kinds) == 4
+    small = dense(words).logits
+    assert not torch.equal(small, before)
+    small.sum().backward()
+    assert dense.transformer.h[0].mlp.c_fc.cores[0].grad.abs().sum() > 0
+    comera.densify_(dense)
+    assert set(dense.state_dict()) == names
+    torch.testing.assert_close(dense(words).logits, small)
+    again = transformers.GPT2LMHeadModel(config).eval()
+    again.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(again(words).logits, small)
