@@ -72,9 +72,13 @@ def test_examples_are_found():
     assert len(EXAMPLES) >= 15
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # by transformers' defaults
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # said by peft
 @pytest.mark.parametrize(("path", "block"), EXAMPLES)
 def test_examples_run(path, block, tmp_path, monkeypatch):
     """Each by itself after the preamble, in an empty folder, with line numbers of the page."""
+    for package in re.findall(r"^import (transformers|peft|accelerate)$", block["code"], re.M):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "example"}
     exec(PREAMBLE, names)

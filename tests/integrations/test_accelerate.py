@@ -1,0 +1,59 @@
+"""Loops of one's own on accelerate: its optimizer is cut, its folders hold where ranks were."""
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+
+accelerate = pytest.importorskip("accelerate")
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    comera.tensorize_(model, comera.TTConfig(rank=8, order=2))
+    optimizer = torch.optim.AdamW(comera.param_groups(model, 1e-3, gate_lr=0.1))
+    accelerator = accelerate.Accelerator(cpu=True)
+    ranks = comera.TwoStage(model, 0.5, early_steps=2, late_steps=2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(ranks)
+    return accelerator, model, optimizer, ranks
+
+
+def train(made, first, last):
+    accelerator, model, optimizer, ranks = made
+    for step in range(first, last):
+        torch.manual_seed(step)
+        batch = torch.randn(16, 32)
+        loss = nn.functional.mse_loss(model(batch), batch)
+        accelerator.backward(ranks.objective(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        ranks.step(loss.detach(), optimizer)
+        if ranks.due:
+            ranks.finish_(optimizer)
+
+
+@pytest.mark.parametrize("at", [3, 5], ids=["late", "after the cut"])
+def test_a_saved_state_goes_on_bit_for_bit(at, tmp_path):
+    whole = parts()
+    train(whole, 0, 8)
+    broken = parts()
+    train(broken, 0, at)
+    broken[0].save_state(tmp_path)
+    resumed = parts()
+    resumed[0].load_state(tmp_path)
+    train(resumed, at, 8)
+    wanted, found = (made[1].state_dict() for made in (whole, resumed))
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    assert whole[3].forced is not None
+
+
+def test_the_state_of_its_optimizer_is_cut_with_the_ranks():
+    made = parts()
+    train(made, 0, 5)
+    optimizer = made[2]
+    assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
+    for param, state in optimizer.state.items():
+        assert state["exp_avg"].shape == param.shape

@@ -1,0 +1,52 @@
+"""Adapters of peft on tensor-train layers: they train alone, are saved, and merge."""
+
+import pytest
+import torch
+
+import comera
+from tests.integrations.tiny import bert, hf, llama, trainer, transformers
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks
+]
+WORDS = torch.arange(8)[None]
+
+
+def settings(targets, **more):
+    made = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, **more)
+    made._register_custom_module({comera.TTLinear: peft.tuners.lora.Linear})
+    return made
+
+
+def test_an_adapter_trains_alone_under_trainer_and_merges(tmp_path):
+    model = hf.attach_(bert())
+    adapted = peft.get_peft_model(model, settings(["query", "value"], task_type="SEQ_CLS"))
+    cores = {name: value.clone() for name, value in model.state_dict().items() if "cores" in name}
+    made = trainer(adapted, tmp_path, max_steps=3, learning_rate=1e-2, save_strategy="no")
+    made.train()
+    adapted.eval()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in cores.items())
+    after = adapted(WORDS).logits
+    with adapted.disable_adapter():
+        assert not torch.allclose(adapted(WORDS).logits, after)
+
+    comera.densify_(adapted)
+    merged = adapted.merge_and_unload()
+    assert not comera.nn.module.tensor_trains(merged)
+    torch.testing.assert_close(merged(WORDS).logits, after)
+
+
+def test_an_adapter_is_saved_alone_and_fits_a_base_that_is_loaded(tmp_path):
+    base = llama()
+    hf.attach_(base).save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, settings(["q_proj"], task_type="CAUSAL_LM")).eval()
+    for name, param in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param)
+    adapted.save_pretrained(tmp_path / "adapter")
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.get_peft_model(small, settings(["q_proj"], task_type="CAUSAL_LM"))
+    peft.set_peft_model_state_dict(again, peft.utils.load_peft_weights(str(tmp_path / "adapter")))
+    assert torch.equal(again.eval()(WORDS).logits, adapted(WORDS).logits)
