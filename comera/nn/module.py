@@ -106,8 +106,7 @@ class Shared:
         """Whether it may be used by the pass that runs now."""
         if self.thread is None:
             return True
-        # Hooks on what autograd saves are those of activation checkpointing, most often: what it
-        # computes again in the backward pass has to be what it computed before.
+        # Such hooks are most often activation checkpointing, which computes the same again.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is None and self.thread == threading.get_ident()
 
@@ -128,8 +127,7 @@ class TensorTrainModule(WeightByAssignment):
         gates: ``gates[k]`` of width ``shape.ranks[k]`` scales the bond after ``cores[k]``. Ones at
             the start; a gate at or below ``prune_below`` is a pruned rank.
         start_ranks: The bonds the module was built with, before any truncation.
-        dense_form: Name of the registered class whose layer it replaced, see
-            :func:`~comera.register_layer`; None of torch's own layers.
+        dense_form: Class of the layer it replaced where :func:`~comera.register_layer` named it.
     """
 
     cores: nn.ParameterList
