@@ -1,4 +1,4 @@
-"""Two processes that talk over gloo."""
+"""Processes that talk over gloo."""
 
 import gc
 
@@ -6,17 +6,29 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from comera.train.processes import Processes
+
 
 def in_two_processes(find, path):
     """What ``find(rank)``, a function of a module, returns in each; ``path`` is a folder."""
-    mp.start_processes(_process, (find, str(path)), nprocs=2, start_method="spawn")
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+    return in_processes(2, find, path)
 
 
-def _process(rank, find, path):
+def in_processes(count, find, path):
+    """What ``find(rank)`` returns in each of so many."""
+    mp.start_processes(_process, (count, find, str(path)), nprocs=count, start_method="spawn")
+    return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def this_process():
+    """What ``joined`` yields in one that torchrun has started."""
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def _process(rank, count, find, path):
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = dist.FileStore(f"{path}/store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     torch.save(find(rank), f"{path}/{rank}.pt")
     gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
     dist.destroy_process_group()

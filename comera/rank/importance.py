@@ -80,10 +80,14 @@ class ImportanceScores:
         self._lost[number] = lost if before is None else before + lost
 
     @torch.no_grad()
-    def follow_(self) -> None:
+    def follow_(self, group: "dist.ProcessGroup | None" = None) -> None:
         """Take in one step, after its backward pass: on the device, in place.
 
         A step whose gradients are not finite is left out; after truncation the mean starts anew.
+
+        Args:
+            group: Processes that take the step together, each with rows of its own: what the loss
+                of all rows would lose is the mean of what each observed.
         """
         if not self._lost:
             return
@@ -92,7 +96,11 @@ class ImportanceScores:
             for k, gate in enumerate(self._gates)
         ]
         self._lost.clear()
-        square = torch.cat(parts).square()
+        lost = torch.cat(parts)
+        if group is not None:
+            lost /= dist.get_world_size(group)
+            dist.all_reduce(lost, group=group)
+        square = lost.square()
         if self.mean is None or self.mean.shape != square.shape:
             self.mean = torch.zeros_like(square)
         elif (self.mean.device, self.mean.dtype) != (square.device, square.dtype):

@@ -139,7 +139,8 @@ class ImportancePruning(RankLearning):
     def follow_(self, loss: Tensor) -> None:
         """Do the part of :meth:`step` that is the device's, in place: a CUDA graph can hold it."""
         if self._scores is not None:
-            self._scores.follow_()
+            group = self.process_group  # in a loop of one's own it may not have been looked for yet
+            self._scores.follow_(None if isinstance(group, str) else group)
         super().follow_(loss)
 
     def discard_(self) -> None:

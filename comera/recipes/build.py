@@ -15,13 +15,16 @@ from comera.optim.in_backward import OptimizerInBackward
 from comera.recipes.optimizers import make_optimizer
 from comera.recipes.run_config import OptimizerConfig, RunConfig
 from comera.recipes.tasks import Task
+from comera.train.processes import Processes
 from comera.train.step import TrainStep
 
 log = logging.getLogger("comera")
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str, processes: Processes | None = None) -> torch.device:
     """Return the device of a run's settings; ``auto`` is a GPU where there is one.
+
+    Of several processes each takes a GPU of its own.
 
     Raises:
         ValueError: If it is not there.
@@ -29,6 +32,8 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    if processes is not None and processes.count > 1 and device.type == "cuda":
+        device = torch.device("cuda", processes.local_rank)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:  # the latter where torch has no CUDA at all
@@ -59,8 +64,13 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
     return tensorize_(model, settings).to(device)
 
 
-def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
-    """Make the training step of a run, with its optimizer and schedules."""
+def build_step(
+    model: nn.Module, config: RunConfig, task: Task, processes: Processes | None = None
+) -> TrainStep:
+    """Make the training step of a run, with its optimizer and schedules.
+
+    Of several processes all call this, each with a model of the same weights.
+    """
     settings = config.optimizer_for(task.steps)
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
@@ -68,11 +78,14 @@ def build_step(model: nn.Module, config: RunConfig, task: Task) -> TrainStep:
         optimizer,
         [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
+    group = None if processes is None else processes.group
+    ranks = None if config.ranks is None else config.ranks.make(model, task.steps)
+    in_backward = settings.in_backward  # averages gradients itself, and frees each
     return TrainStep(
-        model,
+        model if group is None or in_backward else nn.parallel.DistributedDataParallel(model),
         task.loss_fn,
-        OptimizerInBackward(optimizer) if settings.in_backward else optimizer,
-        None if config.ranks is None else config.ranks.make(model, task.steps),
+        OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
+        ranks,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.train.precision,

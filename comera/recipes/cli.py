@@ -1,13 +1,15 @@
 """The command ``comera``: ``train``, ``plan``, ``sweep``, ``report``, ``checkpoint`` and others."""
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import logging
 import os
 import re
 import sys
 from argparse import SUPPRESS, Action, HelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,6 +18,7 @@ import yaml
 from jsonargparse import (
     ActionConfigFile,
     ArgumentParser,
+    Namespace,
     get_loader,
     set_loader,
     set_parsing_settings,
@@ -39,6 +42,7 @@ from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.short_help import short_help
 from comera.recipes.sweep import INTERRUPTED, run_sweep
+from comera.train.processes import OtherProcessError, count_started, joined, rank_started
 from comera.train.step import NonFiniteLossError
 
 _MODE = "run"
@@ -49,65 +53,42 @@ _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
 
 _ONE_PROCESS = (
-    "started as {count} processes (WORLD_SIZE={count}), but comera runs in one: start it once, "
-    "without torchrun (or unset WORLD_SIZE); for several GPUs write a loop of your own with "
-    "DistributedDataParallel and comera.TrainStep"
+    "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
+    "start comera {command} once, without torchrun (or unset WORLD_SIZE)"
 )
 
 _OPTIMIZER = re.compile(r"--optimizer=(\w+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status.
+
+    Of several processes that torchrun has started, the first one speaks for all.
+    """
     imports_are_done()
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
-    parser = make_parser()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    count, rank = count_started(os.environ), rank_started(os.environ)
+    speaks = count == 1 or rank == 0
+    logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
-    count = _processes(os.environ)
-    if count > 1:
-        # All of them would train the same run into one folder; the first alone says so.
-        if (os.environ.get("RANK") or os.environ.get("LOCAL_RANK")) == "0":
-            _print_error(_ONE_PROCESS.format(count=count), console)
+    if count > 1 and words[:1] not in (["train"], []):
+        # All of them would do the same; the first alone says so.
+        if speaks:
+            _print_error(_ONE_PROCESS.format(count=count, command=words[0]), console)
         return 1
     try:
-        chosen = parser.parse_args(_in_full(sys.argv[1:] if arguments is None else arguments))
-        if chosen.command == "init":
-            _show_configuration(chosen.init.name)
-            return 0
-        if chosen.command == "report":
-            written = write_report(Path(chosen.report.run).expanduser())
-            console.print(f"wrote {written}", markup=False)
-            return 0
-        if chosen.command == "sweep":
-            options = chosen.sweep
-            out = Path(options.out) if options.out else None
-            return run_sweep(file_of(options.file), options.jobs, options.overwrite, console, out)
-        if chosen.command == "bench":
-            return run_bench(chosen.bench, console)
-        if chosen.command == "checkpoint":
-            return run_checkpoint(chosen.checkpoint, console)
-        if chosen.command == "doctor":
-            examine(console)
-            return 0
-        if chosen.command == "calibrate":
-            reuse_freed_memory()
-            if chosen.calibrate.threads is not None:
-                check_positive("threads", chosen.calibrate.threads)
-                torch.set_num_threads(chosen.calibrate.threads)
-            calibrate(chosen.calibrate.device, console.print)
-            return 0
-        # What is left, train and plan, takes the settings of a run as dataclasses.
-        config = parser.instantiate(chosen)[chosen.command]
-        settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
-        if chosen.command == "plan":
-            _show_plan(settings, console)
-            return 0
-        reuse_freed_memory()
-        return 0 if run(settings, console) else INTERRUPTED
+        chosen = _parsed(words, speaks)
+    except (ValueError, OSError) as problem:
+        if speaks:
+            _print_error(str(problem), console)
+        return 1
+    try:
+        return _train(chosen, console) if count > 1 else _carried_out(chosen, console)
     except KeyboardInterrupt:  # where there is nothing to save
-        console.print("interrupted")
+        if speaks:
+            console.print("interrupted")
         return INTERRUPTED
     except (
         ValueError,
@@ -115,23 +96,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
         NonFiniteLossError,
         FolderInUseError,
         MissingPackageError,
+        OtherProcessError,
     ) as problem:
-        _print_error(str(problem), console)
+        # What the processes have found together the first one says; else each its own.
+        if speaks or not isinstance(problem, NonFiniteLossError | OtherProcessError):
+            _print_error(str(problem) if speaks else f"in process {rank}: {problem}", console)
         return 1
+
+
+def _parsed(words: Sequence[str], speaks: bool) -> tuple[ArgumentParser, Namespace]:
+    parser = make_parser()
+    with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
+        return parser, parser.parse_args(_in_full(words))
+
+
+def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> int:
+    """Carry out a command in one process; returns the exit status."""
+    chosen = parsed[1]
+    if chosen.command == "init":
+        _show_configuration(chosen.init.name)
+        return 0
+    if chosen.command == "report":
+        written = write_report(Path(chosen.report.run).expanduser())
+        console.print(f"wrote {written}", markup=False)
+        return 0
+    if chosen.command == "sweep":
+        options = chosen.sweep
+        out = Path(options.out) if options.out else None
+        return run_sweep(file_of(options.file), options.jobs, options.overwrite, console, out)
+    if chosen.command == "bench":
+        return run_bench(chosen.bench, console)
+    if chosen.command == "checkpoint":
+        return run_checkpoint(chosen.checkpoint, console)
+    if chosen.command == "doctor":
+        examine(console)
+        return 0
+    if chosen.command == "calibrate":
+        reuse_freed_memory()
+        if chosen.calibrate.threads is not None:
+            check_positive("threads", chosen.calibrate.threads)
+            torch.set_num_threads(chosen.calibrate.threads)
+        calibrate(chosen.calibrate.device, console.print)
+        return 0
+    settings = _settings(parsed)
+    if chosen.command == "plan":
+        _show_plan(settings, console)
+        return 0
+    reuse_freed_memory()
+    return 0 if run(settings, console) else INTERRUPTED
+
+
+def _settings(parsed: tuple[ArgumentParser, Namespace]) -> RunConfig:
+    """Make the settings of ``train`` and ``plan``, which are given as dataclasses."""
+    parser, chosen = parsed
+    config = parser.instantiate(chosen)[chosen.command]
+    return RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
+
+
+def _train(parsed: tuple[ArgumentParser, Namespace], console: Console) -> int:
+    """Train in one of several processes; returns the exit status."""
+    settings = _settings(parsed)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they go on
+    reuse_freed_memory()
+    cuda = settings.device != "cpu" and torch.cuda.is_available()
+    with joined(cuda, settings.parallel.timeout_minutes) as processes:
+        shown = console if processes.is_first else Console(quiet=True)
+        return 0 if run(settings, shown, processes=processes) else INTERRUPTED
 
 
 def _print_error(text: str, console: Console) -> None:
     console.print("[bold red]error:[/]", end=" ")
     console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-def _processes(environment: Mapping[str, str]) -> int:
-    """Count the processes that a launcher such as torchrun has started, of which this is one."""
-    started = any(environment.get(name) for name in ("RANK", "LOCAL_RANK"))
-    try:
-        return int(environment.get("WORLD_SIZE") or 1) if started else 1
-    except ValueError:
-        return 1
 
 
 class _Parser(ArgumentParser):

@@ -151,7 +151,8 @@ def _begun(folder: Path) -> bool:
 def other_settings(config: RunConfig) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
-    None if it does not, or if no run was begun there. How checkpoints are kept makes no other run.
+    None if it does not, or if no run was begun there. How checkpoints are kept, and how many
+    processes train it, makes no other run.
     """
     folder = Path(config.out)
     file = folder / "config.yaml"
@@ -164,7 +165,8 @@ def other_settings(config: RunConfig) -> str | None:
     with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
         there = _settings(parse_settings(RunConfig, there))
     for settings in (there, here):
-        settings.pop("checkpoints", None)
+        for key in ("checkpoints", "parallel"):
+            settings.pop(key, None)
     return None if there == here else _difference(there, here)
 
 

@@ -1,5 +1,6 @@
 """Train a run: the compressed model, its dense twin if requested, and what came of them."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,17 +21,18 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.data_record import DataRecord
+from comera.recipes.data_record import DataRecord, changed_data
 from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.rank_config import RankConfig
-from comera.recipes.run_config import RunConfig
+from comera.recipes.run_config import RunConfig, check_processes
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.train.loop import LoopResult, train
+from comera.train.processes import Processes
 
 _log = logging.getLogger("comera")
 
@@ -67,6 +69,7 @@ def run(
     console: Console | None = None,
     quiet: bool = False,
     began: Callable[[int], None] | None = None,
+    processes: Processes | None = None,
 ) -> list[Outcome]:
     """Train what a configuration describes, resuming what is unfinished in its folder.
 
@@ -77,6 +80,8 @@ def run(
         console: The console that the tables go to.
         quiet: Whether to show no progress bars.
         began: Called with the number of optimizer steps, once the data is there.
+        processes: Those that train the models together, all of which call this; None for this one
+            alone. Only the first one writes.
 
     Returns:
         The compressed model (or the dense one, without a ``tensorize`` section), then its twin.
@@ -86,42 +91,91 @@ def run(
         ValueError: If the folder holds a run with other settings or of other data, or settings
             contradict.
         FolderInUseError: If another process trains into the folder; a RuntimeError.
+        OtherProcessError: If one of the processes has failed; a RuntimeError.
     """
+    processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
+    check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
-    outcomes = None if config.overwrite else _finished(config)
+    outcomes = processes.from_first(lambda: _shown_if_finished(config, console))
     if outcomes is not None:
-        with lock(folder):  # nobody is beginning it anew
-            console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
-            console.print(outcome_table(outcomes))
-            return outcomes
-    device = find_device(config.device)
+        return outcomes
+    device = find_device(config.device, processes)
     console.print(
-        f"run folder {folder}, device {device}: preparing data", soft_wrap=True, markup=False
-    )
-    digests = data_digests(config)
-    check_data(config, DataRecord(digests))  # before anything is made of them
-    planned_memory(config)  # what does not fit is said before anything is written
-    check_folder(config)  # before there is anything in it
-    with lock(folder):
-        check_folder(config)  # nobody has been here meanwhile
-        task = prepare_task(config, device, digests)
+        f"run folder {folder}, device {device}{_count(processes)}: preparing data",
+        soft_wrap=True, markup=False,
+    )  # fmt: skip
+    digests = processes.in_turn(lambda: data_digests(config))
+    # Before anything is made of the data; what does not fit is said before anything is written.
+    processes.from_first(lambda: _check_early(config, DataRecord(digests)))
+    with contextlib.ExitStack() as held:
+        processes.from_first(lambda: _take(held, config))
+        task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
             config.ranks.check(task.steps)
-        check_data(config, task.record)
-        if not claim(config, task.record):
-            console.print(
-                f"the run in {folder} has not noted which data it was begun with: whether they "
-                "have changed since cannot be told; they are noted from now on",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
+        _check_same_data(task.record, processes)
+        processes.from_first(lambda: _begin(config, task.record, console))
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         if began is not None:
             began(task.steps)
-        return _train_all(config, task, device, console, quiet)
+        return _train_all(config, task, device, console, quiet, processes)
+
+
+def _count(processes: Processes) -> str:
+    return f", {processes.count} processes" if processes.count > 1 else ""
+
+
+def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | None:
+    """Show and return what came of a run that is finished; None of one that is not."""
+    outcomes = None if config.overwrite else _finished(config)
+    if outcomes is None:
+        return None
+    folder = Path(config.out)
+    with lock(folder):  # nobody is beginning it anew
+        console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
+        console.print(outcome_table(outcomes))
+        return outcomes
+
+
+def _check_early(config: RunConfig, record: DataRecord) -> None:
+    """Check what can be told before data are prepared and the folder is locked."""
+    check_data(config, record)
+    planned_memory(config)
+    check_folder(config)  # before there is anything in it
+
+
+def _take(held: contextlib.ExitStack, config: RunConfig) -> None:
+    """Lock the folder of a run, and look at it again: nobody has been here meanwhile."""
+    held.enter_context(lock(Path(config.out)))
+    check_folder(config)
+
+
+def _check_same_data(record: DataRecord, processes: Processes) -> None:
+    """Check that every process has read what the first one has."""
+    first = processes.from_first(lambda: record)
+
+    def check() -> None:
+        difference = changed_data(first, record)
+        if difference is not None:
+            raise ValueError(
+                f"it has read other data than process 0 ({difference}): give every machine the same"
+            )
+
+    processes.together(check)
+
+
+def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
+    """Make the locked folder that of this run."""
+    check_data(config, record)
+    if not claim(config, record):
+        console.print(
+            f"the run in {config.out} has not noted which data it was begun with: whether they "
+            "have changed since cannot be told; they are noted from now on",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
 
 
 def _finished(config: RunConfig) -> list[Outcome] | None:
@@ -147,13 +201,20 @@ def _read_outcome(folder: Path) -> Outcome:
 
 
 def _train_all(
-    config: RunConfig, task: Task, device: torch.device, console: Console, quiet: bool
+    config: RunConfig,
+    task: Task,
+    device: torch.device,
+    console: Console,
+    quiet: bool,
+    processes: Processes,
 ) -> list[Outcome]:
     """Train the models of a run one after the other; none are returned if it was interrupted."""
     folder = Path(config.out)
     outcomes: list[Outcome] = []
     for place, (name, settings) in zip(_places(config), _jobs(config), strict=True):
-        outcome = _train_one(name, folder / place, settings, task, device, console, quiet, outcomes)
+        outcome = _train_one(
+            name, folder / place, settings, task, device, console, quiet, outcomes, processes
+        )
         if outcome is None:
             console.print(
                 f"interrupted; the same command resumes the run in {folder}", markup=False
@@ -263,13 +324,14 @@ def _train_one(
     console: Console,
     quiet: bool,
     before: list[Outcome],
+    processes: Processes,
 ) -> Outcome | None:
     torch.manual_seed(config.seed)
     model = make_model(config, task, device)
     layer_dense = compression_report(model).tt_dense_params
     if before:
         layer_dense = before[0].layer_dense_params
-    step = build_step(model, config, task)
+    step = build_step(model, config, task, processes)
     console.print(
         str(memory_report(model, step.optimizer, f"memory of the {name} model at the start")),
         soft_wrap=True, highlight=False, markup=False,
@@ -293,11 +355,12 @@ def _train_one(
         resume=True,
         chain=config.checkpoints.chain(folder / "checkpoints"),
         title=name,
-        quiet=quiet,
+        quiet=quiet or not processes.is_first,
+        processes=processes,
     )
     if result.interrupted:
         return None
-    return _save(name, folder, model, result, layer_dense)
+    return processes.from_first(lambda: _save(name, folder, model, result, layer_dense))
 
 
 def _save(

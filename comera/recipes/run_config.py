@@ -70,7 +70,7 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; or give ``epochs``.
         epochs: Passes over the data, where it has an end.
-        batch_size: Rows a step.
+        batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
         precision: ``fp32``, or ``bf16`` for mixed precision; in ``fp8`` tensor-train linears also
@@ -138,6 +138,19 @@ class CheckpointConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """Several processes that train one model, as ``torchrun`` starts them.
+
+    Args:
+        kind: ``ddp`` keeps the whole model in every process and averages gradients.
+        timeout_minutes: How long a process waits for the others, as while one reads the data.
+    """
+
+    kind: Literal["ddp"] = "ddp"
+    timeout_minutes: float = 60.0
+
+
+@dataclass
 class RunConfig:
     """One run.
 
@@ -158,6 +171,8 @@ class RunConfig:
         optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
+        parallel: How the processes that ``torchrun`` has started train one model, if it has started
+            several.
         twin: Train the dense model too, for the same steps, and compare.
         overwrite: Start again where ``out`` holds a run already.
     """
@@ -177,6 +192,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     twin: bool = False
     overwrite: bool = False
 
@@ -263,6 +279,10 @@ class RunConfig:
             self.checkpoints.chain(Path())
         except ValueError as problem:
             raise ValueError(f"checkpoints.{problem}") from None
+        if not self.parallel.timeout_minutes > 0:
+            raise ValueError(
+                f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
+            )
         check_device(self.device)
         check_optimizer(self.optimizer_for(self.train.steps))
         if self.optimizer.in_backward and self.train.clip_norm is not None:
@@ -279,6 +299,27 @@ class RunConfig:
             if self.tensorize is None:
                 raise ValueError(f"the section {self.rank_section} needs a section tensorize")
             self.ranks.check(self.train.steps)
+
+
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise ``ValueError`` where so many processes cannot train a run."""
+    size, device = config.train.batch_size, config.device
+    if size % count:
+        raise ValueError(
+            f"train.batch_size={size} is that of all processes together, and {count} processes "
+            f"cannot have equal parts of it: give {size // count * count or count} or "
+            f"{(size // count + 1) * count}"
+        )
+    if config.train.accumulate > size // count:
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
+            f"{size // count} rows that each of {count} processes has of it"
+        )
+    if count > 1 and ":" in device:
+        raise ValueError(
+            f"device={device!r} is one GPU for {count} processes: give device=cuda, and each takes "
+            "one of its own"
+        )
 
 
 def check_device(name: str) -> None:

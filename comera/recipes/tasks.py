@@ -1,8 +1,9 @@
 """The tasks a recipe can train: what differs between them, behind one interface."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from comera.models.dlrm import DLRM, click_metrics
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run_config import ModelConfig, RunConfig
+from comera.train.processes import Processes
 
 Batch = dict[str, Any]
 """Tensors by name, and plain values."""
@@ -35,9 +37,10 @@ class Task:
 
     Attributes:
         make_model: Builds the dense model; the same for the same random state.
-        get_batch: Step number to batch.
+        get_batch: Step number to batch, or to this process' rows of it.
         loss_fn: ``(model, batch)`` to mean loss.
-        evaluate: Model to named figures, ``loss`` among them.
+        evaluate: Model to named figures, ``loss`` among them; the same in all processes, each of
+            which sees a part of the data.
         steps: Optimizer steps of the whole run.
         record: What the data are.
         lean: The model can be made without ever being dense: built without memory, tensorised, and
@@ -54,7 +57,10 @@ class Task:
 
 
 def prepare_task(
-    config: RunConfig, device: torch.device, digests: Mapping[str, str] | None = None
+    config: RunConfig,
+    device: torch.device,
+    digests: Mapping[str, str] | None = None,
+    processes: Processes | None = None,
 ) -> Task:
     """Read the data of a run; raises what the readers raise.
 
@@ -62,14 +68,33 @@ def prepare_task(
         config: The run.
         device: The device that batches go to.
         digests: What :func:`data_digests` has just found, so as not to read it once more.
+        processes: Those that train the model together; None for this one alone.
     """
+    place = _Place(device, processes or Processes())
     if config.clicks is not None:
-        return _clicks(config, device, digests)
+        return _clicks(config, place, digests)
     if config.nli is not None:
-        return _nli(config, device, digests)
+        return _nli(config, place, digests)
     if config.masked_text is not None:
-        return _masked_text(config, device, digests)
-    return _causal_text(config, device, digests)
+        return _masked_text(config, place, digests)
+    return _causal_text(config, place, digests)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a batch is trained on: a device, and one of several processes."""
+
+    device: torch.device
+    processes: Processes
+
+    def share_of(self, batch: Batch) -> Batch:
+        """Move this process' rows of a batch to the device."""
+        return _to(self.processes.share_of(batch), self.device)
+
+    def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move those of many batches that this process evaluates to the device, one by one."""
+        number, count = self.processes.rank, self.processes.count
+        return (_to(batch, self.device) for batch in islice(batches, number, None, count))
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
@@ -160,7 +185,7 @@ def _table_sizes(config: RunConfig, data: Clicks) -> Mapping[str, int]:
 _Digests = Mapping[str, str] | None
 
 
-def _masked_text(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
+def _masked_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.masked_text is not None
     data = MaskedText(TextStreams.prepare(config.masked_text, digests))
     size = config.train.batch_size
@@ -171,7 +196,7 @@ def _masked_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
 
     return _text_task(
         config,
-        device,
+        place,
         loss_fn,
         lambda step: _say_padding(data.batch(step, size, config.seed)),
         [_say_padding(b) for b in data.valid_batches(config.train.eval_batches or 32, size)],
@@ -179,7 +204,7 @@ def _masked_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
     )
 
 
-def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
+def _causal_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.causal_text is not None
     data = CausalText(TextStreams.prepare(config.causal_text, digests))
     size = config.train.batch_size
@@ -189,7 +214,7 @@ def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
 
     return _text_task(
         config,
-        device,
+        place,
         loss_fn,
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches, size),
@@ -199,7 +224,7 @@ def _causal_text(config: RunConfig, device: torch.device, digests: _Digests) -> 
 
 def _text_task(
     config: RunConfig,
-    device: torch.device,
+    place: _Place,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     get_batch: Callable[[int], Batch],
     valid: Sequence[Batch],
@@ -209,13 +234,14 @@ def _text_task(
     assert config.train.steps is not None, "RunConfig.check asks for steps here"
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        total = sum(float(loss_fn(model, _to(b, device))) * b["targets"].numel() for b in valid)
+        total = sum(float(loss_fn(model, b)) * b["targets"].numel() for b in place.own(valid))
+        (total,) = place.processes.sums(total)
         loss = total / sum(batch["targets"].numel() for batch in valid)
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
     return Task(
         make_model=lambda: planned_dense_model(config),
-        get_batch=lambda step: _to(get_batch(step), device),
+        get_batch=lambda step: place.share_of(get_batch(step)),
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=config.train.steps,
@@ -231,14 +257,14 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
+def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.nli is not None
     data = NliPairs.prepare(config.nli, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
     dev = [_say_padding(batch) for batch in data.dev_batches(4 * size, limit)]
     # A CUDA graph takes batches of one shape alone.
-    graph = device.type == "cuda" and config.train.graph is not False
+    graph = place.device.type == "cuda" and config.train.graph is not False
     length = config.nli.length if graph else None
 
     def logits_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -248,19 +274,19 @@ def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
         return F.cross_entropy(logits_of(model, batch), batch["labels"])
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        right, loss, rows = 0, 0.0, 0
-        for batch in dev:
-            batch = _to(batch, device)
+        right, loss, rows = 0.0, 0.0, 0.0
+        for batch in place.own(dev):
             logits = logits_of(model, batch)
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
-            right += int((logits.argmax(-1) == batch["labels"]).sum())
+            right += float((logits.argmax(-1) == batch["labels"]).sum())
             rows += len(logits)
+        right, loss, rows = place.processes.sums(right, loss, rows)
         return {"loss": loss / rows, "accuracy": right / rows}
 
     return Task(
         make_model=lambda: make_model(config, data.vocab_size),
-        get_batch=lambda step: _to(
-            _say_padding(data.batch(step, size, config.seed, length)), device
+        get_batch=lambda step: place.share_of(
+            _say_padding(data.batch(step, size, config.seed, length))
         ),
         loss_fn=loss_fn,
         evaluate=evaluate,
@@ -269,7 +295,7 @@ def _nli(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
     )
 
 
-def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
+def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.clicks is not None
     data = Clicks.prepare(config.clicks, digests)
     size = config.train.batch_size
@@ -282,13 +308,17 @@ def _clicks(config: RunConfig, device: torch.device, digests: _Digests) -> Task:
         return F.binary_cross_entropy_with_logits(logits_of(model, batch), batch["labels"])
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        batches = [_to(batch, device) for batch in data.valid_batches(_EVALUATED, limit)]
-        logits = torch.cat([logits_of(model, batch) for batch in batches])
-        return click_metrics(logits, torch.cat([batch["labels"] for batch in batches]))
+        found = [
+            torch.stack([logits_of(model, batch), batch["labels"]])
+            for batch in place.own(data.valid_batches(_EVALUATED, limit))
+        ]
+        mine = torch.cat(found, 1) if found else torch.empty(2, 0)
+        logits, labels = place.processes.gathered(mine.T).T
+        return click_metrics(logits, labels)
 
     return Task(
         make_model=lambda: _dlrm(config, _table_sizes(config, data), data.num_continuous),
-        get_batch=lambda step: _to(data.batch(step, size, config.seed), device),
+        get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
         loss_fn=loss_fn,
         evaluate=evaluate,
         steps=count_steps(config, data.steps_per_epoch(size)),

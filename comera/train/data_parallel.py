@@ -93,6 +93,11 @@ class DataParallel:
         self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
 
 
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """Return the model inside ``DistributedDataParallel``, or the model as it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
     """Average a tensor over the processes of a group; without a group return it as it is."""
     if group is None:

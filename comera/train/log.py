@@ -21,7 +21,17 @@ from comera.files import replacing
 _TAIL_BYTES = 1 << 16
 
 
-class RunLog:
+class SilentLog:
+    """Write nothing: the log of a process that is not the one that writes."""
+
+    def write(self, step: int, **values: Any) -> None:
+        """Drop a line."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class RunLog(SilentLog):
     """``metrics.jsonl`` and TensorBoard files of one run.
 
     Args:
@@ -53,6 +63,7 @@ class RunLog:
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()

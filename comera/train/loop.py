@@ -15,8 +15,10 @@ from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.clock import StepClock
-from comera.train.log import RunLog, progress_bar
-from comera.train.run_state import load_checkpoint, save_checkpoint
+from comera.train.data_parallel import unwrapped_model
+from comera.train.log import RunLog, SilentLog, progress_bar
+from comera.train.processes import Processes
+from comera.train.run_state import restore_, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep
 
 log = logging.getLogger("comera")
@@ -57,6 +59,7 @@ def train(
     title: str = "train",
     quiet: bool = False,
     tensorboard: bool = True,
+    processes: Processes | None = None,
 ) -> LoopResult:
     """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
 
@@ -80,6 +83,10 @@ def train(
         title: Shown beside the progress bar.
         quiet: Whether to show no progress bar.
         tensorboard: Whether to write TensorBoard files.
+        processes: Those that train the model together, all of which call this; None for this one
+            alone. The first one writes the folder and reads its checkpoints for all; all of them
+            stop after the same step. Random numbers, such as dropout's, then follow from torch's
+            seed, the number of the step and that of the process.
 
     Raises:
         NonFiniteLossError: If the loss is not finite; the state before is saved, the step named.
@@ -87,7 +94,10 @@ def train(
     """
     if chain is None:
         chain = CheckpointChain(folder / "checkpoints", mode="lossless", key_every=1, keep_last=2)
-    chain.lock()  # before anything in the folder is touched that another process may write
+    together = processes or Processes()
+    seed = torch.initial_seed()
+    # Before anything in the folder is touched that another process may write.
+    together.from_first(chain.lock)
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # whatever happened: what was handed over is written
         # The sum and number of losses since the last line of the log are part of a checkpoint, so
@@ -96,15 +106,16 @@ def train(
         result = LoopResult(0, 0.0)
         total, count = torch.zeros(()), 0
         if not resume:
-            chain.rewind(-1)
-        elif chain.steps():
-            extra = load_checkpoint(chain, step)
+            together.from_first(lambda: chain.rewind(-1))
+        saved = together.from_first(lambda: chain.load() if chain.steps() else None)
+        if saved is not None:
+            extra = restore_(step, saved, chain.folder)
             saved_at = step.steps_done
             clock.add(extra["seconds"])
             result.ranks, result.metrics = extra["ranks"], extra["metrics"]
             total, count = extra["unlogged"]
         # After loading: lines of steps beyond the checkpoint are dropped, they will come again.
-        run_log = RunLog(folder, step.steps_done, tensorboard)
+        run_log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
         at_end.callback(run_log.close)
 
         def save() -> None:
@@ -118,7 +129,8 @@ def train(
                 "metrics": result.metrics,
                 "unlogged": (total, count),
             }
-            save_checkpoint(chain, step, extra)
+            if together.is_first:
+                save_checkpoint(chain, step, extra)
             saved_at = step.steps_done
 
         def note_loss() -> float:
@@ -146,8 +158,9 @@ def train(
         with _stop_signals() as stopped, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             step.model.train()
-            while step.steps_done < steps and not stopped.is_set():
+            while step.steps_done < steps and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
+                together.draw_(seed, step.steps_done)
                 try:
                     with clock.step():
                         loss = step(batch)
@@ -176,6 +189,7 @@ def train(
             if evaluate and not result.interrupted and not result.metrics:  # it failed last time
                 measure()
         save()  # the end of the run, or the step at which it was interrupted
+    together.wait()  # one that ended early would have its launcher end the one that writes
     result.steps, result.seconds = step.steps_done, clock.seconds()
     return result
 
@@ -200,7 +214,8 @@ def evaluated(
     step.model.eval()
     try:
         with torch.no_grad(), step.merged:  # the cores are contracted once for all batches
-            found = evaluate(step.model)
+            # Without its wrapper, whose forward pass waits for other processes.
+            found = evaluate(unwrapped_model(step.model))
         return {name: float(value) for name, value in found.items()}
     finally:
         step.model.train()

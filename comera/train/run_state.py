@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.nn.module import tensor_trains
+from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
 from comera.train.step import TrainStep
 
@@ -19,19 +20,23 @@ def save_checkpoint(
 ) -> None:
     """Add model, optimizer, schedules, rank learning and random states to a chain.
 
+    Names are those of the model without ``DistributedDataParallel``: what one process saves can be
+    loaded by any number of them.
+
     Args:
         chain: Whether it is lossless decides whether the run is resumed exactly.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller.
     """
+    model = unwrapped_model(step.model)
     state = {
-        "layout": _layout(step.model),
+        "layout": _layout(model),
         "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
         "ranks": None if step.ranks is None else step.ranks.state_dict(),
         "random": random_state(),
         "extra": extra or {},
     }
-    chain.save(step.steps_done, step.model, step.optimizer, state)
+    chain.save(step.steps_done, model, step.optimizer, state)
 
 
 def load_checkpoint(
@@ -52,13 +57,26 @@ def load_checkpoint(
         FileNotFoundError: If there is no such checkpoint, or none that is sound.
         ValueError: If it is damaged, not one of a training step, or one of another model.
     """
-    saved = chain.load(at)
-    state, path = saved.extra, chain.folder
+    return restore_(step, chain.load(at), chain.folder)
+
+
+def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
+    """Put a training step into the state of a checkpoint that has been read; returns its ``extra``.
+
+    Args:
+        step: A training step over the same model, optimizer and rank settings.
+        saved: What the chain returned.
+        path: Where it was read, for errors.
+
+    Raises:
+        ValueError: If it is not one of a training step, or one of another model.
+    """
+    state, model = saved.extra, unwrapped_model(step.model)
     keys = {"layout", "scheduler", "ranks", "random", "extra"}
     if saved.optimizer is None or state.keys() != keys:
         raise ValueError(f"{path} does not hold checkpoints of a training step")
-    _check_layout(path, state["layout"], _layout(step.model))
-    step.model.load_state_dict(saved.model)
+    _check_layout(path, state["layout"], _layout(model))
+    model.load_state_dict(saved.model)
     step.optimizer.load_state_dict(saved.optimizer)
     for name in ("scheduler", "ranks"):
         mine, theirs = getattr(step, name), state[name]

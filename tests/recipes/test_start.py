@@ -133,7 +133,7 @@ def test_the_command_is_told_by_how_the_interpreter_was_started(words, expected)
     assert is_command(words.split()) == expected
 
 
-@pytest.mark.parametrize("command", ["train", "sweep", "plan", "report"])
+@pytest.mark.parametrize("command", ["sweep", "plan", "report"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_of_several_processes_refuses_before_anything_is_written(
     tmp_path, monkeypatch, capsys, command, rank
@@ -148,8 +148,8 @@ def test_one_of_several_processes_refuses_before_anything_is_written(
     if rank:
         assert said == ""
     else:
-        assert said.startswith("error: started as 4 processes (WORLD_SIZE=4), but comera runs in")
-        assert "DistributedDataParallel and comera.TrainStep" in said
+        assert said.startswith("error: started as 4 processes (WORLD_SIZE=4), which only comera ")
+        assert f"start comera {command} once" in said
         assert len(said.splitlines()) == 1
 
 
@@ -164,13 +164,21 @@ def test_one_process_alone_is_not_refused(monkeypatch, capsys, environment):
     assert "there is no file /none.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_torchrun_prints_one_line_of_ours(tmp_path):
-    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable]
-    done = started(tmp_path, [*words, "-m", "comera", "train", "run.yaml"])
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("started as 2 processes") == 1
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["none.yaml"], "no file none.yaml"), (["--seed=x"], "seed")]
+)
+def test_the_first_process_alone_says_what_was_typed_wrong(monkeypatch, capsys, rank, words, said):
+    for name, value in {"WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        status = main(["train", *words])
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    assert status
+    assert (said in captured.out + captured.err) == (rank == 0)
+    assert (captured.out + captured.err == "") == (rank != 0)
 
 
 def test_the_package_is_found_where_the_tests_are():

@@ -17,9 +17,9 @@ def test_python_m_comera_is_the_command(tmp_path):
     assert done.stdout.startswith("usage: comera")
 
 
-def test_processes_of_torchrun_do_not_start_the_same_run(tmp_path, monkeypatch, capsys):
+def test_processes_of_torchrun_do_not_start_the_same_sweep(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", "run.yaml"]) == 1
+    assert main(["sweep", "sweep.yaml"]) == 1
     assert "started as 2 processes" in capsys.readouterr().out

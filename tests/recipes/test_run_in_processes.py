@@ -1,0 +1,224 @@
+"""One run in one, two and four processes: the same losses, ranks and weights."""
+
+import functools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from comera.data.clicks import ClickData
+from comera.data.nli import NliData
+from comera.data.text import TextData
+from comera.nn.config import TTConfig
+from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import lock
+from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
+from comera.recipes.run import _check_same_data, run
+from comera.recipes.run_config import (
+    CheckpointConfig,
+    DlrmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from comera.train.log import read_metrics
+from tests.data.test_clicks import table
+from tests.data.test_nli import pairs, write_snli
+from tests.processes import in_processes, this_process
+from tests.texts import write_functions
+
+pytestmark = pytest.mark.slow  # interpreters have to start
+
+STEPS, SAVED = 60, 20
+"""Of the run through all stages: it is in its first stage when it is saved first."""
+
+
+def cases() -> dict[str, RunConfig]:
+    """Runs by name, over data in the folder that the environment names."""
+    folder = Path(os.environ["FOLDER"])
+    text = TextData(str(folder / "text"), vocab_size=300, length=16, heldout=0.2)
+    nli = NliData(*[str(folder / name) for name in ("train.jsonl", "dev.jsonl")], vocab_size=120)
+    ranks = TTConfig(rank=6, embedding_rank=6, order=2)
+
+    def config(steps, **settings):
+        loop = {"steps": steps, "batch_size": 8, "eval_batches": 3, "log_every": 2}
+        return RunConfig(
+            model=ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32, dropout=0.0),
+            dlrm=DlrmConfig(embedding_dim=4, bottom=[8], top=[8]),
+            checkpoints=CheckpointConfig(keep_last=None),
+            **{"tensorize": ranks, "train": TrainConfig(**loop, save_every=0)} | settings,
+        )
+
+    every = functools.partial(TrainConfig, batch_size=8, eval_batches=3, log_every=2)
+    return {
+        "stages": config(
+            STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
+            optimizer=OptimizerConfig(gate_lr=0.05), twin=True,
+            train=every(steps=STEPS, save_every=SAVED),
+        ),
+        "importance": config(
+            16, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
+            optimizer=OptimizerConfig("adamw"), train=every(steps=16, accumulate=2),
+        ),
+        "in backward": config(
+            8, masked_text=text, optimizer=OptimizerConfig("came", in_backward=True),
+            train=every(steps=8, clip_norm=None),
+        ),
+        "pairs": config(8, nli=nli),
+        "clicks": config(8, clicks=ClickData(str(folder / "clicks.csv"), label="rating")),
+        "dense": config(8, masked_text=text, tensorize=None),
+    }  # fmt: skip
+
+
+def trained(name, out, processes=None, **changes):
+    settings = vars(cases()[name]) | {"out": str(Path(os.environ["FOLDER"]) / out)} | changes
+    return run(RunConfig(**settings), Console(quiet=True), quiet=True, processes=processes)
+
+
+def cut_back(of, to):
+    """Copy a run as it was when its first checkpoint had been written."""
+    folder = Path(os.environ["FOLDER"])
+    shutil.copytree(folder / of, folder / to)
+    for gone in ("result.json", "model.safetensors", "dense"):
+        path = folder / to / gone
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    assert (folder / to / "checkpoints" / f"step-{SAVED:09d}").is_dir()
+    for path in (folder / to / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > SAVED:
+            shutil.rmtree(path)
+
+
+def said(call):
+    try:
+        call()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing was raised"
+
+
+def _found(rank):
+    processes = this_process()
+    count = processes.count
+    names = list(cases()) if count == 2 else ["stages"]
+    outcomes = {name: trained(name, f"{count}/{name}", processes) for name in names}
+    outcomes["resumed"] = trained("stages", f"{count}/resumed from 1", processes)
+    if count > 2:
+        return {"outcomes": outcomes}
+    folder = Path(os.environ["FOLDER"])
+    processes.from_first(lambda: cut_back("2/stages", "2/resumed from 2"))
+    outcomes["again"] = trained("stages", "2/resumed from 2", processes)
+    outcomes["dropout"] = trained_with_dropout(processes)
+    problems = {
+        "odd": said(lambda: trained("dense", "odd", processes, train=TrainConfig(9, batch_size=9))),
+        "other data": said(
+            lambda: _check_same_data(DataRecord({"a.txt": str(min(rank, 1))}), processes)
+        ),
+    }
+    if rank == 0:
+        with lock(folder / "held"):
+            problems["held"] = said(lambda: trained("dense", "held", processes))
+    else:
+        problems["held"] = said(lambda: trained("dense", "held", processes))
+    return {"outcomes": outcomes, "problems": problems}
+
+
+def trained_with_dropout(processes):
+    """Train in one go, and again with a cut; the folders."""
+    model = ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32, dropout=0.3)
+    settings = {"model": model, "train": TrainConfig(2 * SAVED, batch_size=8, save_every=SAVED)}
+    whole = trained("dense", "2/dropout", processes, **settings)
+    processes.from_first(lambda: cut_back("2/dropout", "2/dropout resumed"))
+    return whole, trained("dense", "2/dropout resumed", processes, **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Everything trained: by one process in ``1``, by two in ``2``, by four in ``4``."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_functions(folder / "text", 8, 40)
+    write_snli(folder / "train.jsonl", pairs(60))
+    write_snli(folder / "dev.jsonl", pairs(30, seed=1))
+    table(100).to_csv(folder / "clicks.csv", index=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOLDER", str(folder))
+        patch.setenv("COMERA_CACHE", str(folder / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for name in cases():
+            trained(name, f"1/{name}")
+        for count in (2, 4):
+            cut_back("1/stages", f"{count}/resumed from 1")
+            found = in_processes(count, _found, tmp_path_factory.mktemp("processes"))
+            torch.save(found, folder / f"{count}.pt")
+        cut_back("4/stages", "1/resumed from 4")
+        trained("stages", "1/resumed from 4")
+    return folder
+
+
+def figures(folder):
+    """Numbers of a run's log, but times."""
+    return [
+        {key: value for key, value in line.items() if key not in ("time", "seconds")}
+        for line in read_metrics(folder)
+    ]
+
+
+def assert_alike(one, other):
+    mine, theirs = figures(one), figures(other)
+    assert [line.keys() for line in mine] == [line.keys() for line in theirs]
+    for line, same in zip(mine, theirs, strict=True):
+        for key in line:
+            exact = not isinstance(line[key], float)
+            assert line[key] == (same[key] if exact else pytest.approx(same[key], rel=1e-4)), key
+    weights, same = (load_file(path / "model.safetensors") for path in (one, other))
+    assert weights.keys() == same.keys()
+    for name, weight in weights.items():
+        if name.endswith("key.bias"):  # no loss depends on it: its gradient is rounding
+            continue
+        torch.testing.assert_close(weight, same[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["stages", "importance", "in backward", "pairs", "clicks", "dense"]
+)
+def test_two_processes_train_as_one(folder, name):
+    assert_alike(folder / "2" / name, folder / "1" / name)
+
+
+def test_four_processes_and_the_twin_train_as_one(folder):
+    assert_alike(folder / "4/stages", folder / "1/stages")
+    for count in "24":
+        assert_alike(folder / count / "stages/dense", folder / "1/stages/dense")
+
+
+@pytest.mark.parametrize("resumed", ["2/resumed from 1", "4/resumed from 1", "1/resumed from 4"])
+def test_a_run_is_resumed_by_another_number_of_processes(folder, resumed):
+    assert_alike(folder / resumed, folder / "1/stages")
+
+
+def test_two_processes_resume_exactly_dropout_too(folder):
+    for one, other in (("stages", "resumed from 2"), ("dropout", "dropout resumed")):
+        whole, again = (folder / "2" / name / "model.safetensors" for name in (one, other))
+        assert whole.read_bytes() == again.read_bytes()
+
+
+def test_all_processes_return_the_same_figures(folder):
+    for count in (2, 4):
+        first, *others = torch.load(folder / f"{count}.pt", weights_only=False)
+        assert all(other["outcomes"] == first["outcomes"] for other in others)
+
+
+def test_what_one_process_finds_wrong_is_said_by_all(folder):
+    first, second = (found["problems"] for found in torch.load(folder / "2.pt", weights_only=False))
+    assert first["odd"] == second["odd"]
+    assert "train.batch_size=9 is that of all processes together, and 2" in first["odd"]
+    assert "give 8 or 10" in first["odd"]
+    assert first["held"].startswith("FolderInUseError")
+    assert second["held"].startswith("OtherProcessError: process 0: FolderInUseError: ")
+    problem = "it has read other data than process 0 (1 file: a.txt changed): give every machine"
+    assert problem in second["other data"]
+    assert first["other data"].startswith(f"OtherProcessError: process 1: {problem}")
