@@ -34,6 +34,7 @@ from comera.bench.options import (
     add_optimizers,
     add_ranking,
     add_step,
+    add_traffic,
     add_truncation,
     check_positive,
     encoders_of,
@@ -48,6 +49,7 @@ from comera.bench.ranking import ranking
 from comera.bench.session import Session
 from comera.bench.step_speed import objective, step, truncation
 from comera.bench.table_speed import embedding
+from comera.bench.traffic import traffic
 from comera.checkpoint.contents import Quality
 
 _INTERRUPTED = 130
@@ -201,6 +203,11 @@ def _run_truncation(session: Session, options: Namespace) -> None:
     truncation(session, encoders_of(options), options.batch, options.keep)
 
 
+def _run_traffic(session: Session, options: Namespace) -> None:
+    check_positive("batch", options.batch)
+    traffic(session, encoders_of(options), options.batch)
+
+
 def _run_optimizers(session: Session, options: Namespace) -> None:
     sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "batch")
     for name in (*sizes, "rank", "gap"):
@@ -267,6 +274,11 @@ _BENCHMARKS: Mapping[
         "Time a training step before and after truncation of its ranks.",
         add_truncation,
         _run_truncation,
+    ),
+    "traffic": (
+        "Count the bytes that several processes exchange in a training step.",
+        add_traffic,
+        _run_traffic,
     ),
     "optimizers": (
         "Time the updates of optimizers on a dense language model.",

@@ -154,6 +154,14 @@ def add_objective(parser: ArgumentParser) -> None:
     _add_encoders(parser)
 
 
+def add_traffic(parser: ArgumentParser) -> None:
+    """Add the options of ``comera bench traffic``."""
+    parser.add_argument(
+        "--batch", type=int, default=2, help="Number of sequences in a batch; changes no bytes."
+    )
+    _add_encoders(parser)
+
+
 def add_checkpoints(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench checkpoints``."""
     parser.add_argument(

@@ -251,6 +251,18 @@ def test_objective_and_truncation_are_timed(tmp_path, capsys):
     assert "truncated agrees with the masked model" in shown
 
 
+def test_what_processes_exchange_is_the_gradients_and_the_loss(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert bench("traffic", *MODEL, f"--json={out}") == 0
+    found = results(out)
+    assert [result["bytes"] for result in found] == [
+        4 * (result["parameters"] + 1) for result in found
+    ]
+    assert found[0]["ratio"] == 1
+    assert found[2]["ratio"] > found[1]["ratio"]
+    assert "sent by" in capsys.readouterr().out
+
+
 def in_this_process(words, **_):
     """Instead of a fresh one, which takes seconds to import everything."""
     if peak.Job.from_json(words[-1]).batch == 3:
