@@ -423,8 +423,9 @@ def check_whole(model: nn.Module, what: str) -> None:
                 raise ValueError(
                     f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
                     f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
-                    "the model whole in DistributedDataParallel: tensor trains are small. Sharded, "
-                    "it trains in a loop of your own with torch.optim.AdamW or SGD, without "
+                    "the model whole in DistributedDataParallel: tensor trains are small; or shard "
+                    "its dense matrices alone, by comera.train.sharded.shard_dense_. With all of "
+                    "it sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
                     "GroupedMerge, TrainStep and rank learning"
                 )
 

@@ -16,6 +16,7 @@ from comera.recipes.optimizers import make_optimizer
 from comera.recipes.run_config import OptimizerConfig, RunConfig
 from comera.recipes.tasks import Task
 from comera.train.processes import Processes
+from comera.train.sharded import shard_dense_
 from comera.train.step import TrainStep
 
 log = logging.getLogger("comera")
@@ -71,6 +72,10 @@ def build_step(
 
     Of several processes all call this, each with a model of the same weights.
     """
+    group = None if processes is None else processes.group
+    sharded = group is not None and config.parallel.kind == "fsdp"
+    if sharded:
+        shard_dense_(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
@@ -78,11 +83,12 @@ def build_step(
         optimizer,
         [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
-    group = None if processes is None else processes.group
     ranks = None if config.ranks is None else config.ranks.make(model, task.steps)
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     return TrainStep(
-        model if group is None or in_backward else nn.parallel.DistributedDataParallel(model),
+        model
+        if group is None or sharded or in_backward
+        else nn.parallel.DistributedDataParallel(model),
         task.loss_fn,
         OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
         ranks,

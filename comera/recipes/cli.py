@@ -150,14 +150,15 @@ def _settings(parsed: tuple[ArgumentParser, Namespace]) -> RunConfig:
     """Make the settings of ``train`` and ``plan``, which are given as dataclasses."""
     parser, chosen = parsed
     config = parser.instantiate(chosen)[chosen.command]
-    return RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
+    settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they go on
+    return settings
 
 
 def _train(parsed: tuple[ArgumentParser, Namespace], console: Console) -> int:
     """Train in one of several processes; returns the exit status."""
     settings = _settings(parsed)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        settings.overwrite = False  # torchrun has started the processes again: they go on
     reuse_freed_memory()
     cuda = settings.device != "cpu" and torch.cuda.is_available()
     with joined(cuda, settings.parallel.timeout_minutes) as processes:

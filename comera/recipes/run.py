@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from comera.files import replacing
 from comera.nn.convert import tensorize_
@@ -33,6 +33,7 @@ from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.train.loop import LoopResult, train
 from comera.train.processes import Processes
+from comera.train.sharded import whole_state
 
 _log = logging.getLogger("comera")
 
@@ -360,19 +361,21 @@ def _train_one(
     )
     if result.interrupted:
         return None
-    return processes.from_first(lambda: _save(name, folder, model, result, layer_dense))
+    state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
+    return processes.from_first(lambda: _save(name, folder, model, state, result, layer_dense))
 
 
 def _save(
     name: str,
     folder: Path,
     model: nn.Module,
+    state: dict[str, Tensor],
     result: LoopResult,
     layer_dense: int,
 ) -> Outcome:
     weights = folder / "model.safetensors"
     with replacing(weights) as temporary:
-        save_file({k: v.contiguous().cpu() for k, v in model.state_dict().items()}, temporary)
+        save_file({k: v.contiguous().cpu() for k, v in state.items()}, temporary)
     report = compression_report(model)
     outcome = Outcome(
         name=name,

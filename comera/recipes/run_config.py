@@ -142,11 +142,12 @@ class ParallelConfig:
     """Several processes that train one model, as ``torchrun`` starts them.
 
     Args:
-        kind: ``ddp`` keeps the whole model in every process and averages gradients.
+        kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
+            dense matrices out among the processes, and keeps whole what is small.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
-    kind: Literal["ddp"] = "ddp"
+    kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
 
 
@@ -315,10 +316,36 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
             f"{size // count} rows that each of {count} processes has of it"
         )
+    if config.parallel.kind == "fsdp":
+        _check_sharded(config)
     if count > 1 and ":" in device:
         raise ValueError(
             f"device={device!r} is one GPU for {count} processes: give device=cuda, and each takes "
             "one of its own"
+        )
+
+
+_OF_SHARDS = ("adamw", "muon", "sgd")
+"""Optimizers that step a part of a matrix as they step the whole one."""
+
+
+def _check_sharded(config: RunConfig) -> None:
+    way_out = "or keep the model whole in every process: parallel.kind=ddp"
+    optimizer = config.optimizer_for(config.train.steps)
+    if optimizer.name not in _OF_SHARDS:
+        raise ValueError(
+            f"optimizer.name={optimizer.name} needs whole matrices, which parallel.kind=fsdp does "
+            f"not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
+        )
+    if optimizer.in_backward:
+        raise ValueError(
+            "optimizer.in_backward=true would step before gradients are averaged under "
+            f"parallel.kind=fsdp: leave it out, {way_out}"
+        )
+    if config.train.compile:
+        raise ValueError(
+            "train.compile=true has not been tried under parallel.kind=fsdp: leave it out, "
+            f"{way_out}"
         )
 
 

@@ -70,7 +70,8 @@ def prepare_task(
         digests: What :func:`data_digests` has just found, so as not to read it once more.
         processes: Those that train the model together; None for this one alone.
     """
-    place = _Place(device, processes or Processes())
+    whole = config.parallel.kind == "ddp"
+    place = _Place(device, processes or Processes(), whole)
     if config.clicks is not None:
         return _clicks(config, place, digests)
     if config.nli is not None:
@@ -86,6 +87,8 @@ class _Place:
 
     device: torch.device
     processes: Processes
+    alone: bool
+    """Whether a process can run the model without the others, which may hold parts of it."""
 
     def share_of(self, batch: Batch) -> Batch:
         """Move this process' rows of a batch to the device."""
@@ -94,7 +97,16 @@ class _Place:
     def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Move those of many batches that this process evaluates to the device, one by one."""
         number, count = self.processes.rank, self.processes.count
-        return (_to(batch, self.device) for batch in islice(batches, number, None, count))
+        own = islice(batches, number, None, count) if self.alone else batches
+        return (_to(batch, self.device) for batch in own)
+
+    def sums(self, *numbers: float) -> list[float]:
+        """Add up what processes have found on their own batches."""
+        return self.processes.sums(*numbers) if self.alone else list(numbers)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Put together what processes have found on their own batches."""
+        return self.processes.gathered(rows) if self.alone else rows
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
@@ -235,7 +247,7 @@ def _text_task(
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         total = sum(float(loss_fn(model, b)) * b["targets"].numel() for b in place.own(valid))
-        (total,) = place.processes.sums(total)
+        (total,) = place.sums(total)
         loss = total / sum(batch["targets"].numel() for batch in valid)
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
@@ -280,7 +292,7 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             right += float((logits.argmax(-1) == batch["labels"]).sum())
             rows += len(logits)
-        right, loss, rows = place.processes.sums(right, loss, rows)
+        right, loss, rows = place.sums(right, loss, rows)
         return {"loss": loss / rows, "accuracy": right / rows}
 
     return Task(
@@ -313,7 +325,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
             for batch in place.own(data.valid_batches(_EVALUATED, limit))
         ]
         mine = torch.cat(found, 1) if found else torch.empty(2, 0)
-        logits, labels = place.processes.gathered(mine.T).T
+        logits, labels = place.gathered(mine.T).T
         return click_metrics(logits, labels)
 
     return Task(

@@ -129,8 +129,7 @@ def train(
                 "metrics": result.metrics,
                 "unlogged": (total, count),
             }
-            if together.is_first:
-                save_checkpoint(chain, step, extra)
+            save_checkpoint(chain, step, extra, writes=together.is_first)
             saved_at = step.steps_done
 
         def note_loss() -> float:

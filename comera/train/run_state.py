@@ -4,11 +4,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
 from comera.nn.module import tensor_trains
+from comera.optim.unwrap import unwrap
 from comera.train.data_parallel import unwrapped_model
 from comera.train.host_state import random_state, set_random_state
+from comera.train.sharded import (
+    has_shared_parts,
+    shared_model_state,
+    shared_optimizer_state,
+    whole_state,
+)
 from comera.train.step import TrainStep
 
 _PLACES = ("row_order", "_extra_state")
@@ -16,17 +24,22 @@ _PLACES = ("row_order", "_extra_state")
 
 
 def save_checkpoint(
-    chain: CheckpointChain, step: TrainStep, extra: dict[str, Any] | None = None
+    chain: CheckpointChain,
+    step: TrainStep,
+    extra: dict[str, Any] | None = None,
+    writes: bool = True,
 ) -> None:
     """Add model, optimizer, schedules, rank learning and random states to a chain.
 
-    Names are those of the model without ``DistributedDataParallel``: what one process saves can be
-    loaded by any number of them.
+    Names and shapes are those of the model without ``DistributedDataParallel`` or ``fully_shard``:
+    what one process saves can be loaded by any number of them, and the other way round.
 
     Args:
         chain: Whether it is lossless decides whether the run is resumed exactly.
         step: The training step whose state is saved.
         extra: Tensors and plain values of the caller.
+        writes: Whether this is the process that writes; of several all call this, since each may
+            hold a part of the model.
     """
     model = unwrapped_model(step.model)
     state = {
@@ -36,7 +49,21 @@ def save_checkpoint(
         "random": random_state(),
         "extra": extra or {},
     }
-    chain.save(step.steps_done, model, step.optimizer, state)
+    if not has_shared_parts(model):
+        if writes:
+            chain.save(step.steps_done, model, step.optimizer, state)
+        return
+    optimizer = unwrap(step.optimizer)
+    parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
+    if writes:
+        chain.save(step.steps_done, *parts, state, _names(model, optimizer))
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Return names of weights by the keys of the optimizer's state, which numbers them."""
+    of = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {number: of[id(param)] for number, param in enumerate(params)}
 
 
 def load_checkpoint(
@@ -76,8 +103,12 @@ def restore_(step: TrainStep, saved: Checkpoint, path: Path) -> dict[str, Any]:
     if saved.optimizer is None or state.keys() != keys:
         raise ValueError(f"{path} does not hold checkpoints of a training step")
     _check_layout(path, state["layout"], _layout(model))
-    model.load_state_dict(saved.model)
-    step.optimizer.load_state_dict(saved.optimizer)
+    weights, moments = saved.model, saved.optimizer
+    if has_shared_parts(model):
+        weights = shared_model_state(model, weights)
+        moments = shared_optimizer_state(unwrap(step.optimizer), moments)
+    model.load_state_dict(weights)
+    step.optimizer.load_state_dict(moments)
     for name in ("scheduler", "ranks"):
         mine, theirs = getattr(step, name), state[name]
         if (mine is None) != (theirs is None):

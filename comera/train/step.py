@@ -26,6 +26,7 @@ from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
 from comera.train.host_state import HostState
+from comera.train.sharded import Sharded, has_shared_parts
 
 log = logging.getLogger("comera")
 
@@ -131,9 +132,13 @@ class TrainStep:
         # either way losses and rank learning take the mean over the same processes.
         self.parallel: DataParallel | None = None
         self._group: ProcessGroup | None = None
+        # None, or for a model whose dense matrices are shared out by fully_shard.
+        self._sharded = Sharded(model, optimizer) if has_shared_parts(model) else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.parallel = DataParallel(model)
             self._group = self.parallel.group
+        elif self._sharded is not None:
+            self._group = self._sharded.group
         elif isinstance(optimizer, OptimizerInBackward):
             self._group = optimizer.process_group
         if ranks is not None:
@@ -219,15 +224,21 @@ class TrainStep:
                 (objective * share).backward()
                 self._unreduced = False
             total += seen * share
+        if self._sharded is not None:
+            self._sharded.average_()
         # Before the optimizer's step: a norm that is not finite leaves parameters as they were.
         if self.clip_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-            self._check_finite("gradient norm", norm)
+            self._check_finite("gradient norm", self._clip_(self.clip_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ranks is not None:
             self.ranks.follow_(total)
         return total
+
+    def _clip_(self, largest: float) -> Tensor:
+        if self._sharded is not None:
+            return self._sharded.clip_(largest)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def _loss(self, part: Any) -> Tensor:
         enabled = self.autocast is not None
@@ -313,6 +324,12 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             f"clip_norm={clip_norm} needs all gradients at once, and OptimizerInBackward frees "
             "each in backward: leave clip_norm out and take an optimizer that bounds its own steps "
             "(comera.CAME, torch.optim.Adafactor), or give TrainStep the optimizer itself"
+        )
+    if has_shared_parts(model):
+        raise ValueError(
+            "OptimizerInBackward steps before the gradients of tensor trains, which every process "
+            "holds whole, are averaged: give TrainStep the optimizer itself, or leave all of the "
+            "model whole and give OptimizerInBackward the process group"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

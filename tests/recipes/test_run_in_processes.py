@@ -1,5 +1,6 @@
 """One run in one, two and four processes: the same losses, ranks and weights."""
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -23,6 +24,7 @@ from comera.recipes.run_config import (
     DlrmConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     TrainConfig,
 )
@@ -59,6 +61,12 @@ def cases() -> dict[str, RunConfig]:
         "stages": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             optimizer=OptimizerConfig(gate_lr=0.05), twin=True,
+            train=every(steps=STEPS, save_every=SAVED),
+        ),
+        "shared out": config(
+            STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
+            tensorize=dataclasses.replace(ranks, exclude_modules=["fc1", "attention"]),
+            optimizer=OptimizerConfig(gate_lr=0.05), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "importance": config(
@@ -104,16 +112,21 @@ def said(call):
 def _found(rank):
     processes = this_process()
     count = processes.count
-    names = list(cases()) if count == 2 else ["stages"]
+    names = list(cases()) if count == 2 else ["stages", "shared out"]
     outcomes = {name: trained(name, f"{count}/{name}", processes) for name in names}
-    outcomes["resumed"] = trained("stages", f"{count}/resumed from 1", processes)
+    for name in ("stages", "shared out"):
+        outcomes[f"{name} resumed"] = trained(name, f"{count}/{name} from 1", processes)
     if count > 2:
         return {"outcomes": outcomes}
     folder = Path(os.environ["FOLDER"])
     processes.from_first(lambda: cut_back("2/stages", "2/resumed from 2"))
     outcomes["again"] = trained("stages", "2/resumed from 2", processes)
     outcomes["dropout"] = trained_with_dropout(processes)
+    lossy = CheckpointConfig("lossy", keep_last=None)
+    outcomes["lossy"] = trained("shared out", "2/lossy", processes, checkpoints=lossy)
+    optimizer = OptimizerConfig("came")
     problems = {
+        "came": said(lambda: trained("shared out", "came", processes, optimizer=optimizer)),
         "odd": said(lambda: trained("dense", "odd", processes, train=TrainConfig(9, batch_size=9))),
         "other data": said(
             lambda: _check_same_data(DataRecord({"a.txt": str(min(rank, 1))}), processes)
@@ -151,11 +164,15 @@ def folder(tmp_path_factory):
         for name in cases():
             trained(name, f"1/{name}")
         for count in (2, 4):
-            cut_back("1/stages", f"{count}/resumed from 1")
+            for name in ("stages", "shared out"):
+                cut_back(f"1/{name}", f"{count}/{name} from 1")
             found = in_processes(count, _found, tmp_path_factory.mktemp("processes"))
             torch.save(found, folder / f"{count}.pt")
-        cut_back("4/stages", "1/resumed from 4")
-        trained("stages", "1/resumed from 4")
+        for name in ("stages", "shared out"):
+            cut_back(f"4/{name}", f"1/{name} from 4")
+            trained(name, f"1/{name} from 4")
+        cut_back("2/lossy", "1/lossy from 2")
+        trained("shared out", "1/lossy from 2", checkpoints=CheckpointConfig("lossy"))
     return folder
 
 
@@ -183,7 +200,7 @@ def assert_alike(one, other):
 
 
 @pytest.mark.parametrize(
-    "name", ["stages", "importance", "in backward", "pairs", "clicks", "dense"]
+    "name", ["stages", "shared out", "importance", "in backward", "pairs", "clicks", "dense"]
 )
 def test_two_processes_train_as_one(folder, name):
     assert_alike(folder / "2" / name, folder / "1" / name)
@@ -191,13 +208,25 @@ def test_two_processes_train_as_one(folder, name):
 
 def test_four_processes_and_the_twin_train_as_one(folder):
     assert_alike(folder / "4/stages", folder / "1/stages")
+    assert_alike(folder / "4/shared out", folder / "1/shared out")
     for count in "24":
         assert_alike(folder / count / "stages/dense", folder / "1/stages/dense")
 
 
-@pytest.mark.parametrize("resumed", ["2/resumed from 1", "4/resumed from 1", "1/resumed from 4"])
-def test_a_run_is_resumed_by_another_number_of_processes(folder, resumed):
-    assert_alike(folder / resumed, folder / "1/stages")
+@pytest.mark.parametrize("name", ["stages", "shared out"])
+@pytest.mark.parametrize(("count", "of"), [(2, 1), (4, 1), (1, 4)])
+def test_a_run_is_resumed_by_another_number_of_processes(folder, name, count, of):
+    assert_alike(folder / f"{count}/{name} from {of}", folder / f"1/{name}")
+
+
+def test_lossy_checkpoints_of_what_is_shared_out_are_read_by_one_process(folder):
+    """Nearly: what was left out of a checkpoint changes what follows."""
+    whole, resumed = (
+        [line["loss"] for line in read_metrics(folder / name) if "loss" in line]
+        for name in ("1/shared out", "1/lossy from 2")
+    )
+    assert resumed == pytest.approx(whole, rel=0.05)
+    assert resumed[: SAVED // 2] == pytest.approx(whole[: SAVED // 2], rel=1e-4)
 
 
 def test_two_processes_resume_exactly_dropout_too(folder):
@@ -217,6 +246,8 @@ def test_what_one_process_finds_wrong_is_said_by_all(folder):
     assert first["odd"] == second["odd"]
     assert "train.batch_size=9 is that of all processes together, and 2" in first["odd"]
     assert "give 8 or 10" in first["odd"]
+    assert first["came"].startswith("ValueError: optimizer.name=came needs whole matrices")
+    assert "parallel.kind=ddp" in first["came"]
     assert first["held"].startswith("FolderInUseError")
     assert second["held"].startswith("OtherProcessError: process 0: FolderInUseError: ")
     problem = "it has read other data than process 0 (1 file: a.txt changed): give every machine"
