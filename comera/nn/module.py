@@ -408,14 +408,11 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 
 def check_whole(model: nn.Module, what: str) -> None:
-    """Check that no parameter of a tensor-train layer is sharded.
+    """Raise ``ValueError`` if a parameter of a tensor-train layer is sharded.
 
     Args:
         model: Its tensor-train layers are checked.
         what: Name of what needs them whole, for the message.
-
-    Raises:
-        ValueError: If one is.
     """
     for name, layer in tensor_trains(model).items():
         for key, param in layer.named_parameters():
@@ -423,9 +420,9 @@ def check_whole(model: nn.Module, what: str) -> None:
                 raise ValueError(
                     f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
                     f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
-                    "the model whole in DistributedDataParallel: tensor trains are small; or shard "
-                    "its dense matrices alone, by comera.train.sharded.shard_dense_. With all of "
-                    "it sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
+                    "the model whole in DistributedDataParallel, or shard its dense matrices alone "
+                    "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
+                    "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
                     "GroupedMerge, TrainStep and rank learning"
                 )
 

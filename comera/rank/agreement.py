@@ -1,8 +1,7 @@
 """Copies of one model in several processes: which processes these are, and that copies stay alike.
 
 Processes that average their gradients hold the same model as long as each changes it as the others
-do. Removing ranks is such a change: were one of them to remove others, tensors would no longer have
-the same shapes, and what the processes average would not belong together.
+do. Were one of them to remove other ranks, what they average would not belong together.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +15,7 @@ from comera.nn.module import tensor_trains
 from comera.surgery.replicas import wrappers_of
 
 _SAME = 1e-3
-"""How far gates may differ that are one: machines of several kinds round differently. A tenth of
-the usual threshold."""
+"""How far gates may differ that are one: machines of several kinds round differently."""
 
 _WAY_OUT = (
     "Nothing has been changed. Processes that train one model start with equal weights and average "

@@ -84,10 +84,7 @@ class ImportanceScores:
         """Take in one step, after its backward pass: on the device, in place.
 
         A step whose gradients are not finite is left out; after truncation the mean starts anew.
-
-        Args:
-            group: Processes that take the step together, each with rows of its own: what the loss
-                of all rows would lose is the mean of what each observed.
+        What the processes of a group observe, each on rows of its own, is averaged.
         """
         if not self._lost:
             return

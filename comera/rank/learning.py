@@ -37,8 +37,7 @@ Stage = Literal["early", "late", "done"]
 class RankLearning(ABC):
     """Learn the ranks of one model in one training run; a method of doing so is a subclass.
 
-    Arguments are those of the methods, ``min_rank`` and ``steps``, after which it is due, checked
-    by them.
+    Arguments are those of the methods, and checked by them; after ``steps`` it is due.
 
     Attributes:
         method: The name of the class in states and errors.

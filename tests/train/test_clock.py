@@ -140,10 +140,10 @@ def slow(device, monkeypatch):
     monkeypatch.setattr(clock_module, "_marks_of", lambda on: lambda: clock_module._CudaMark(CUDA))
     save = loop.save_checkpoint
 
-    def saves(*given):
+    def saves(*given, **options):
         assert device.through <= device.host  # the steps are not part of it
         device.host += 70.0
-        save(*given)
+        save(*given, **options)
 
     def evaluates(model):
         device.launch(30.0)
