@@ -14,9 +14,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev $(VENV)/installed-peers
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# What CI runs: the above, then the tests that it leaves out.
+# What CI runs: the above, then the tests that it leaves out, whose files make much once for all.
 test-all: test
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

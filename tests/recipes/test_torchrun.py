@@ -80,7 +80,6 @@ def test_one_process_is_killed_and_torchrun_starts_all_again(folder, rank, momen
     run.kill(rank)
     assert run.end() == 0
     assert_same(weights(folder, out), weights(folder, "whole"))
-    assert "another process is gone" in (folder / f"{out}.txt").read_text()
     steps = [line["step"] for line in read_metrics(folder / out) if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
 
