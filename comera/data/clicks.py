@@ -54,8 +54,11 @@ class ClickData:
         min_count: Categories seen less often in training share one row.
         hash_rows: Number of rows, instead of a vocabulary, of each field with more categories,
             shared by their hashes.
-        heldout: Share of the rows for evaluation.
-        split: ``random``, or ``last`` for the last rows of the file, such as a log's last day.
+        heldout: Share of the rows for evaluation, by which settings are chosen.
+        test: Share of the rows for one evaluation of the trained model, after which nothing is
+            chosen any more.
+        split: ``random``, or ``last`` for the last rows of the file, such as a log's last day, of
+            which a test takes the very last.
         skip_bad_lines: Leave malformed lines out and say how many, instead of stopping there:
             those with other columns, or words, ``nan`` or ``inf`` in the place of a number.
     """
@@ -70,6 +73,7 @@ class ClickData:
     min_count: int = 1
     hash_rows: int | None = None
     heldout: float = 0.1
+    test: float = 0.0
     split: Literal["random", "last"] = "random"
     skip_bad_lines: bool = False
 
@@ -98,7 +102,7 @@ class Clicks:
         self.skipped: int = facts["skipped"]
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         self.num_continuous = int(self._arrays["continuous"].shape[1])
-        self._train, self._valid = np.load(folder / "train.npy"), np.load(folder / "valid.npy")
+        self._train, self._valid, self._test = (np.load(folder / f"{s}.npy") for s in _SPLITS)
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
@@ -149,7 +153,13 @@ class Clicks:
         self, batch_size: int, limit: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the held-out rows in order, or the first ``limit``, in batches like training's."""
-        rows = self._valid[:limit]
+        return self._in_order(self._valid[:limit], batch_size)
+
+    def test_batches(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the test rows in order, in batches like training's."""
+        return self._in_order(self._test, batch_size)
+
+    def _in_order(self, rows: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
         return (self._rows(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
 
     def _rows(self, rows: np.ndarray) -> dict[str, Tensor]:
@@ -159,6 +169,7 @@ class Clicks:
 
 _FACTS = "facts.json"
 _ARRAYS = ("continuous", "fields", "labels")
+_SPLITS = ("train", "valid", "test")
 
 
 def click_digests(settings: ClickData) -> dict[str, str]:
@@ -178,25 +189,24 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     chunks = _read(settings, path, columns, folder / "chunks")
     labels = np.concatenate([_load(chunk, "labels") for chunk in chunks])
     labels = (labels > settings.positive).astype(np.float32)
-    train, valid = _split(settings, len(labels))
+    splits = _split(settings, len(labels))
     skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)
     if skipped:
         log.warning("%s: %d malformed lines were left out", path, skipped)
-    held = np.zeros(len(labels), bool)
-    held[valid] = True
+    training = np.zeros(len(labels), bool)
+    training[splits["train"]] = True
     fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
     # One field at a time: the codes of all of them, 64 bits each, may be more than memory holds.
     for k in range(len(columns.fields)):
         values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
-        fields[:, k], size = _numbered(values, ~held, settings)
+        fields[:, k], size = _numbered(values, training, settings)
         sizes.append(size)
     continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
     arrays = {
         "labels": labels,
         "fields": fields,
-        "continuous": _transformed(continuous, ~held, settings.transform),
-        "train": train,
-        "valid": valid,
+        "continuous": _transformed(continuous, training, settings.transform),
+        **splits,
     }
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
@@ -244,17 +254,23 @@ def _load(chunk: Path, name: str) -> np.ndarray:
         return file[name]
 
 
-def _split(settings: ClickData, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the rows to train on and the rows to evaluate on."""
-    count = round(settings.heldout * rows)
-    if not 0 < count < rows:
+def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
+    """Choose the rows to train on, to evaluate on, and to test on."""
+    held, tested = round(settings.heldout * rows), round(settings.test * rows)
+    if not 0 < held < rows:
         raise ValueError(
             f"clicks.heldout={settings.heldout} of {rows} rows must leave some on either side"
+        )
+    if not 0 <= tested < rows - held:
+        raise ValueError(
+            f"clicks.test={settings.test} of {rows} rows, beside clicks.heldout="
+            f"{settings.heldout}, must leave some to train on"
         )
     order = np.arange(rows)
     if settings.split == "random":
         order = np.random.default_rng(0).permutation(rows)
-    return np.sort(order[:-count]), np.sort(order[-count:])
+    parts = np.split(order, [rows - held - tested, rows - tested])
+    return {name: np.sort(part) for name, part in zip(_SPLITS, parts, strict=True)}
 
 
 def _numbered(

@@ -50,7 +50,9 @@ class NliData:
 
     Args:
         train: A training file or several, or ``datasets:NAME@SPLIT``.
-        dev: The same for evaluation.
+        dev: The same for evaluation, by which settings are chosen.
+        test: The same for one evaluation of the trained model, after which nothing is chosen any
+            more.
         vocab: A WordPiece ``vocab.txt``; by default one is trained on the training text.
         vocab_size: Tokens to train where ``vocab`` is not given.
         length: Longest pair in tokens, ``[CLS]`` and both ``[SEP]`` included; longer ones are cut,
@@ -60,6 +62,7 @@ class NliData:
 
     train: str | list[str] = field(default_factory=list)
     dev: str | list[str] = field(default_factory=list)
+    test: str | list[str] = field(default_factory=list)
     vocab: str | None = None
     vocab_size: int = 30522
     length: int = 128
@@ -68,6 +71,13 @@ class NliData:
     def __post_init__(self) -> None:
         self.train = [self.train] if isinstance(self.train, str) else self.train
         self.dev = [self.dev] if isinstance(self.dev, str) else self.dev
+        self.test = [self.test] if isinstance(self.test, str) else self.test
+
+    @property
+    def splits(self) -> dict[str, list[str]]:
+        """Files and data sets by what they are for; those of a test need not be there."""
+        given = {"train": self.train, "dev": self.dev, "test": self.test}
+        return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
 
 class NliPairs:
@@ -94,6 +104,7 @@ class NliPairs:
         self.vocab_size = int(arrays["vocab_size"])
         self.train = _Split(arrays, "train")
         self.dev = _Split(arrays, "dev")
+        self.test = _Split(arrays, "test") if settings.test else None
         self._order: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     @classmethod
@@ -110,8 +121,7 @@ class NliPairs:
         """
         digests = nli_digests(settings) if digests is None else digests
         relevant = vars(settings) | {
-            "train": [digests[source] for source in settings.train],
-            "dev": [digests[source] for source in settings.dev],
+            **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
         }
         cache = cache_folder() / f"nli-{short_digest(['nli-2', relevant])}.npz"
@@ -160,9 +170,11 @@ class NliPairs:
 
     def dev_batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
         """Return all evaluation rows (or the first ``limit``) in batches, sorted by length."""
-        rows = np.arange(len(self.dev.labels))[:limit]
-        rows = rows[np.argsort(self.dev.lengths[rows], kind="stable")]
-        return [self.dev.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
+        return self.dev.batches(batch_size, limit)
+
+    def test_batches(self, batch_size: int) -> list[dict[str, Tensor]] | None:
+        """Return all test rows in batches, sorted by length; None if there are no such rows."""
+        return None if self.test is None else self.test.batches(batch_size)
 
 
 class _Split:
@@ -174,6 +186,12 @@ class _Split:
         self.lengths = arrays[f"{name}_lengths"]
         self.labels = arrays[f"{name}_labels"]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+
+    def batches(self, batch_size: int, limit: int | None = None) -> list[dict[str, Tensor]]:
+        """Return all rows (or the first ``limit``) in batches, sorted by length."""
+        rows = np.arange(len(self.labels))[:limit]
+        rows = rows[np.argsort(self.lengths[rows], kind="stable")]
+        return [self.collate(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size)]
 
     def collate(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
         """Pad rows to ``tokens`` and ``segments`` ``(B, T)``, with ``labels`` ``(B,)``."""
@@ -204,7 +222,7 @@ def nli_digests(settings: NliData) -> dict[str, str]:
     for name in ("train", "dev"):
         if not getattr(settings, name):
             raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
-    found = {source: _digest(source) for source in (*settings.train, *settings.dev)}
+    found = {s: _digest(s) for sources in settings.splits.values() for s in sources}
     if settings.vocab:
         found[settings.vocab] = content_digest(find_vocabulary(settings.vocab))
     return found
@@ -300,7 +318,7 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
 def _encode(settings: NliData) -> dict[str, np.ndarray]:
     splits = {
         name: [pair for source in sources for pair in read_pairs(source)]
-        for name, sources in (("train", settings.train), ("dev", settings.dev))
+        for name, sources in settings.splits.items()
     }
     if settings.limit is not None:
         splits["train"] = splits["train"][: settings.limit]

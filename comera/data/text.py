@@ -24,6 +24,8 @@ from comera.data.vocabulary import (
 )
 from comera.files import cache_folder
 
+_STREAMS = ("train", "valid", "test")
+
 _TOKENIZER_SAMPLE = 4_000_000
 """Characters a tokenizer is trained on; more changes little and takes longer."""
 
@@ -39,8 +41,10 @@ class TextData:
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
         length: Tokens of a sequence.
-        heldout: Share of the text kept for evaluation: the files that come first in that order,
-            and the end of the text where there is only one file.
+        heldout: Share of the text kept for evaluation, by which settings are chosen: the files that
+            come first in that order, and the end of the text where there is only one file.
+        test: Share of the text kept for one evaluation of the trained model, after which nothing is
+            chosen any more: the files after those, and the text before that end.
     """
 
     folder: str | None = None
@@ -49,6 +53,7 @@ class TextData:
     vocab_size: int = 8192
     length: int = 128
     heldout: float = 0.05
+    test: float = 0.0
 
 
 @dataclass
@@ -59,13 +64,15 @@ class TextStreams:
         settings: Where the text comes from.
         train: Tokens of the training files, one file after the other.
         valid: The same of the held-out files.
+        test: The same of the test files; empty where there are none.
         digests: Digests of the files that were read, by name.
-        prepared: Digest of both streams.
+        prepared: Digest of all streams.
     """
 
     settings: TextData
     train: Tensor
     valid: Tensor
+    test: Tensor
     digests: Mapping[str, str] = field(default_factory=dict)
     prepared: str = ""
 
@@ -87,8 +94,8 @@ class TextStreams:
         """
         folder = _folder(settings)
         digests = text_digests(settings) if digests is None else digests
-        relevant = {"vocab_size": settings.vocab_size, "heldout": settings.heldout}
-        key = short_digest(["text-3", relevant, list(digests.items())])
+        relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
+        key = short_digest(["text-4", relevant, list(digests.items())])
         cache = cache_folder() / f"text-{key}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
@@ -96,13 +103,15 @@ class TextStreams:
             if text_digests(settings) != digests:
                 raise changed_meanwhile(folder)
             save_arrays(cache, arrays)
-        if min(len(arrays["train"]), len(arrays["valid"])) <= 2 * settings.length:
-            raise ValueError(
-                f"{folder} holds too little text ({len(arrays['train'])} training and "
-                f"{len(arrays['valid'])} held-out tokens) for sequences of {settings.length}"
-            )
-        train, valid = (torch.from_numpy(arrays[key]) for key in ("train", "valid"))
-        return cls(settings, train, valid, digests, array_digest(arrays))
+        for name in _STREAMS if settings.test else _STREAMS[:2]:
+            if len(arrays[name]) <= 2 * settings.length:
+                raise ValueError(
+                    f"{folder} holds too little text ({len(arrays['train'])} tokens for training, "
+                    f"{len(arrays['valid'])} for evaluation, {len(arrays['test'])} for a test) for "
+                    f"sequences of {settings.length}"
+                )
+        train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
+        return cls(settings, train, valid, test, digests, array_digest(arrays))
 
 
 def text_digests(settings: TextData) -> dict[str, str]:
@@ -170,33 +179,41 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
     texts = [_read(path) for path in files]
-    heldout, training = _held_out(texts, settings.heldout)
+    parts = _parted(texts, settings)
     sample, used = [], 0
-    for text in training:
+    for text in parts["train"]:
         sample.append(text)
         used += len(text)
         if used > _TOKENIZER_SAMPLE:
             break
     tokenizer = train_byte_pairs(sample, settings.vocab_size)
-    encoded = [
-        np.concatenate([np.asarray(e.ids, dtype=np.int64) for e in tokenizer.encode_batch(part)])
+    encoded = {
+        name: np.concatenate([np.asarray(e.ids, np.int64) for e in tokenizer.encode_batch(part)])
         if part
         else np.empty(0, np.int64)
-        for part in (training, heldout)
-    ]
-    number = frequency_order(tokenizer, np.bincount(encoded[0], minlength=settings.vocab_size))
-    train, valid = (number[part].astype(np.int32) for part in encoded)
-    return {"train": train, "valid": valid}
+        for name, part in parts.items()
+    }
+    seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
+    number = frequency_order(tokenizer, seen)
+    return {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
 
 
 def _read(path: Path) -> str:
     return b"".join(read_blocks(path)).decode("utf-8", errors="replace")
 
 
-def _held_out(texts: list[str], share: float) -> tuple[list[str], list[str]]:
-    """Split texts into those held out and those to train on; a single one is cut."""
+def _parted(texts: list[str], settings: TextData) -> dict[str, list[str]]:
+    """Part texts into those to train on, to evaluate on, and to test on; a single one is cut."""
+    held, tested = settings.heldout, settings.test
+    if not 0 <= tested < 1 - held:
+        raise ValueError(
+            f"test={tested} must be a share of the text that leaves some to train on, beside "
+            f"heldout={held}"
+        )
     if len(texts) == 1:
-        cut = round((1 - share) * len(texts[0]))
-        return [texts[0][cut:]], [texts[0][:cut]]
-    count = max(1, round(share * len(texts)))
-    return texts[:count], texts[count:]
+        (text,) = texts
+        first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))
+        return {"train": [text[:first]], "test": [text[first:second]], "valid": [text[second:]]}
+    first = max(1, round(held * len(texts)))
+    second = first + (max(1, round(tested * len(texts))) if tested else 0)
+    return {"train": texts[second:], "valid": texts[:first], "test": texts[first:second]}

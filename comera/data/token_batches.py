@@ -30,8 +30,15 @@ class MaskedText:
 
     def valid_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
         """Draw ``count`` evaluation batches like those of training; the same in every run."""
-        valid = self.streams.valid
-        return [self._masked(valid, batch_size, generator_of(-1, k)) for k in range(count)]
+        return self._drawn(self.streams.valid, count, batch_size)
+
+    def test_batches(self, count: int, batch_size: int) -> list[dict[str, Tensor]]:
+        """Draw the same of the test text; none where there is no such text."""
+        return self._drawn(self.streams.test, count, batch_size)
+
+    def _drawn(self, stream: Tensor, count: int, batch_size: int) -> list[dict[str, Tensor]]:
+        numbers = range(count) if len(stream) else ()
+        return [self._masked(stream, batch_size, generator_of(-1, k)) for k in numbers]
 
     def _masked(
         self, stream: Tensor, batch_size: int, generator: torch.Generator
@@ -78,12 +85,18 @@ class CausalText:
             count: Take so many batches from its start; None takes all.
             batch_size: Sequences a batch.
         """
+        return self._cut(self.streams.valid, count, batch_size)
+
+    def test_batches(self, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
+        """Cut the test text likewise; no batches where there is no such text."""
+        return self._cut(self.streams.test, count, batch_size) if len(self.streams.test) else []
+
+    def _cut(self, stream: Tensor, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
         length = self.streams.settings.length
-        valid = self.streams.valid
-        rows = (len(valid) - 1) // length
+        rows = (len(stream) - 1) // length
         if count is not None:
             rows = min(rows, count * batch_size)
-        pieces = valid[: rows * length + 1].long().unfold(0, length + 1, length)
+        pieces = stream[: rows * length + 1].long().unfold(0, length + 1, length)
         return [_shifted(part) for part in pieces.split(batch_size)]
 
 

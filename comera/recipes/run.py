@@ -31,7 +31,7 @@ from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
-from comera.train.loop import LoopResult, train
+from comera.train.loop import LoopResult, evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import whole_state
 
@@ -52,6 +52,7 @@ class Outcome:
         seconds: Time in training steps.
         steps: Optimizer steps.
         ranks: What rank learning reported, if it ran.
+        test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Outcome:
     seconds: float
     steps: int
     ranks: dict[str, Any] | None = None
+    test: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def run(
@@ -296,6 +298,8 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
 
     for key in outcomes[0].metrics:
         row(f"evaluation {key}", [o.metrics[key] for o in outcomes], "{:.4f}")
+    for key in outcomes[0].test:
+        row(f"test {key}", [o.test[key] for o in outcomes], "{:.4f}")
     row("parameters", [o.params for o in outcomes], "{:,}")
     row("parameters of the tensorised layers", [o.layer_params for o in outcomes], "{:,}")
     row("bytes of model.safetensors", [o.bytes for o in outcomes], "{:,}")
@@ -361,8 +365,11 @@ def _train_one(
     )
     if result.interrupted:
         return None
+    test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
-    return processes.from_first(lambda: _save(name, folder, model, state, result, layer_dense))
+    return processes.from_first(
+        lambda: _save(name, folder, model, state, result, layer_dense, test)
+    )
 
 
 def _save(
@@ -372,6 +379,7 @@ def _save(
     state: dict[str, Tensor],
     result: LoopResult,
     layer_dense: int,
+    test: dict[str, float],
 ) -> Outcome:
     weights = folder / "model.safetensors"
     with replacing(weights) as temporary:
@@ -387,6 +395,7 @@ def _save(
         seconds=result.seconds,
         steps=result.steps,
         ranks=result.ranks,
+        test=test,
     )
     facts = {**dataclasses.asdict(outcome), "layers": report.to_pandas().to_dict("records")}
     with replacing(folder / "result.json") as temporary:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,6 +30,8 @@ _LARGEST_LOSS = 700.0
 """Loss above which a perplexity is too large for a float."""
 _EVALUATED = 16_384
 """Rows of a click log that are evaluated at a time."""
+_TESTED = 128
+"""Batches with masked words that a test draws; of other data it takes all."""
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Task:
             which sees a part of the data.
         steps: Optimizer steps of the whole run.
         record: What the data are.
+        test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
         lean: The model can be made without ever being dense: built without memory, tensorised, and
             then drawn by its ``reset_parameters(init)``.
     """
@@ -53,6 +57,7 @@ class Task:
     evaluate: Callable[[nn.Module], dict[str, float]]
     steps: int
     record: DataRecord
+    test: Callable[[nn.Module], dict[str, float]] | None = None
     lean: bool = False
 
 
@@ -211,7 +216,8 @@ def _masked_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         place,
         loss_fn,
         lambda step: _say_padding(data.batch(step, size, config.seed)),
-        [_say_padding(b) for b in data.valid_batches(config.train.eval_batches or 32, size)],
+        _padding_said(data.valid_batches(config.train.eval_batches or 32, size)),
+        _padding_said(data.test_batches(_TESTED, size)),
         _record(data.streams),
     )
 
@@ -230,6 +236,7 @@ def _causal_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         loss_fn,
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches, size),
+        data.test_batches(None, size),
         _record(data.streams),
     )
 
@@ -240,24 +247,26 @@ def _text_task(
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     get_batch: Callable[[int], Batch],
     valid: Sequence[Batch],
+    test: Sequence[Batch],
     record: DataRecord,
 ) -> Task:
     """Make a task without end, judged by its loss on held-out batches."""
     assert config.train.steps is not None, "RunConfig.check asks for steps here"
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        total = sum(float(loss_fn(model, b)) * b["targets"].numel() for b in place.own(valid))
+    def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
+        total = sum(float(loss_fn(model, b)) * b["targets"].numel() for b in place.own(batches))
         (total,) = place.sums(total)
-        loss = total / sum(batch["targets"].numel() for batch in valid)
+        loss = total / sum(batch["targets"].numel() for batch in batches)
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
     return Task(
         make_model=lambda: planned_dense_model(config),
         get_batch=lambda step: place.share_of(get_batch(step)),
         loss_fn=loss_fn,
-        evaluate=evaluate,
+        evaluate=partial(evaluate, valid),
         steps=config.train.steps,
         record=record,
+        test=partial(evaluate, test) if test else None,
     )
 
 
@@ -274,7 +283,8 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     data = NliPairs.prepare(config.nli, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
-    dev = [_say_padding(batch) for batch in data.dev_batches(4 * size, limit)]
+    dev = _padding_said(data.dev_batches(4 * size, limit))
+    test = _padding_said(data.test_batches(4 * size) or ())
     # A CUDA graph takes batches of one shape alone.
     graph = place.device.type == "cuda" and config.train.graph is not False
     length = config.nli.length if graph else None
@@ -285,9 +295,9 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(logits_of(model, batch), batch["labels"])
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
+    def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
         right, loss, rows = 0.0, 0.0, 0.0
-        for batch in place.own(dev):
+        for batch in place.own(batches):
             logits = logits_of(model, batch)
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             right += float((logits.argmax(-1) == batch["labels"]).sum())
@@ -301,9 +311,10 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
             _say_padding(data.batch(step, size, config.seed, length))
         ),
         loss_fn=loss_fn,
-        evaluate=evaluate,
+        evaluate=partial(evaluate, dev),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
+        test=partial(evaluate, test) if test else None,
     )
 
 
@@ -319,10 +330,9 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits_of(model, batch), batch["labels"])
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
+    def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
         found = [
-            torch.stack([logits_of(model, batch), batch["labels"]])
-            for batch in place.own(data.valid_batches(_EVALUATED, limit))
+            torch.stack([logits_of(model, batch), batch["labels"]]) for batch in place.own(batches)
         ]
         mine = torch.cat(found, 1) if found else torch.empty(2, 0)
         logits, labels = place.gathered(mine.T).T
@@ -332,9 +342,12 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         make_model=lambda: _dlrm(config, _table_sizes(config, data), data.num_continuous),
         get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
         loss_fn=loss_fn,
-        evaluate=evaluate,
+        evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
+        test=(lambda model: evaluate(data.test_batches(_EVALUATED), model))
+        if config.clicks.test
+        else None,
         lean=True,
     )
 
@@ -367,3 +380,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 def _say_padding(batch: dict[str, Tensor]) -> Batch:
     """Add whether any token is padding, while asking waits for no GPU."""
     return batch | {"padded": bool((batch["tokens"] == PAD).any())}
+
+
+def _padding_said(batches: Iterable[Batch]) -> list[Batch]:
+    return [_say_padding(batch) for batch in batches]

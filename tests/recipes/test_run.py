@@ -352,3 +352,26 @@ def test_a_run_chooses_its_precision(config, precision, dtype):
     assert step.autocast == dtype
     assert step.scaled == (precision == "fp8" and why_not_fp8(device) is None)
     assert bool(step(task.get_batch(0)).isfinite())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["masked_text", "causal_text"])
+def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
+    text = dataclasses.replace(config.masked_text, heldout=0.3, test=0.2)
+    loop = dataclasses.replace(config.train, steps=10, eval_every=5)
+    config = dataclasses.replace(
+        config, two_stage=None, twin=False, train=loop, **{"masked_text": None, section: text}
+    )
+    (outcome,) = quiet_run(config)
+    task = prepare_task(config, torch.device("cpu"))
+    model = build.make_model(config, task, torch.device("cpu"))
+    model.load_state_dict(load_file(Path(config.out) / "model.safetensors"))
+    model.eval()
+    with torch.no_grad():
+        assert task.test(model) == pytest.approx(outcome.test, rel=1e-5)
+        assert task.evaluate(model) == pytest.approx(outcome.metrics, rel=1e-5)
+    assert outcome.test["loss"] != outcome.metrics["loss"]
+    lines = read_metrics(Path(config.out))
+    assert not any("test" in key for line in lines for key in line)
+    (again,) = quiet_run(config)
+    assert again == outcome

@@ -1,0 +1,95 @@
+"""Data by which nothing is chosen: a test's rows are neither trained on nor evaluated."""
+
+import pytest
+import torch
+
+from comera.data.clicks import Clicks
+from comera.data.nli import NliPairs, nli_digests
+from comera.data.text import TextData, TextStreams
+from comera.data.token_batches import CausalText, MaskedText
+from tests.texts import write_functions
+
+from .test_clicks import settings as click_settings
+from .test_clicks import table
+from .test_nli import NliData, pairs, write_snli
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("split", ["random", "last"])
+def test_rows_of_a_log_are_in_one_part_each(tmp_path, split):
+    path = tmp_path / "log.csv"
+    table(400).to_csv(path, index=False)
+    data = Clicks.prepare(click_settings(path, heldout=0.2, test=0.1, split=split))
+    parts = [data._train, data._valid, data._test]
+    assert [len(part) for part in parts] == [280, 80, 40]
+    assert sorted(int(row) for part in parts for row in part) == list(range(400))
+    if split == "last":
+        assert parts[2].min() > parts[1].max() > parts[0].max()
+    (batch,) = data.test_batches(40)
+    assert torch.equal(batch["labels"], data._rows(data._test)["labels"])
+
+
+def test_a_test_changes_no_category(tmp_path):
+    """Categories are numbered by what training sees."""
+    path = tmp_path / "log.csv"
+    rows = table(400)
+    rows.loc[380:, "user"] = 987654  # seen by the test alone
+    rows.to_csv(path, index=False)
+    data = Clicks.prepare(click_settings(path, heldout=0.2, test=0.05, split="last"))
+    (batch,) = data.test_batches(20)
+    assert (batch["fields"][:, data.field_names.index("user")] == 0).all()
+
+
+@pytest.mark.parametrize("test", [0.9, -0.1, 1.5])
+def test_a_log_keeps_rows_to_train_on(tmp_path, test):
+    path = tmp_path / "log.csv"
+    table(400).to_csv(path, index=False)
+    with pytest.raises(ValueError, match=f"clicks.test={test} of 400 rows"):
+        Clicks.prepare(click_settings(path, heldout=0.1, test=test))
+
+
+def test_pairs_of_a_test_have_files_of_their_own(tmp_path):
+    rows = {name: pairs(count, seed) for seed, (name, count) in enumerate(
+        {"train": 60, "dev": 20, "test": 12}.items()
+    )}  # fmt: skip
+    for name, some in rows.items():
+        write_snli(tmp_path / f"{name}.jsonl", some)
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in rows}
+    data = NliPairs.prepare(NliData(**files, vocab_size=120))
+    (batch,) = data.test_batches(50)
+    assert sorted(batch["labels"].tolist()) == sorted(label for *_, label in rows["test"])
+    assert files["test"] in nli_digests(data.settings)
+    without = NliPairs.prepare(NliData(files["train"], files["dev"], vocab_size=120))
+    assert without.test_batches(50) is None
+    (mine,), (theirs,) = data.dev_batches(50), without.dev_batches(50)
+    assert torch.equal(mine["tokens"], theirs["tokens"])
+
+
+@pytest.mark.parametrize("files", [1, 12])
+def test_text_is_in_one_part_each(tmp_path, files):
+    write_functions(tmp_path / "text", files, 40 * 12 // files)
+    settings = TextData(str(tmp_path / "text"), vocab_size=300, length=16, heldout=0.2, test=0.1)
+    streams = TextStreams.prepare(settings)
+    whole = TextStreams.prepare(TextData(**{**vars(settings), "test": 0.0}))
+    assert not len(whole.test)
+    assert len(streams.valid) == pytest.approx(len(whole.valid), rel=0.1)  # of another tokenizer
+    total = sum(map(len, (streams.train, streams.valid, streams.test)))
+    assert total == pytest.approx(len(whole.train) + len(whole.valid), rel=0.1)
+    assert 0.05 < len(streams.test) / total < 0.15
+    assert len(MaskedText(streams).test_batches(3, 4)) == 3
+    assert not MaskedText(whole).test_batches(3, 4)
+    seen = sum(batch["targets"].numel() for batch in CausalText(streams).test_batches(None, 8))
+    assert len(streams.test) - 16 <= seen < len(streams.test)
+    assert not CausalText(whole).test_batches(None, 8)
+
+
+@pytest.mark.parametrize("test", [0.8, -0.1])
+def test_text_keeps_some_to_train_on(tmp_path, test):
+    write_functions(tmp_path / "text", 3, 40)
+    settings = TextData(str(tmp_path / "text"), vocab_size=300, length=16, heldout=0.2, test=test)
+    with pytest.raises(ValueError, match=f"test={test} must be a share of the text"):
+        TextStreams.prepare(settings)
