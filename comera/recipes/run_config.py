@@ -46,6 +46,41 @@ class ModelConfig:
 
 
 @dataclass
+class SmallTablesConfig:
+    """Small tables of another kind, to compare tensor trains with.
+
+    See ``comera.models.small_tables``.
+
+    Args:
+        kind: ``hashed``: rows share fewer ones, by the remainder of their index;
+            ``quotient_remainder``: they are products of two; ``shared_array``: they are cut from
+            one array, as ROBE does.
+        params: Parameters of all tables together.
+        rank: Of hashed tables: width at which rows are kept; null for their whole width.
+        own: Of hashed tables: share of the rows that are those of the most frequent values alone.
+        block: Of a shared array: numbers that lie side by side in it.
+    """
+
+    kind: Literal["hashed", "quotient_remainder", "shared_array"]
+    params: int
+    rank: int | None = None
+    own: float = 0.0
+    block: int = 16
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for settings that are out of range."""
+        if self.params < 1 or self.block < 1 or (self.rank is not None and self.rank < 1):
+            raise ValueError(
+                f"dlrm.small_tables: params={self.params}, rank={self.rank} and block={self.block} "
+                "must be at least 1"
+            )
+        if not 0 <= self.own < 1:
+            raise ValueError(f"dlrm.small_tables.own={self.own} must be in [0, 1)")
+        if self.kind != "hashed" and (self.rank is not None or self.own):
+            raise ValueError(f"dlrm.small_tables.rank and own are not for kind={self.kind}")
+
+
+@dataclass
 class DlrmConfig:
     """A click predictor, see ``comera.models.dlrm.DLRM``.
 
@@ -55,12 +90,14 @@ class DlrmConfig:
         top: Hidden widths of the part above the interactions.
         table_sizes: Rows of every field's table by name, to plan without the data; those of the
             data if not given.
+        small_tables: Small tables of another kind than tensor trains.
     """
 
     embedding_dim: int = 64
     bottom: list[int] = field(default_factory=lambda: [512, 256])
     top: list[int] = field(default_factory=lambda: [512, 256])
     table_sizes: dict[str, int] | None = None
+    small_tables: SmallTablesConfig | None = None
 
 
 @dataclass
@@ -284,6 +321,8 @@ class RunConfig:
             raise ValueError(
                 f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
             )
+        if self.dlrm.small_tables is not None:
+            self.dlrm.small_tables.check()
         check_device(self.device)
         check_optimizer(self.optimizer_for(self.train.steps))
         if self.optimizer.in_backward and self.train.clip_norm is not None:

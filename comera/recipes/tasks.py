@@ -1,5 +1,6 @@
 """The tasks a recipe can train: what differs between them, behind one interface."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from comera.data.text import TextStreams, text_digests
 from comera.data.token_batches import CausalText, MaskedText
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM, click_metrics
+from comera.models.small_tables import replace_tables_
 from comera.models.transformer import PAD, Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run_config import ModelConfig, RunConfig
@@ -181,7 +183,13 @@ def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) ->
 
 def _dlrm(config: RunConfig, table_sizes: Mapping[str, int], num_continuous: int) -> nn.Module:
     model = config.dlrm
-    return DLRM(table_sizes, num_continuous, model.embedding_dim, model.bottom, model.top)
+    made = DLRM(table_sizes, num_continuous, model.embedding_dim, model.bottom, model.top)
+    if model.small_tables is not None:
+        try:
+            replace_tables_(made.tables, **dataclasses.asdict(model.small_tables))
+        except ValueError as problem:
+            raise ValueError(f"dlrm.small_tables.{problem}") from None
+    return made
 
 
 def _table_sizes(config: RunConfig, data: Clicks) -> Mapping[str, int]:
