@@ -55,14 +55,14 @@ class SmallTablesConfig:
         kind: ``hashed``: rows share fewer ones, by the remainder of their index;
             ``quotient_remainder``: they are products of two; ``shared_array``: they are cut from
             one array, as ROBE does.
-        params: Parameters of all tables together.
+        params: Parameters of all tables together; has to be given.
         rank: Of hashed tables: width at which rows are kept; null for their whole width.
         own: Of hashed tables: share of the rows that are those of the most frequent values alone.
         block: Of a shared array: numbers that lie side by side in it.
     """
 
-    kind: Literal["hashed", "quotient_remainder", "shared_array"]
-    params: int
+    kind: Literal["hashed", "quotient_remainder", "shared_array"] = "hashed"
+    params: int = 0
     rank: int | None = None
     own: float = 0.0
     block: int = 16
