@@ -5,6 +5,7 @@ Shape suffixes: B = bags, N = entries of all bags, D = width, R = rank.
 
 import bisect
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -127,10 +128,8 @@ class SharedArrayTable(SmallTable):
             raise ValueError(f"block={block} must divide the width of the tables, {embedding_dim}")
         self._shared = (array,)  # a tuple, so that the parameter is one table's alone
         self.block = block
-        draw = torch.Generator().manual_seed(number)
-        self._a, self._b, self._c = (
-            int(torch.randint(1, _PRIME, (), generator=draw)) for _ in range(3)
-        )
+        draw = random.Random(number)
+        self._a, self._b, self._c = (draw.randrange(1, _PRIME) for _ in range(3))
 
     def rows(self, indices_N: Tensor) -> Tensor:
         array_M = next(self._shared[0].parameters())

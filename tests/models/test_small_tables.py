@@ -121,6 +121,14 @@ def test_too_few_parameters_are_refused(settings):
         tables_of(5, **settings)
 
 
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_they_are_planned_without_memory(settings):
+    with torch.device("meta"):
+        planned = tables_of(**settings)
+    shapes = {name: param.shape for name, param in tables_of(**settings).named_parameters()}
+    assert {name: param.shape for name, param in planned.named_parameters()} == shapes
+
+
 def test_a_block_divides_the_width():
     with pytest.raises(ValueError, match="block=5 must divide the width of the tables, 16"):
         tables_of(kind="shared_array", block=5)
