@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from comera.optim.muon import MuonAdamW
     from comera.rank.importance_pruning import ImportancePruning
     from comera.rank.two_stage import TwoStage
+    from comera.recipes.trained import load_run
     from comera.report.compression import compression_report
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
@@ -70,6 +71,7 @@ _HOMES = {
     "comera.nn.embedding": ("TTEmbedding",),
     "comera.nn.embedding_bag": ("TTEmbeddingBag",),
     "comera.nn.forms": ("register_layer",),
+    "comera.recipes.trained": ("load_run",),
     "comera.nn.grouped": ("GroupedMerge",),
     "comera.nn.linear": ("TTLinear",),
     "comera.optim.came": ("CAME",),
@@ -123,6 +125,7 @@ __all__ = [
     "frozen",
     "galore_param_groups",
     "load_model",
+    "load_run",
     "memory_report",
     "order_rows_",
     "param_groups",

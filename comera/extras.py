@@ -8,6 +8,7 @@ _EXTRAS = {
     "huggingface_hub": "hf",
     "jsonargparse": "cli",
     "matplotlib": "cli",
+    "onnxscript": "onnx",
     "pandas": "cli",
     "tensorboard": "cli",
     "tokenizers": "cli",

@@ -14,6 +14,8 @@ PACKAGES = {
     "accelerate": "accelerate",
     "came_pytorch": "came-pytorch",
     "galore_torch": "galore-torch",
+    "onnxruntime": "onnxruntime",
+    "onnxscript": "onnxscript",
     "peft": "peft",
     "tltorch": "tensorly-torch",
     "torchao": "torchao",

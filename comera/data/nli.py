@@ -22,10 +22,13 @@ from comera.data.vocabulary import (
     CLS,
     PAD,
     SEP,
+    as_array,
     cached_arrays,
     find_vocabulary,
     frequency_order,
+    from_array,
     load_word_pieces,
+    renumbered,
     save_arrays,
     train_word_pieces,
 )
@@ -88,6 +91,7 @@ class NliPairs:
     Attributes:
         digests: Digests of the files and data sets that were read, as the settings name them.
         prepared: Digest of the encoded pairs.
+        tokenizer: Makes these tokens of sentences.
     """
 
     num_classes = len(LABELS)
@@ -98,6 +102,8 @@ class NliPairs:
         arrays: Mapping[str, np.ndarray],
         digests: Mapping[str, str] | None = None,
     ) -> None:
+        arrays = dict(arrays)
+        self.tokenizer = from_array(arrays.pop("tokenizer"))
         self.settings = settings
         self.digests = digests or {}
         self.prepared = array_digest(arrays)
@@ -124,7 +130,7 @@ class NliPairs:
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
         }
-        cache = cache_folder() / f"nli-{short_digest(['nli-2', relevant])}.npz"
+        cache = cache_folder() / f"nli-{short_digest(['nli-3', relevant])}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
             arrays = _encode(settings)
@@ -337,20 +343,28 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
     size = tokenizer.get_vocab_size()
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
     number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
-    arrays: dict[str, np.ndarray] = {"vocab_size": np.asarray(size)}
+    arrays: dict[str, np.ndarray] = {
+        "vocab_size": np.asarray(size),
+        "tokenizer": as_array(renumbered(tokenizer, number)),
+    }
     for name, (premises, hypotheses) in encoded.items():
         rows: list[np.ndarray] = []
         first: list[int] = []
         for premise, hypothesis in zip(premises, hypotheses, strict=True):
-            left, right = _fit(len(premise), len(hypothesis), settings.length - 3)
-            cut = number[premise[:left]], number[hypothesis[:right]]
-            rows.append(np.concatenate([[CLS], cut[0], [SEP], cut[1], [SEP]]))
-            first.append(left + 2)
+            row, start = joined(number[premise], number[hypothesis], settings.length)
+            rows.append(row)
+            first.append(start)
         arrays[f"{name}_tokens"] = np.concatenate(rows).astype(np.int32)
         arrays[f"{name}_lengths"] = np.asarray([len(row) for row in rows], np.int32)
         arrays[f"{name}_first"] = np.asarray(first, np.int32)
         arrays[f"{name}_labels"] = np.asarray([pair[2] for pair in splits[name]], np.int8)
     return arrays
+
+
+def joined(premise: np.ndarray, hypothesis: np.ndarray, length: int) -> tuple[np.ndarray, int]:
+    """Join the tokens of a pair, cut to a length; returns them, and where the second one starts."""
+    left, right = _fit(len(premise), len(hypothesis), length - 3)
+    return np.concatenate([[CLS], premise[:left], [SEP], hypothesis[:right], [SEP]]), left + 2
 
 
 def _fit(left: int, right: int, room: int) -> tuple[int, int]:

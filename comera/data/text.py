@@ -17,8 +17,12 @@ from torch import Tensor
 
 from comera.data.digests import array_digest, changed_meanwhile, read_blocks, short_digest
 from comera.data.vocabulary import (
+    Tokenizer,
+    as_array,
     cached_arrays,
     frequency_order,
+    from_array,
+    renumbered,
     save_arrays,
     train_byte_pairs,
 )
@@ -67,6 +71,7 @@ class TextStreams:
         test: The same of the test files; empty where there are none.
         digests: Digests of the files that were read, by name.
         prepared: Digest of all streams.
+        tokenizer: Makes these tokens of text; the same ones wherever texts leave no two ways.
     """
 
     settings: TextData
@@ -75,6 +80,7 @@ class TextStreams:
     test: Tensor
     digests: Mapping[str, str] = field(default_factory=dict)
     prepared: str = ""
+    tokenizer: Tokenizer | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +101,7 @@ class TextStreams:
         folder = _folder(settings)
         digests = text_digests(settings) if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
-        key = short_digest(["text-4", relevant, list(digests.items())])
+        key = short_digest(["text-5", relevant, list(digests.items())])
         cache = cache_folder() / f"text-{key}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
@@ -111,7 +117,8 @@ class TextStreams:
                     f"sequences of {settings.length}"
                 )
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
-        return cls(settings, train, valid, test, digests, array_digest(arrays))
+        tokenizer = from_array(arrays.pop("tokenizer"))  # trainers number in no fixed order
+        return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
 
 
 def text_digests(settings: TextData) -> dict[str, str]:
@@ -195,7 +202,8 @@ def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
     }
     seen = np.bincount(encoded["train"], minlength=settings.vocab_size)
     number = frequency_order(tokenizer, seen)
-    return {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
+    arrays = {name: number[tokens].astype(np.int32) for name, tokens in encoded.items()}
+    return {**arrays, "tokenizer": as_array(renumbered(tokenizer, number))}
 
 
 def _read(path: Path) -> str:

@@ -4,6 +4,7 @@ Token numbers are sorted by frequency, special tokens first, so that the first r
 embedding are the ones read most often (see ``hot_rows`` of ``TTEmbedding``).
 """
 
+import json
 import logging
 import zipfile
 from collections.abc import Iterable
@@ -108,6 +109,27 @@ def frequency_order(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     new_number = np.empty(size, dtype=np.int64)
     new_number[np.concatenate([special, rest])] = np.arange(size)
     return new_number
+
+
+def renumbered(tokenizer: Tokenizer, number: np.ndarray) -> Tokenizer:
+    """Return a tokenizer that makes the same tokens, each of the number ``number[old]``."""
+    described = json.loads(tokenizer.to_str())
+    vocab = {token: int(number[old]) for token, old in described["model"]["vocab"].items()}
+    described["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
+    for token in described["added_tokens"]:
+        token["id"] = int(number[token["id"]])
+    described["added_tokens"].sort(key=lambda token: token["id"])
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def as_array(tokenizer: Tokenizer) -> np.ndarray:
+    """Return a tokenizer as bytes, to be kept beside arrays of tokens."""
+    return np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+
+
+def from_array(kept: np.ndarray) -> Tokenizer:
+    """Return the tokenizer that :func:`as_array` has put into bytes."""
+    return Tokenizer.from_str(kept.tobytes().decode())
 
 
 def cached_arrays(path: Path) -> dict[str, np.ndarray] | None:

@@ -33,6 +33,7 @@ from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
+from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.named import described, file_of
@@ -126,6 +127,8 @@ def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> 
         return run_sweep(file_of(options.file), options.jobs, options.overwrite, console, out)
     if chosen.command == "bench":
         return run_bench(chosen.bench, console)
+    if chosen.command in COMMANDS:
+        return run_command(chosen.command, chosen[chosen.command], console)
     if chosen.command == "checkpoint":
         return run_checkpoint(chosen.checkpoint, console)
     if chosen.command == "doctor":
@@ -295,6 +298,7 @@ def make_parser() -> ArgumentParser:
     report = ArgumentParser(description="Write one HTML file about a run.")
     report.add_argument("run", type=str, help="Folder of the run.")
     commands.add_subcommand("report", report, help="Write one HTML file about a run.")
+    add_commands(commands)
     add_bench(commands)
     add_checkpoint(commands)
     measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]

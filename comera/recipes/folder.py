@@ -17,10 +17,13 @@ from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
 
 _WRITTEN_BY_A_RUN = (
-    "checkpoints", "dense", NAME, "metrics.jsonl", "model.safetensors", "report.html",
-    "result.json", "tensorboard",
+    "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl", "model.safetensors",
+    "report.html", "result.json", "tensorboard", "tokenizer.json",
 )  # fmt: skip
 
+
+_LENGTH = ("steps", "epochs")
+"""Settings in the section ``train`` of which one says how long a run is."""
 
 _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
@@ -104,6 +107,9 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
     What an earlier run with other settings, or none to go on from, has left there is deleted.
     """
     folder = Path(config.out)
+    if not config.overwrite and trains_on(config):  # it will have another result
+        for place in ("", "dense"):
+            (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         for name in _written_by_a_run(folder):
             path = folder / name
@@ -151,23 +157,44 @@ def _begun(folder: Path) -> bool:
 def other_settings(config: RunConfig) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
-    None if it does not, or if no run was begun there. How checkpoints are kept, and how many
-    processes train it, makes no other run.
+    None if it does not, or if no run was begun there. How checkpoints are kept, how many processes
+    train it, and more steps for one that is finished make no other run.
     """
     folder = Path(config.out)
-    file = folder / "config.yaml"
-    if not _begun(folder) or not file.is_file():
+    if not _begun(folder) or not (folder / "config.yaml").is_file():
         return None
     try:
-        there, here = read_yaml(file), _settings(config)
+        there, here = _settings_there(folder), _settings(config)
     except ValueError as problem:
         return str(problem)
-    with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
-        there = _settings(parse_settings(RunConfig, there))
+    if trains_on(config):
+        there["train"] |= {key: here["train"][key] for key in _LENGTH}
+        if config.optimizer.gate_lr is None:  # it followed from the number of steps
+            there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
     for settings in (there, here):
         for key in ("checkpoints", "parallel"):
             settings.pop(key, None)
     return None if there == here else _difference(there, here)
+
+
+def trains_on(config: RunConfig) -> bool:
+    """Tell whether a finished run is to be trained for more steps, or epochs, than it was."""
+    folder = Path(config.out)
+    if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
+        return False
+    try:
+        there = _settings_there(folder).get("train") or {}
+    except ValueError:
+        return False
+    here = {key: getattr(config.train, key) for key in _LENGTH}
+    return any(here[key] and there.get(key) and here[key] > there[key] for key in _LENGTH)
+
+
+def _settings_there(folder: Path) -> dict[str, Any]:
+    settings = read_yaml(folder / "config.yaml")
+    with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
+        settings = _settings(parse_settings(RunConfig, settings))
+    return settings
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -175,7 +202,7 @@ def is_finished(config: RunConfig) -> bool:
     folder = Path(config.out)
     if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
         return False
-    return other_settings(config) is None
+    return other_settings(config) is None and not trains_on(config)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

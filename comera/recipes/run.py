@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comera.files import replacing
@@ -22,7 +21,7 @@ from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.data_record import DataRecord, changed_data
-from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock
+from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock, trains_on
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.rank_config import RankConfig
 from comera.recipes.run_config import RunConfig, check_processes
@@ -31,6 +30,7 @@ from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
+from comera.saved.model_folder import save_state
 from comera.train.loop import LoopResult, evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import whole_state
@@ -173,6 +173,12 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
 def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
     """Make the locked folder that of this run."""
     check_data(config, record)
+    if not config.overwrite and trains_on(config):
+        console.print(
+            f"the run in {config.out} was finished, and is trained on: its learning rate goes on "
+            "where the schedule of a run of that length is by then, not where its own ended",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
     if not claim(config, record):
         console.print(
             f"the run in {config.out} has not noted which data it was begun with: whether they "
@@ -368,22 +374,22 @@ def _train_one(
     test = evaluated(step, task.test) if task.test else {}
     state = whole_state(model.state_dict())  # of all processes, which may hold parts of it
     return processes.from_first(
-        lambda: _save(name, folder, model, state, result, layer_dense, test)
+        lambda: _save(name, folder, config, task, model, state, result, layer_dense, test)
     )
 
 
 def _save(
     name: str,
     folder: Path,
+    config: RunConfig,
+    task: Task,
     model: nn.Module,
     state: dict[str, Tensor],
     result: LoopResult,
     layer_dense: int,
     test: dict[str, float],
 ) -> Outcome:
-    weights = folder / "model.safetensors"
-    with replacing(weights) as temporary:
-        save_file({k: v.contiguous().cpu() for k, v in state.items()}, temporary)
+    save_state(model, state, folder, config.tt_config)
     report = compression_report(model)
     outcome = Outcome(
         name=name,
@@ -391,13 +397,17 @@ def _save(
         params=report.params,
         layer_params=report.tt_params if report.layers else layer_dense,
         layer_dense_params=layer_dense,
-        bytes=weights.stat().st_size,
+        bytes=(folder / "model.safetensors").stat().st_size,
         seconds=result.seconds,
         steps=result.steps,
         ranks=result.ranks,
         test=test,
     )
-    facts = {**dataclasses.asdict(outcome), "layers": report.to_pandas().to_dict("records")}
+    if task.tokenizer is not None:
+        with replacing(folder / "tokenizer.json") as temporary:
+            temporary.write_text(task.tokenizer.to_str(), encoding="utf-8")
+    layers = report.to_pandas().to_dict("records")
+    facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
     with replacing(folder / "result.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return outcome

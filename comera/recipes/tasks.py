@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from comera.data.clicks import Clicks, click_digests
 from comera.data.nli import LABELS, NliPairs, nli_digests
 from comera.data.text import TextStreams, text_digests
 from comera.data.token_batches import CausalText, MaskedText
+from comera.data.vocabulary import Tokenizer
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
@@ -49,6 +50,8 @@ class Task:
         steps: Optimizer steps of the whole run.
         record: What the data are.
         test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
+        sizes: Sizes of the dense model that the data tell, see :func:`dense_model`.
+        tokenizer: What has made tokens of text, if anything has.
         lean: The model can be made without ever being dense: built without memory, tensorised, and
             then drawn by its ``reset_parameters(init)``.
     """
@@ -60,6 +63,8 @@ class Task:
     steps: int
     record: DataRecord
     test: Callable[[nn.Module], dict[str, float]] | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
     lean: bool = False
 
 
@@ -134,21 +139,30 @@ def planned_dense_model(config: RunConfig) -> nn.Module:
         ValueError: If a click log is needed and not there.
     """
     if config.text is not None:
-        return make_model(config, config.text.vocab_size)
+        return dense_model(config, {"vocab_size": config.text.vocab_size})
     assert config.clicks is not None, "RunConfig.check allows exactly one task"
     sizes = config.dlrm.table_sizes
     if sizes is not None:
         criteo = config.clicks.format == "criteo"
         continuous = CRITEO_CONTINUOUS if criteo else config.clicks.continuous
-        return _dlrm(config, sizes, len(continuous))
+        return dense_model(config, {"table_sizes": sizes, "num_continuous": len(continuous)})
     with torch.device("cpu"):
         data = Clicks.prepare(config.clicks)
-    return _dlrm(config, _table_sizes(config, data), data.num_continuous)
+    found = _table_sizes(config, data)
+    return dense_model(config, {"table_sizes": found, "num_continuous": data.num_continuous})
 
 
-def make_model(config: RunConfig, vocab_size: int) -> nn.Module:
-    """Make the dense model of a run, on torch's default device."""
-    model = config.model
+def dense_model(config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
+    """Make the dense model of a run, on torch's default device.
+
+    Args:
+        config: The run.
+        sizes: What its data tell: ``vocab_size``; of a click log ``table_sizes`` by the names of
+            fields, and ``num_continuous``.
+    """
+    if config.clicks is not None:
+        return _dlrm(config, sizes["table_sizes"], sizes["num_continuous"])
+    model, vocab_size = config.model, int(sizes["vocab_size"])
     if config.causal_text is not None:
         decoder = Decoder(
             vocab_size,
@@ -226,7 +240,7 @@ def _masked_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         lambda step: _say_padding(data.batch(step, size, config.seed)),
         _padding_said(data.valid_batches(config.train.eval_batches or 32, size)),
         _padding_said(data.test_batches(_TESTED, size)),
-        _record(data.streams),
+        data.streams,
     )
 
 
@@ -245,7 +259,7 @@ def _causal_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches, size),
         data.test_batches(None, size),
-        _record(data.streams),
+        data.streams,
     )
 
 
@@ -256,7 +270,7 @@ def _text_task(
     get_batch: Callable[[int], Batch],
     valid: Sequence[Batch],
     test: Sequence[Batch],
-    record: DataRecord,
+    data: TextStreams,
 ) -> Task:
     """Make a task without end, judged by its loss on held-out batches."""
     assert config.train.steps is not None, "RunConfig.check asks for steps here"
@@ -268,13 +282,15 @@ def _text_task(
         return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_LOSS))}
 
     return Task(
-        make_model=lambda: planned_dense_model(config),
+        make_model=lambda: dense_model(config, {"vocab_size": data.vocab_size}),
         get_batch=lambda step: place.share_of(get_batch(step)),
         loss_fn=loss_fn,
         evaluate=partial(evaluate, valid),
         steps=config.train.steps,
-        record=record,
+        record=_record(data),
         test=partial(evaluate, test) if test else None,
+        sizes={"vocab_size": data.vocab_size},
+        tokenizer=data.tokenizer,
     )
 
 
@@ -314,7 +330,7 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         return {"loss": loss / rows, "accuracy": right / rows}
 
     return Task(
-        make_model=lambda: make_model(config, data.vocab_size),
+        make_model=lambda: dense_model(config, {"vocab_size": data.vocab_size}),
         get_batch=lambda step: place.share_of(
             _say_padding(data.batch(step, size, config.seed, length))
         ),
@@ -323,6 +339,8 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
         test=partial(evaluate, test) if test else None,
+        sizes={"vocab_size": data.vocab_size},
+        tokenizer=data.tokenizer,
     )
 
 
@@ -331,6 +349,10 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     data = Clicks.prepare(config.clicks, digests)
     size = config.train.batch_size
     limit = config.train.eval_batches and config.train.eval_batches * size
+    sizes = {
+        "table_sizes": dict(_table_sizes(config, data)),
+        "num_continuous": data.num_continuous,
+    }
 
     def logits_of(model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["continuous"], batch["fields"]).float()
@@ -347,7 +369,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         return click_metrics(logits, labels)
 
     return Task(
-        make_model=lambda: _dlrm(config, _table_sizes(config, data), data.num_continuous),
+        make_model=lambda: dense_model(config, sizes),
         get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
         loss_fn=loss_fn,
         evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
@@ -356,6 +378,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         test=(lambda model: evaluate(data.test_batches(_EVALUATED), model))
         if config.clicks.test
         else None,
+        sizes=sizes,
         lean=True,
     )
 

@@ -64,9 +64,23 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
     """
     model = _inside(model)
     check_whole(model, "save_model")
+    return save_state(model, model.state_dict(), folder, config)
+
+
+def save_state(
+    model: nn.Module, state: Mapping[str, Any], folder: str | Path, config: TTConfig | None = None
+) -> Path:
+    """Save a model of which processes hold parts, as :func:`save_model` would the whole of it.
+
+    Args:
+        model: Its tensor-train layers are whole.
+        state: Its whole state dict.
+        folder: As :func:`save_model` has it.
+        config: The same.
+    """
     folder = Path(folder).expanduser()
     described = describe(model, config)
-    tensors = _plain_state(model, described["tied"])
+    tensors = _plain_state(state, described["tied"])
     described["tensors"] = {name: _note(tensor) for name, tensor in tensors.items()}
     text = _text(described)
     with replacing(folder / WEIGHTS) as temporary:
@@ -155,7 +169,7 @@ def _on_one_line(found: re.Match[str]) -> str:
     return re.sub(r"\n\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
 
 
-def _plain_state(model: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:
+def _plain_state(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the state dict without tied names as tensors on the CPU, each in memory of its own.
 
     Raises:
@@ -163,7 +177,7 @@ def _plain_state(model: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]
     """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if name in tied:
             continue
         if type(value) not in (Tensor, nn.Parameter):

@@ -16,14 +16,14 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills processes"),
 ]
 
-STEPS = 90
+STEPS = 60
 CONFIG = f"""
 masked_text: {{folder: text, vocab_size: 300, length: 16, heldout: 0.2}}
 model: {{d_model: 16, num_layers: 1, num_heads: 2, ffn_dim: 32, dropout: 0.1}}
 tensorize: {{rank: 6, embedding_rank: 6, order: 2}}
 two_stage: {{target: 0.6}}
 optimizer: {{gate_lr: 0.05}}
-train: {{steps: {STEPS}, batch_size: 8, eval_batches: 4, save_every: 15, log_every: 1}}
+train: {{steps: {STEPS}, batch_size: 8, eval_batches: 4, save_every: 10, log_every: 1}}
 """
 
 
@@ -71,9 +71,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(folder):
     assert_same(weights(folder, "stopped"), weights(folder, "whole"))
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, 1), (0, 40), (1, 75)])
+@pytest.mark.parametrize(("rank", "moment"), [(1, 1), (0, 26)])
 def test_one_process_is_killed_and_torchrun_starts_all_again(folder, rank, moment):
-    """Before the first checkpoint, about where ranks are cut, and after; begun anew only once."""
+    """Before the first checkpoint, and about where ranks are cut; begun anew only once."""
     out = f"killed at {moment}"
     run = Torchrun(folder, out, 2, "--overwrite=true", restarts=1)
     run.wait_for(moment)
@@ -88,7 +88,7 @@ def test_four_processes_one_of_which_is_killed(folder):
     """With more than two, gloo adds in an order that depends on where in a buffer a number is."""
     assert Torchrun(folder, "four", 4).end() == 0
     run = Torchrun(folder, "four killed", 4, restarts=1)
-    run.wait_for(50)
+    run.wait_for(34)
     run.kill(2)
     assert run.end() == 0
     whole, killed = weights(folder, "four"), weights(folder, "four killed")

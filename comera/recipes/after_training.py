@@ -1,0 +1,126 @@
+"""Commands for what has been trained: ``list``, ``evaluate``, ``predict`` and ``export``."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from comera.recipes.build import find_device
+from comera.recipes.data_record import DataRecord
+from comera.recipes.export import export
+from comera.recipes.folder import other_data
+from comera.recipes.list_runs import files_table, is_run, runs_table
+from comera.recipes.predict import as_json, predictions
+from comera.recipes.tasks import Task, data_digests, prepare_task
+from comera.recipes.trained import TrainedRun, load_run
+
+COMMANDS = {
+    "list": "Show what runs there are, or what the files of one are.",
+    "evaluate": "Evaluate a trained model again, beside what its run has noted.",
+    "predict": "Predict something for each line of text: a line of JSON each.",
+    "export": "Write a trained model as a program or graph that runs without comera.",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to those of ``comera``."""
+    parsers = {name: ArgumentParser(description=text) for name, text in COMMANDS.items()}
+    parsers["list"].add_argument(
+        "folder", type=str, nargs="?", default="runs", help="Folder of runs, or of one."
+    )
+    for name in ("evaluate", "predict", "export"):
+        parsers[name].add_argument("run", type=str, help="Folder of a finished run.")
+    for name in ("evaluate", "predict"):
+        parsers[name].add_argument("--device", type=str, default="auto", help="As of a run.")
+    parsers["predict"].add_argument(
+        "file", type=str, nargs="?", help="Lines of text; without it they are read as they come."
+    )
+    parsers["predict"].add_argument(
+        "--tokens", type=int, default=40, help="Tokens that a causal language model adds."
+    )
+    parsers["export"].add_argument(
+        "file", type=str, help="What to write: NAME.pt2, NAME.onnx or NAME.safetensors."
+    )
+    for name, parser in parsers.items():
+        commands.add_subcommand(name, parser, help=COMMANDS[name])
+
+
+def run_command(command: str, options: Namespace, console: Console) -> int:
+    """Carry one of them out; returns the exit status."""
+    if command == "list":
+        folder = Path(options.folder).expanduser()
+        console.print(files_table(folder) if is_run(folder) else runs_table(folder))
+    elif command == "evaluate":
+        console.print(evaluation(Path(options.run).expanduser(), find_device(options.device)))
+    elif command == "predict":
+        if options.tokens < 1:
+            raise ValueError(f"tokens={options.tokens} must be at least 1")
+        run = load_run(options.run, device=find_device(options.device))
+        for found in predictions(run, _lines(options.file), options.tokens):
+            print(as_json(found), flush=True)
+    else:
+        said = export(load_run(options.run), Path(options.file).expanduser())
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def evaluation(folder: Path, device: torch.device) -> Table:
+    """Evaluate the models of a run on its data, and set that beside what it has noted.
+
+    Raises:
+        ValueError: If the data are no longer those of the run.
+    """
+    run = load_run(folder, device=device)
+    runs = {("compressed" if run.config.tensorize else "dense"): run}
+    if (folder / "dense" / "result.json").is_file():
+        runs["dense"] = load_run(folder, twin=True, device=device)
+    digests = data_digests(run.config)
+    difference = other_data(folder, DataRecord(digests))
+    if difference is not None:
+        raise ValueError(f"the data are not those that {folder} was trained on ({difference})")
+    task = prepare_task(run.config, device, digests)
+    table = Table(title=f"evaluation of {folder}")
+    table.add_column("")
+    columns: list[dict[str, float]] = []
+    for name, trained in runs.items():
+        for column in (name, "as noted"):
+            table.add_column(column, justify="right")
+        columns += [_figures(task, trained), _noted(trained)]
+    for key in columns[0]:
+        cells = [f"{column[key]:.4f}" if key in column else "" for column in columns]
+        table.add_row(key, *cells)
+    return table
+
+
+def _figures(task: Task, run: TrainedRun) -> dict[str, float]:
+    with torch.no_grad():
+        found = {f"evaluation {key}": value for key, value in task.evaluate(run.model).items()}
+        if task.test is not None:
+            found |= {f"test {key}": value for key, value in task.test(run.model).items()}
+    return found
+
+
+def _noted(run: TrainedRun) -> dict[str, float]:
+    parts = {"evaluation": run.result.get("metrics"), "test": run.result.get("test")}
+    return {
+        f"{name} {key}": value
+        for name, part in parts.items()
+        for key, value in (part or {}).items()
+    }
+
+
+def _lines(file: str | None) -> Iterator[str]:
+    if file is None:
+        yield from sys.stdin
+        return
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    with path.open(encoding="utf-8") as lines:
+        yield from lines

@@ -1,0 +1,93 @@
+"""Write a trained model in a form that runs where comera is not."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from comera.extras import needed_by
+from comera.files import replacing
+from comera.nn.convert import densify_
+from comera.recipes.run_config import RunConfig
+from comera.recipes.trained import TrainedRun
+from comera.serving.to_plain import to_plain_
+
+_FORMS = {
+    ".pt2": "a program of torch.export",
+    ".onnx": "a graph of ONNX",
+    ".safetensors": "the weights of the dense model",
+}
+
+
+def export(run: TrainedRun, path: Path) -> str:
+    """Write the model of a run to a file; its suffix says in which form.
+
+    ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
+    rows; ``.safetensors`` holds weights of the dense model, with the names that it has.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ValueError: If the suffix is another one.
+        MissingPackageError: If ONNX is asked for and not installed.
+    """
+    if path.suffix not in _FORMS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, what in _FORMS.items())
+        raise ValueError(f"{path} must end in one of {known}")
+    if path.suffix == ".safetensors":
+        dense = densify_(run.model).state_dict()
+        with replacing(path) as temporary:
+            save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
+    else:
+        model, inputs = _Positional(to_plain_(run.model)).eval(), _inputs(run.config, run.result)
+        auto = torch.export.Dim.AUTO
+        shapes = (tuple(dict.fromkeys(range(x.dim()), auto) for x in inputs),)
+        if path.suffix == ".pt2":
+            program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+            written = io.BytesIO()  # a path would have to end in .pt2, and the temporary's does not
+            torch.export.save(program, written)
+            with replacing(path) as temporary:
+                temporary.write_bytes(written.getbuffer())
+        else:
+            _to_onnx(model, inputs, shapes, path)
+    size = path.stat().st_size
+    return f"wrote {_FORMS[path.suffix]} to {path}, {size:,} bytes"
+
+
+class _Positional(nn.Module):
+    """Takes tensors alone; text may have padding in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs)
+
+
+def _inputs(config: RunConfig, result: Any) -> tuple[Tensor, ...]:
+    """Make inputs of the kinds that the model takes, of two rows."""
+    if config.clicks is not None:
+        sizes = result["sizes"]
+        fields = torch.zeros(2, len(sizes["table_sizes"]), dtype=torch.int64)
+        return (torch.zeros(2, sizes["num_continuous"]), fields)
+    assert config.text is not None
+    tokens = torch.full((2, min(16, config.text.length)), 7)
+    if config.causal_text is not None:
+        return (tokens,)
+    if config.masked_text is not None:
+        return tokens, torch.ones(2, 3, dtype=torch.int64)
+    return tokens, torch.zeros_like(tokens)
+
+
+def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
+    with needed_by("a file of ONNX"):
+        import onnxscript  # noqa: F401  torch's own message does not say how to install it
+    program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None, "of the exporter by dynamo"
+    with replacing(path) as temporary:
+        program.save(temporary)
