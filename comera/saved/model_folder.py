@@ -85,9 +85,22 @@ def save_state(
     text = _text(described)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, {"format": "pt", _KEY: text})
+        _sort_header(temporary)
     with replacing(folder / DESCRIPTION) as temporary:
         temporary.write_text(f"{text}\n", encoding="utf-8")
     return folder
+
+
+def _sort_header(path: Path) -> None:
+    """Write the header in one order: that of safetensors changes, and with it the bytes."""
+    with path.open("rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:  # as it is but for escapes
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def load_model(

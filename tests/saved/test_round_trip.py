@@ -148,3 +148,10 @@ def test_configurations_come_back_from_plain_text():
     assert comera.TTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match="'rnak' is not a setting of TTConfig; did you mean rank"):
         comera.TTConfig.from_dict({"rnak": 3})
+
+
+def test_a_model_saved_twice_is_the_same_bytes(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), comera.TTLinear(16, 16, rank=2))
+    model.register_buffer("größe", torch.ones(2))
+    files = [comera.save_model(model, tmp_path / f"{k}") / "model.safetensors" for k in range(6)]
+    assert len({file.read_bytes() for file in files}) == 1
