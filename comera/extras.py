@@ -6,6 +6,7 @@ from contextlib import contextmanager
 _EXTRAS = {
     "accelerate": "hf",
     "huggingface_hub": "hf",
+    "jinja2": "cli",
     "jsonargparse": "cli",
     "matplotlib": "cli",
     "onnxscript": "onnx",

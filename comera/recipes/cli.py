@@ -39,6 +39,7 @@ from comera.recipes.doctor import examine
 from comera.recipes.named import described, file_of
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
+from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.short_help import short_help
@@ -118,7 +119,9 @@ def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> 
         _show_configuration(chosen.init.name)
         return 0
     if chosen.command == "report":
-        written = write_report(Path(chosen.report.run).expanduser())
+        folder = Path(chosen.report.folder).expanduser()
+        of_a_sweep = (folder / "results.json").is_file()
+        written = (write_sweep_report if of_a_sweep else write_report)(folder)
         console.print(f"wrote {written}", markup=False)
         return 0
     if chosen.command == "sweep":
@@ -295,9 +298,10 @@ def make_parser() -> ArgumentParser:
         "name", type=str, nargs="?", help="Name of a configuration; without it all are listed."
     )
     commands.add_subcommand("init", init, help="Print a configuration to begin with, or list all.")
-    report = ArgumentParser(description="Write one HTML file about a run.")
-    report.add_argument("run", type=str, help="Folder of the run.")
-    commands.add_subcommand("report", report, help="Write one HTML file about a run.")
+    text = "Write one HTML file about a run or a sweep."
+    report = ArgumentParser(description=text)
+    report.add_argument("folder", type=str, help="Folder of the run or the sweep.")
+    commands.add_subcommand("report", report, help=text)
     add_commands(commands)
     add_bench(commands)
     add_checkpoint(commands)

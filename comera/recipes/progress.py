@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from comera.recipes.jobs import Job, Watcher
-from comera.recipes.report.sweep_report import read_trained, show_metric
+from comera.recipes.report.comparison import read_trained
+from comera.recipes.report.words import show_metric
 from comera.train.log import last_logged, progress_bar
 
 

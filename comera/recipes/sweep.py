@@ -13,12 +13,9 @@ from comera.recipes.jobs import Job, reopen_other_data, resolve, run_jobs
 from comera.recipes.named import file_of
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
-from comera.recipes.report.sweep_report import (
-    compare,
-    comparison_text,
-    read_trained,
-    write_comparison,
-)
+from comera.recipes.report.comparison import compare, read_trained
+from comera.recipes.report.comparison_table import comparison_text, write_comparison
+from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 
@@ -295,8 +292,11 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
     if runs:
         comparison = compare(runs, list(sweep.variants), sweep.seeds, sweep.reference, sweep.metric)
         write_comparison(comparison, runs, sweep.out)
+        write_sweep_report(sweep.out)
         console.print(comparison_text(comparison), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"wrote results.json, results.md and pareto.png to {sweep.out}", markup=False)
+        console.print(
+            f"wrote results.json, results.md and report.html to {sweep.out}", markup=False
+        )
     for job in jobs:
         if job.state == "failed":
             console.print(f"[bold red]failed:[/] {job.name}: ", end="")

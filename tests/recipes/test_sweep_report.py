@@ -3,14 +3,15 @@ import math
 
 import pytest
 
-from comera.recipes.report.sweep_report import (
-    Trained,
-    compare,
+from comera.recipes.cli import main
+from comera.recipes.report.comparison import Trained, compare, pareto_front, read_trained
+from comera.recipes.report.comparison_table import (
     comparison_text,
-    pareto_front,
-    read_trained,
+    read_comparison,
     write_comparison,
 )
+from comera.recipes.report.sweep_report import gather_sweep, write_sweep_report
+from comera.recipes.report.words import show_difference
 
 
 def trained(variant: str, seed: int, accuracy: float, params: int, steps=100, seconds=50.0):
@@ -80,7 +81,7 @@ def test_the_table_reads_as_it_should(comparison, tmp_path):
     assert facts["reference"] == "dense"
     assert [row["variant"] for row in facts["summary"]] == NAMES[:4]
     assert len(facts["runs"]) == len(RUNS)
-    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert read_comparison(tmp_path) == comparison
 
 
 def test_without_a_run_of_the_reference_nothing_is_compared():
@@ -95,3 +96,61 @@ def test_a_result_is_read_whole_but_for_its_layers(tmp_path):
     run = read_trained("tt", 4, tmp_path)
     assert (run.params, run.metrics, run.steps, run.seconds) == (5, {"loss": 1.5}, 3, 0.5)
     assert run.more == {"folder": str(tmp_path), "bytes": 20}
+
+
+def test_the_page_compares_each_variant_with_the_reference(comparison):
+    page = gather_sweep("Sweep", comparison)
+    assert page.findings == [
+        "small: accuracy 71.00 %, the same as dense's 71.00 % (2 seeds); 8.33 times fewer "
+        "parameters; a step 2.00 times faster by the wall clock.",
+        "once: accuracy 75.00 %, 5.00 points lower than dense's 80.00 % (one seed); 2.00 times "
+        "fewer parameters; a step 4.00 times faster by the wall clock.",
+    ]
+    small, once = page.differences
+    assert [round(point.x, 6) for point in small.by_seed] == [-0.01, 0.01]
+    assert [point.text for point in small.by_seed] == [
+        "small, seed 0: -1.00 points",
+        "small, seed 1: +1.00 points",
+    ]
+    assert (small.shown, once.shown) == ("+0.00 ± 1.00 points", "-5.00 points")
+    size, time = page.charts
+    front, variants, reference = size.lines
+    assert [(p.x, p.y) for p in front.points] == [(120, 0.71), (500, 0.71), (500, 0.75)]
+    assert [p.name for p in variants.points] == ["small", "once", "other-seed"]
+    assert [p.name for p in reference.points] == ["dense"]
+    assert variants.points[0].error == pytest.approx(math.sqrt(2) * 0.02)
+    assert (time.lines[0].points[0].name, time.lines[0].points[0].x) == ("small", 25)
+
+
+def test_the_page_of_a_sweep_is_written_from_its_results(comparison, tmp_path):
+    write_comparison(comparison, RUNS, tmp_path)
+    text = write_sweep_report(tmp_path).read_text(encoding="utf-8")
+    assert "3/4" in text
+    assert "small, seed 0: -1.00 points" in text
+    assert "http" not in text
+
+
+def test_the_command_writes_the_page_of_a_sweep(comparison, tmp_path, capsys):
+    write_comparison(comparison, RUNS, tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    assert "Paired differences" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_sweep_without_its_reference_has_a_page(tmp_path):
+    write_comparison(compare(RUNS[3:5], NAMES, [0, 1], "dense", "accuracy"), RUNS[3:5], tmp_path)
+    assert "Paired differences" not in write_sweep_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "other", "words"),
+    [
+        ("perplexity", 22.2, 20.0, "11 % higher than"),
+        ("perplexity", 19.7, 20.0, "1.5 % lower than"),
+        ("accuracy", 0.7, 0.75, "5.00 points lower than"),
+        ("loss", 2.5, 2.25, "0.2500 higher than"),
+        ("auc", 0.8, 0.8, "the same as"),
+    ],
+)
+def test_differences_in_words(metric, value, other, words):
+    assert show_difference(metric, value, other) == words

@@ -1,1 +1,1 @@
-"""Pages that a run or a sweep leaves: one HTML file, tables, pictures."""
+"""HTML pages of runs and sweeps: what is gathered for them, and the templates that show it."""

@@ -2,17 +2,19 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from comera.recipes.rank_config import RANK_SECTIONS
 from comera.train.log import read_metrics
 
-Series = tuple[list[int], list[float]]
-"""Optimizer steps, and the value logged after each of them."""
+Series = list[tuple[int, float]]
+"""Optimizer steps, each with the value logged after it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,15 @@ class History:
     def series(self, key: str) -> Series:
         """Return what was logged under ``key``, and when; empty if nothing was."""
         found = [line for line in self.lines if isinstance(line.get(key), int | float)]
-        return [line["step"] for line in found], [line[key] for line in found]
+        return [(line["step"], line[key]) for line in found]
+
+    def seconds_at(self, steps: Sequence[int]) -> list[float]:
+        """Return the seconds that training steps had taken by then, if any were logged."""
+        logged = self.series("seconds")
+        if not logged:
+            return []
+        known, seconds = zip(*logged, strict=True)
+        return np.interp(steps, (0, *known), (0.0, *seconds)).tolist()
 
     @property
     def last_step(self) -> int:
@@ -69,15 +79,21 @@ class History:
         return next(iter(self.live_ranks.values()), {})
 
     @property
+    def ranks(self) -> dict[str, list[int]]:
+        """Return ranks by layer after training, or those last logged without a result."""
+        if self.result is not None:
+            return {layer["name"]: layer["ranks"] for layer in self.result["layers"]}
+        return next(reversed(self.live_ranks.values()), {})
+
+    @property
     def target_size(self) -> int | None:
         """Return the entries that cores may have at the end; estimated until truncation."""
-        _, reached = self.series("target_size")
+        reached, sizes = self.series("target_size"), self.series("size")
         if reached:
-            return int(reached[-1])
-        _, sizes = self.series("size")
+            return int(reached[-1][1])
         if self.target_share is None or not sizes:
             return None
-        return math.floor(self.target_share * sizes[0])
+        return math.floor(self.target_share * sizes[0][1])
 
 
 def read_histories(folder: Path) -> list[History]:

@@ -1,0 +1,181 @@
+"""Variants of a sweep compared: means over seeds, and differences seed by seed."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comera.recipes.report.words import HIGHER_IS_BETTER
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One finished run of a sweep.
+
+    Attributes:
+        variant: Name of the variant that was trained.
+        seed: Seed of the run.
+        params: Parameters of the whole model after training.
+        metrics: Figures of the last evaluation.
+        steps: Optimizer steps.
+        seconds: Time in training steps.
+        more: The rest of its ``result.json``, without the layers.
+    """
+
+    variant: str
+    seed: int
+    params: int
+    metrics: dict[str, float]
+    steps: int
+    seconds: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant over its finished seeds.
+
+    Attributes:
+        variant: Name of the variant.
+        seeds: Seeds that are finished.
+        params: Parameters after training, the mean.
+        fewer: How many times fewer than the reference has.
+        mean: Mean of the metric.
+        deviation: Sample standard deviation of the metric; None for one seed.
+        differences: By seed: metric minus metric of the reference, where both have it.
+        reference_mean: Mean of the metric of the reference over those seeds, None without any.
+        difference: Mean of those differences, None without any.
+        difference_error: Standard error of that mean; None for one seed.
+        steps: Optimizer steps, the mean.
+        seconds: Time in training steps, the mean.
+        speed: How many times less time a step takes than one of the reference, over the seeds
+            both have.
+    """
+
+    variant: str
+    seeds: tuple[int, ...]
+    params: float
+    fewer: float | None
+    mean: float
+    deviation: float | None
+    differences: dict[int, float]
+    reference_mean: float | None
+    difference: float | None
+    difference_error: float | None
+    steps: float
+    seconds: float
+    speed: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All variants that have a finished run, against one of them.
+
+    Attributes:
+        metric: Key of the evaluation that is compared.
+        reference: Name of the variant the others are compared with.
+        seeds: All seeds of the sweep, finished or not.
+        rows: One row a variant, in the order of the sweep.
+    """
+
+    metric: str
+    reference: str
+    seeds: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def base(self) -> Row | None:
+        """Return the row of the reference, None while none of its runs is finished."""
+        return next((row for row in self.rows if row.variant == self.reference), None)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric in HIGHER_IS_BETTER
+
+
+def read_trained(variant: str, seed: int, folder: Path) -> Trained:
+    """Return what ``result.json`` in the folder of a finished run says."""
+    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
+    facts.pop("layers")
+    return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
+
+
+def compare(
+    runs: Sequence[Trained],
+    variants: Sequence[str],
+    seeds: Sequence[int],
+    reference: str,
+    metric: str,
+) -> Comparison:
+    """Compute means over the seeds, and differences to the reference seed by seed.
+
+    Runs of one seed see the same batches in the same order, so what seeds have in common drops
+    out of the differences.
+
+    Args:
+        runs: The finished ones.
+        variants: All names, in the order of the table.
+        seeds: All seeds of the sweep.
+        reference: One of the names; it may have no run yet.
+        metric: A key of the evaluations.
+    """
+    by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
+    for run in runs:
+        by_variant[run.variant][run.seed] = run
+    base = by_variant.get(reference, {})
+    rows = [_row(name, mine, base, metric) for name, mine in by_variant.items() if mine]
+    return Comparison(metric, reference, tuple(seeds), tuple(rows))
+
+
+def pareto_front(comparison: Comparison) -> list[Row]:
+    """Return the variants that no other beats with as many parameters or fewer, smallest first."""
+    sign = 1 if comparison.higher_is_better else -1
+    front: list[Row] = []
+    for row in sorted(comparison.rows, key=lambda row: (row.params, -sign * row.mean)):
+        if not front or sign * row.mean > sign * front[-1].mean:
+            front.append(row)
+    return front
+
+
+def _row(name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], metric: str) -> Row:
+    runs = list(mine.values())
+    values = [run.metrics[metric] for run in runs]
+    params = statistics.mean(run.params for run in runs)
+    shared = [seed for seed in mine if seed in base]
+    differences = {s: mine[s].metrics[metric] - base[s].metrics[metric] for s in shared}
+    spread = _deviation(list(differences.values()))
+    speed = None
+    if shared:
+        speed = _pace([base[s] for s in shared]) / _pace([mine[s] for s in shared])
+    return Row(
+        variant=name,
+        seeds=tuple(mine),
+        params=params,
+        fewer=statistics.mean(run.params for run in base.values()) / params if base else None,
+        mean=statistics.mean(values),
+        deviation=_deviation(values),
+        differences=differences,
+        reference_mean=_mean([base[seed].metrics[metric] for seed in shared]),
+        difference=_mean(list(differences.values())),
+        difference_error=None if spread is None else spread / math.sqrt(len(differences)),
+        steps=statistics.mean(run.steps for run in runs),
+        seconds=statistics.mean(run.seconds for run in runs),
+        speed=speed,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _pace(runs: Sequence[Trained]) -> float:
+    """Return the seconds of a step."""
+    return sum(run.seconds for run in runs) / sum(run.steps for run in runs)

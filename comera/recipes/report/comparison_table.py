@@ -1,0 +1,129 @@
+"""The table of a sweep: for a terminal, as Markdown, as JSON."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from comera.files import replacing
+from comera.recipes.report.comparison import Comparison, Trained, compare
+
+_NONE = "–"
+_WIDEST = 200
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the comparison for a terminal; its lines are not broken, however narrow that is."""
+    header, rows = comparison_cells(comparison)
+    table = Table(title=comparison_title(comparison))
+    for k, name in enumerate(header):
+        table.add_column(name, justify="right" if k else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out = io.StringIO()
+    Console(file=out, width=_WIDEST, color_system=None).print(table)
+    return out.getvalue().rstrip()
+
+
+def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Path) -> None:
+    """Write ``results.json`` and ``results.md`` into the folder of a sweep."""
+    facts = {
+        "metric": comparison.metric,
+        "higher_is_better": comparison.higher_is_better,
+        "reference": comparison.reference,
+        "seeds": comparison.seeds,
+        "summary": [asdict(row) for row in comparison.rows],
+        "runs": [_flat(run) for run in runs],
+    }
+    with replacing(folder / "results.json") as temporary:
+        temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    with replacing(folder / "results.md") as temporary:
+        temporary.write_text(_markdown(comparison), encoding="utf-8")
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Compare again what ``results.json`` in the folder of a sweep lists.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    facts = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    names = ("variant", "seed", "params", "metrics", "steps", "seconds")
+    runs = [Trained(**{name: run[name] for name in names}) for run in facts["runs"]]
+    variants = [row["variant"] for row in facts["summary"]]
+    return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"])
+
+
+def _flat(run: Trained) -> dict[str, Any]:
+    facts = asdict(run)
+    return {**facts, **facts.pop("more")}
+
+
+def comparison_title(comparison: Comparison) -> str:
+    """Say what is compared, and with which variant."""
+    better = "higher" if comparison.higher_is_better else "lower"
+    return f"{comparison.metric} ({better} is better), compared with {comparison.reference}"
+
+
+def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table as text."""
+    percent = comparison.metric == "accuracy"
+    scale, digits = (100, 2) if percent else (1, 4)
+    header = [
+        "variant", "seeds", "parameters", "fewer", f"{comparison.metric}{' %' if percent else ''}",
+        "difference, points" if percent else "difference", "steps", "seconds", "speed a step",
+    ]  # fmt: skip
+    rows = []
+    for row in comparison.rows:
+        itself = row.variant == comparison.reference
+        rows.append(
+            [
+                row.variant,
+                f"{len(row.seeds)}/{len(comparison.seeds)}",
+                f"{row.params:,.0f}",
+                _NONE if row.fewer is None else f"{row.fewer:.2f}x",
+                _plus_minus(row.mean, row.deviation, scale, f".{digits}f"),
+                _NONE
+                if itself
+                else _plus_minus(row.difference, row.difference_error, scale, f"+.{digits}f"),
+                f"{row.steps:,.0f}",
+                f"{row.seconds:,.1f}",
+                _NONE if row.speed is None else f"{row.speed:.2f}x",
+            ]
+        )
+    return header, rows
+
+
+def _plus_minus(value: float | None, error: float | None, scale: int, form: str) -> str:
+    if value is None:
+        return _NONE
+    spread = _NONE if error is None else f"{scale * error:{form.removeprefix('+')}}"
+    return f"{scale * value:{form}} ± {spread}"
+
+
+def _markdown(comparison: Comparison) -> str:
+    header, rows = comparison_cells(comparison)
+    lines = [
+        header,
+        ["---", *["---:"] * (len(header) - 1)],
+        *rows,
+    ]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"# {comparison_title(comparison)}\n\n{table}\n\n{comparison_note(comparison)}\n"
+
+
+def comparison_note(comparison: Comparison) -> str:
+    """Say what is in the columns of the table."""
+    seeds = ", ".join(map(str, comparison.seeds))
+    return (
+        f"Seeds {seeds}. {comparison.metric}: mean ± sample standard deviation over the finished "
+        f"seeds. Difference: to {comparison.reference}, paired by seed, ± its standard error. "
+        "Fewer: times fewer parameters than the reference. Seconds: in training steps. Speed: of a "
+        "step, against one of the reference with the same seeds."
+    )

@@ -1,0 +1,209 @@
+"""The charts of a run, made from what its models have logged."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from comera.recipes.report.chart import Axis, Band, Chart, Line, Point, axis_around
+from comera.recipes.report.history import History, Series
+
+MOST_POINTS = 150
+"""Points of a line at most: more cannot be told apart, and make the page large."""
+
+_STAGES = {"late": "late stage", "done": "ranks truncated"}
+
+
+def loss_by_step(models: Sequence[History]) -> Chart | None:
+    """Show training and evaluation loss of each model over the optimizer steps."""
+    caption = (
+        "Each point of a line is the mean training loss since the one before it. Dots are "
+        "evaluations on data the model was not trained on. Lower is better."
+    )
+    lines = [line for model in models for line in _losses(model)]
+    return _chart("Loss over the optimizer steps", caption, steps_axis(models), "loss", lines)
+
+
+def loss_by_clock(models: Sequence[History]) -> Chart | None:
+    """Show the same losses over the time that training steps have taken."""
+    caption = (
+        "The same by the wall clock: seconds spent in training steps, without evaluation and "
+        "saving. Further left is faster."
+    )
+    lines = [_by_clock(model, line) for model in models for line in _losses(model)]
+    return _chart("Loss by the wall clock", caption, "seconds in training steps", "loss", lines)
+
+
+def metric_by_step(models: Sequence[History], key: str) -> Chart | None:
+    """Show a figure of the evaluations over the steps; None if no model has two of them."""
+    found = [(model, _finite(model.series(f"eval/{key}"))) for model in models]
+    if all(len(series) < 2 for _, series in found):
+        return None
+    lines = [_line(model, key, series, dots=True) for model, series in found]
+    title, caption = f"Evaluation: {key}", "On data the model was not trained on."
+    return _chart(title, caption, steps_axis(models), key, lines, log=key == "perplexity")
+
+
+def loss_by_size(models: Sequence[History]) -> Chart | None:
+    """Show the way of the compressed model through size and loss, and where each model ended."""
+    model, twins = models[0], models[1:]
+    sizes = dict(_finite(model.series("size")))
+    if not sizes:
+        return None
+    losses = [(s, loss) for s, loss in _averaged(_finite(model.series("loss"))) if s in sizes]
+    way = _line(model, "training loss", losses)
+    lines = [_at_size(way, [sizes[step] for step, _ in losses])]
+    ends = [(model, list(sizes.values())[-1])]
+    ends += [(twin, twin.result["layer_params"]) for twin in twins if twin.result]
+    for each, size in ends:
+        last = _finite(each.series("eval/loss"))[-1:]
+        line = _line(each, "last evaluation", last, joined=False, dots=True)
+        lines.append(_at_size(line, [size] * len(last)))
+    caption = (
+        "Further left is smaller, lower is better. Training comes down at full size, then gives "
+        "up entries where they cost the least loss, and goes on at the size that is left."
+    )
+    if len(ends) > 1:
+        caption += " The dense twin stands at the size of the weights that the cores replace."
+    return _chart("Loss against size", caption, "entries in the cores", "loss", lines, log_x=True)
+
+
+def size_by_step(model: History) -> Chart | None:
+    """Show entries in the cores over the steps, the target as a line, the stages shaded."""
+
+    def line(name: str, series: Series, look: str) -> Line:
+        return Line(name, look, _points(name, series, "{:,.0f}"))
+
+    exact, relaxed = (_picked(_finite(model.series(key))) for key in ("size", "relaxed_size"))
+    if not exact:
+        return None
+    lines = [line("exact size", exact, model.name), line("relaxed size", relaxed, "relaxed")]
+    if model.target_size is not None:
+        target = [(step, float(model.target_size)) for step in (0, model.last_step)]
+        lines.append(line("target", target, "target"))
+    bands = [
+        Band(_STAGES[stage], stage, start, end)
+        for stage, start, end in model.stages
+        if stage in _STAGES and end > start
+    ]
+    caption = (
+        "Entries in the cores of all tensor-train layers. The exact size counts the ranks whose "
+        "gate is above its threshold; the relaxed size adds up the gates themselves, which "
+        "training can lower smoothly. In the late stage the size is regularised towards the "
+        f"target; then closed ranks are cut away and the rest goes on training. {_how_small(model)}"
+    )
+    title, label = "Size over the optimizer steps", "entries in the cores"
+    return _chart(title, caption, steps_axis([model]), label, lines, zero=True, bands=bands)
+
+
+def rate_by_step(models: Sequence[History]) -> Chart | None:
+    """Show the learning rate of each model over the steps."""
+    caption = "Of the weights. The gates of the ranks have a constant rate."
+    rates = [(model, _picked(_finite(model.series("lr")))) for model in models]
+    lines = [_line(model, "learning rate", series, "{:.3g}") for model, series in rates]
+    title, label = "Learning rate over the optimizer steps", "learning rate"
+    return _chart(title, caption, steps_axis(models), label, lines, zero=True)
+
+
+def steps_axis(models: Sequence[History]) -> Axis:
+    """Return the axis of all pictures over steps, so that they can be read one below the other."""
+    return Axis("optimizer step", 0, max(1, *(model.last_step for model in models)))
+
+
+def _chart(
+    title: str,
+    caption: str,
+    x: Axis | str,
+    y: str,
+    lines: Sequence[Line],
+    log_x: bool = False,
+    bands: Sequence[Band] = (),
+    **up: bool,
+) -> Chart | None:
+    """Fit axes to the lines, where they are not given; None if no line has a point."""
+    shown = [line for line in lines if line.points]
+    points = [point for line in shown for point in line.points]
+    if not points:
+        return None
+    if isinstance(x, str):
+        x = axis_around(x, [point.x for point in points], log=log_x, zero=not log_x)
+    up_axis = axis_around(y, [point.y for point in points], **up)
+    return Chart(title, caption, x, up_axis, shown, bands)
+
+
+def _losses(model: History) -> list[Line]:
+    training, measured = (_finite(model.series(key)) for key in ("loss", "eval/loss"))
+    return [
+        _line(model, "training loss", _averaged(training)),
+        _line(model, "evaluation loss", measured, joined=False, dots=True),
+    ]
+
+
+def _line(model: History, what: str, series: Series, form: str = "{:,.4f}", **look: Any) -> Line:
+    """Return a line over the steps in the colour of a model."""
+    name = f"{model.name}, {what}"
+    return Line(name, model.name, _points(name, series, form), **look)
+
+
+def _points(name: str, series: Series, form: str) -> list[Point]:
+    return [
+        Point(step, value, f"{name}: {form.format(value)}, step {step:,}") for step, value in series
+    ]
+
+
+def _by_clock(model: History, line: Line) -> Line:
+    """Return a line over the steps as one over seconds; without points if none were logged."""
+    seconds = model.seconds_at([int(point.x) for point in line.points])
+    return _moved(line, seconds, [f"{second:,.1f} seconds" for second in seconds])
+
+
+def _at_size(line: Line, sizes: Sequence[float]) -> Line:
+    return _moved(line, sizes, [f"{size:,.0f} entries" for size in sizes])
+
+
+def _moved(line: Line, places: Sequence[float], texts: Sequence[str]) -> Line:
+    """Return a line along another horizontal axis, which is added to what its points say."""
+    points = [
+        dataclasses.replace(point, x=x, text=f"{point.text}, {text}")
+        for point, x, text in zip(line.points, places, texts, strict=bool(places))
+    ]
+    return dataclasses.replace(line, points=points)
+
+
+def _finite(series: Series) -> Series:
+    return [(step, value) for step, value in series if math.isfinite(value)]
+
+
+def _averaged(series: Series) -> Series:
+    """Return means over neighbours, so many that ``MOST_POINTS`` are left, at their last steps."""
+    groups = np.array_split(np.arange(len(series)), max(1, min(len(series), MOST_POINTS)))
+    return [
+        (series[group[-1]][0], statistics.fmean(series[k][1] for k in group))
+        for group in groups
+        if len(group)
+    ]
+
+
+def _picked(series: Series) -> Series:
+    """Return at most ``MOST_POINTS`` of a series, the first and the last among them."""
+    chosen = np.linspace(0, len(series) - 1, min(len(series), MOST_POINTS)).round().astype(int)
+    return [series[k] for k in chosen]
+
+
+def _how_small(model: History) -> str:
+    done = next((line for line in model.lines if "target_size" in line), None)
+    if done is None:
+        return "The target shown is the share asked for, of the size first logged."
+    text = (
+        f"From {done['start_size']:,} entries to {done['size']:,}; "
+        f"the target was {done['target_size']:,}."
+    )
+    if done["forced"]:
+        text += (
+            f" The rank objective had come to {done['reached']:,}; {done['forced']:,} ranks were "
+            "still open then and were closed by how little they carried."
+        )
+    return text
