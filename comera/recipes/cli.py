@@ -44,6 +44,7 @@ from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.short_help import short_help
 from comera.recipes.sweep import INTERRUPTED, run_sweep
+from comera.recipes.typed import first_mistake
 from comera.train.processes import OtherProcessError, count_started, joined, rank_started
 from comera.train.step import NonFiniteLossError
 
@@ -106,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsed(words: Sequence[str], speaks: bool) -> tuple[ArgumentParser, Namespace]:
-    parser = make_parser()
+def _parsed(words: Sequence[str], speaks: bool) -> Namespace:
+    words = _in_full(words)
+    parser = make_parser(words)
     with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
-        return parser, parser.parse_args(_in_full(words))
+        return parser.parse_args(words)
 
 
-def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> int:
+def _carried_out(chosen: Namespace, console: Console) -> int:
     """Carry out a command in one process; returns the exit status."""
-    chosen = parsed[1]
     if chosen.command == "init":
         _show_configuration(chosen.init.name)
         return 0
@@ -144,7 +145,7 @@ def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> 
             torch.set_num_threads(chosen.calibrate.threads)
         calibrate(chosen.calibrate.device, console.print)
         return 0
-    settings = _settings(parsed)
+    settings = _settings(chosen)
     if chosen.command == "plan":
         _show_plan(settings, console)
         return 0
@@ -152,19 +153,19 @@ def _carried_out(parsed: tuple[ArgumentParser, Namespace], console: Console) -> 
     return 0 if run(settings, console) else INTERRUPTED
 
 
-def _settings(parsed: tuple[ArgumentParser, Namespace]) -> RunConfig:
+def _settings(chosen: Namespace) -> RunConfig:
     """Make the settings of ``train`` and ``plan``, which are given as dataclasses."""
-    parser, chosen = parsed
-    config = parser.instantiate(chosen)[chosen.command]
-    settings = RunConfig(**{k: v for k, v in vars(config).items() if k != "config"})
+    given = chosen[chosen.command].as_dict()
+    given.pop("config")
+    settings = parse_settings(RunConfig, given)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         settings.overwrite = False  # torchrun has started the processes again: they go on
     return settings
 
 
-def _train(parsed: tuple[ArgumentParser, Namespace], console: Console) -> int:
+def _train(chosen: Namespace, console: Console) -> int:
     """Train in one of several processes; returns the exit status."""
-    settings = _settings(parsed)
+    settings = _settings(chosen)
     reuse_freed_memory()
     cuda = settings.device != "cpu" and torch.cuda.is_available()
     with joined(cuda, settings.parallel.timeout_minutes) as processes:
@@ -182,6 +183,7 @@ class _Parser(ArgumentParser):
 
     options: Sequence[str] = ()
     name: str = ""
+    words: Sequence[str] = ()
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         """Show what is changed first; ``--help_all`` shows every key, ``--SECTION.help`` some."""
@@ -194,7 +196,7 @@ class _Parser(ArgumentParser):
         near = difflib.get_close_matches(unknown[1], self.options, n=1) if unknown else []
         if near:
             message += f": did you mean {near[0]}?"
-        super().error(_in_a_section(message) or message, ex)
+        super().error((not unknown and first_mistake(self.words)) or message, ex)
 
 
 class _ShowEverySetting(Action):
@@ -205,31 +207,12 @@ class _ShowEverySetting(Action):
         sys.exit(0)
 
 
-def _in_a_section(message: str) -> str | None:
-    """Say what is wrong with a key of a section that may be null.
+def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Make the parser of the ``comera`` command.
 
-    Of these jsonargparse tries all types, and says at length of each why not.
+    Args:
+        words: What it will be given, of which errors name the first mistake.
     """
-    found = re.search(
-        r'Parser key "(\w+)".*Given value: (?:NestedArg\(key=(\'\w+\'), val=(.+)\)|(\{.+\}))',
-        message,
-        re.DOTALL,
-    )
-    if found is None:
-        return None
-    section, key, value, mapping = found.groups()
-    try:
-        values = yaml.safe_load(mapping or f"{{{key}: {value}}}")
-        parse_settings(RunConfig, {section: values})
-    except ValueError as problem:
-        return str(problem)
-    except yaml.YAMLError:
-        return None
-    return None
-
-
-def make_parser() -> ArgumentParser:
-    """Make the parser of the ``comera`` command."""
     set_parsing_settings(add_print_completion_argument=True)  # comera --print_completion SHELL
     parser = ArgumentParser(
         prog="comera",
@@ -244,7 +227,7 @@ def make_parser() -> ArgumentParser:
         ("plan", "Show what a run would train, and what it would be compressed to."),
     ):
         command = _Parser(description=text, allow_abbrev=False)
-        command.name = name
+        command.name, command.words = name, words
         command.add_argument(
             "--help_all",
             action=_ShowEverySetting,

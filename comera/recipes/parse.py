@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser
+
+from comera.names import listed
 
 T = TypeVar("T")
 
@@ -44,16 +47,21 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             try:
                 found[key] = parser.parse_object({key: value})[key]
             except ArgumentError:
-                raise ValueError(
-                    f"{within}{key}={value!r} does not fit: its type is {_name(hints[key])}"
-                ) from None
+                raise ValueError(f"{within}{key}={value!r} must be {wanted(hints[key])}") from None
         elif isinstance(value, Mapping):
             found[key] = parse_settings(section, value, f"{within}{key}.")
         elif value is None and optional:
             found[key] = None
         else:
-            raise ValueError(f"{within}{key}={value!r} must be a section with keys of its own")
-    return kind(**found)
+            keys = listed([field.name for field in dataclasses.fields(section)])
+            either = " or null" if optional else ""
+            raise ValueError(
+                f"{within}{key}={value!r} must be a section, with keys of its own{either}: {keys}"
+            )
+    try:
+        return kind(**found)
+    except ValueError as problem:  # it begins with the name of a field
+        raise ValueError(f"{within}{problem}") from None
 
 
 def check_nulls(settings: Any, within: str = "") -> None:
@@ -63,8 +71,8 @@ def check_nulls(settings: Any, within: str = "") -> None:
         value, key = getattr(settings, field.name), f"{within}{field.name}"
         section, optional = section_of(hints[field.name])
         if value is None and not optional:
-            wanted = "a section" if section else f"of type {_name(hints[field.name])}"
-            raise ValueError(f"{key}=null must be {wanted}: leave it out for its default")
+            right = "a section" if section else wanted(hints[field.name])
+            raise ValueError(f"{key}=null must be {right}: leave it out for its default")
         if section is not None and dataclasses.is_dataclass(value):
             check_nulls(value, f"{key}.")
 
@@ -166,8 +174,34 @@ def section_of(hint: Any) -> tuple[type | None, bool]:
     return typing.cast(type | None, section), type(None) in options
 
 
-def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+def wanted(hint: Any) -> str:
+    """Say in words what a field of some type takes: ``a whole number or null``."""
+    *others, last = _alternatives(hint)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _alternatives(hint: Any) -> list[str]:
+    kind, inside = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return [str(value) for value in inside]
+    if kind in (typing.Union, types.UnionType):
+        return [each for option in inside for each in _alternatives(option)]
+    if kind is tuple:
+        return [f"a list of {len(inside)} numbers"]
+    if kind is list:
+        return [f"a list of {_MANY.get(inside[0], 'lists')}"]
+    return _ONE[kind or hint]
+
+
+_ONE: dict[Any, list[str]] = {
+    bool: ["true", "false"],
+    dict: ["a mapping"],
+    float: ["a number"],
+    int: ["a whole number"],
+    str: ["a text"],
+    type(None): ["null"],
+}
+_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def _one_line(problem: Exception) -> str:

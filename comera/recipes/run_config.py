@@ -393,8 +393,11 @@ def check_device(name: str) -> None:
     if name != "auto":
         try:
             torch.device(name)
-        except RuntimeError as problem:
-            raise ValueError(f"device={name!r} is not a device: {problem}") from None
+        except RuntimeError:
+            raise ValueError(
+                f"device={name!r} is no device of torch's: give cpu, cuda, cuda:1 or the like, or "
+                "auto for a GPU where there is one"
+            ) from None
 
 
 def _check_numbers(train: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import json
+import typing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from comera.nn.module import tensor_trains
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
-from comera.recipes.parse import read_yaml
+from comera.recipes.parse import read_yaml, section_of, wanted
 from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import plan, run
 from comera.recipes.run_config import (
@@ -139,7 +140,7 @@ def test_a_dense_run_needs_no_other_section(config):
             "two_stage.late_share=0.001 of 50 steps is no step",
         ),
         ({"two_stage": TwoStageConfig(target=30)}, "two_stage.target=30 must be in"),
-        ({"two_stage": TwoStageConfig(target=None)}, "two_stage.target=null must be of type float"),
+        ({"two_stage": TwoStageConfig(target=None)}, "two_stage.target=null must be a number"),
         ({"two_stage": TwoStageConfig(gamma=-1.0)}, "two_stage.gamma=-1.0 must be a number of at"),
         (
             {"two_stage": TwoStageConfig(target=0.001)},
@@ -242,9 +243,10 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     [
         ("{}", ["--two_stage.late_steps=3"], "late_steps is not a setting: did you mean late_sh"),
         ("{}", ["--two_stage.min_keep=0.5"], "min_keep is not a setting: did you mean"),
-        ("{}", ["--two_stage.target=half"], "target='half' does not fit: its type is float"),
+        ("{}", ["--two_stage.target=half"], "target='half' must be a number"),
+        ("{}", ["--two_stage.target", "half"], "target='half' must be a number"),
         ("{late_steps: 3}", [], "late_steps is not a setting: did you mean late_share?"),
-        ("{target: half}", [], "target='half' does not fit: its type is float"),
+        ("{target: half}", [], "target='half' must be a number"),
     ],
 )
 def test_a_key_of_a_section_is_named_in_one_line(tmp_path, capsys, section, words, message):
@@ -375,3 +377,47 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
     assert not any("test" in key for line in lines for key in line)
     (again,) = quiet_run(config)
     assert again == outcome
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train.steps=many", "train.steps='many' must be a whole number or null"),
+        ("--train.steps many", "train.steps='many' must be a whole number or null"),
+        ("--train.precision=fp17", "train.precision='fp17' must be fp32, bf16 or fp8"),
+        ("--train.compile=maybe", "train.compile='maybe' must be true or false"),
+        ("--model.d_model=64.5", "model.d_model=64.5 must be a whole number"),
+        (
+            "--tensorize.rank=[8,x]",
+            "tensorize.rank=[8, 'x'] must be a whole number, a list of whole numbers or null",
+        ),
+        (
+            "--two_stage=yes",
+            "two_stage=True must be a section, with keys of its own or null: gamma, ",
+        ),
+        ("--nli=snli", "nli='snli' must be a section, with keys of its own or null: "),
+    ],
+)
+def test_a_wrong_value_is_repeated_with_what_would_be_right(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "quickstart", *words.split()])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {message}")
+
+
+def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
+    assert main(["plan", "quickstart", "--tensorize.rank=-1"]) == 1
+    assert capsys.readouterr().out == "error: tensorize.rank=-1 must be at least 1 on every bond\n"
+
+
+def test_words_for_every_type_of_a_setting():
+    def check(kind: type) -> None:
+        for hint in typing.get_type_hints(kind).values():
+            section, _ = section_of(hint)
+            if section is not None:
+                check(section)
+            else:
+                assert wanted(hint)
+
+    check(RunConfig)
+    assert wanted(list[int] | dict[str, int] | None) == "a list of whole numbers, a mapping or null"

@@ -189,11 +189,15 @@ def wrong(content: dict, path: str, value) -> None:
         ("variants/tt", 3, "variant tt: 3 must be a mapping"),
         ("variants/tt", {"modell": {}}, "variant tt: modell is not a setting: did you mean model?"),
         ("variants/tt", {"model.d_modl": 3}, "variant tt: model.d_modl is not .* mean d_model?"),
-        ("variants/tt", {"train.steps": 1.5}, "variant tt: train.steps=1.5 does not fit.*int"),
+        (
+            "variants/tt",
+            {"train.steps": 1.5},
+            "variant tt: train.steps=1.5 must be a whole number",
+        ),
         (
             "variants/tt",
             {"optimizer.weight_decay": None},
-            "weight_decay=null must be of type float",
+            "weight_decay=null must be a number",
         ),
         ("variants/tt", {"tensorize": 5}, "variant tt: tensorize=5 must be a section"),
         ("variants/tt", {"train.steps": 0}, "variant tt: train.steps=0 must be at least 1"),
