@@ -36,7 +36,7 @@ from tests.texts import write_functions
 
 pytestmark = pytest.mark.slow  # interpreters have to start
 
-STEPS, SAVED = 60, 20
+STEPS, SAVED = 30, 10
 """Of the run through all stages: it is in its first stage when it is saved first."""
 
 
