@@ -32,7 +32,8 @@ def test_old_rows_stay_and_new_ones_are_their_mean(make, tmp_path):
         assert table.num_embeddings == model.config.vocab_size == rows
         assert torch.equal(table(WORDS), before)
         assert table.weight.shape == (rows, 32)
-        assert torch.equal(table.weight[:128], before)
+        # Whole tables are multiplied in another order than looked-up rows on some processors.
+        torch.testing.assert_close(table.weight[:128], before, atol=1e-6, rtol=1e-5)
     found = table(torch.tensor([128, 130]))
     if table.hot_rank is None:
         torch.testing.assert_close(found, mean.expand(2, -1), atol=1e-6, rtol=1e-4)

@@ -90,11 +90,52 @@ def test_without_a_run_of_the_reference_nothing_is_compared():
     assert row.mean == pytest.approx(0.71)
 
 
+def scored(variant: str, seed: int, accuracy: float, test: float):
+    metrics, on_test = {"accuracy": accuracy}, {"accuracy": test, "loss": 1.0}
+    return Trained(variant, seed, 10, metrics, 1, 1.0, test=on_test)
+
+
+def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
+    runs = [
+        scored("dense", 0, 0.70, 0.68),
+        scored("dense", 1, 0.72, 0.70),
+        scored("small", 0, 0.75, 0.67),
+        scored("small", 1, 0.75, 0.71),
+    ]
+    comparison = compare(runs, ["dense", "small"], [0, 1], "dense", "accuracy")
+    dense, small = comparison.rows
+    assert (dense.mean, dense.dev_mean) == (pytest.approx(0.69), pytest.approx(0.71))
+    assert (small.mean, small.dev_mean) == (pytest.approx(0.69), pytest.approx(0.75))
+    assert small.differences == pytest.approx({0: -0.01, 1: 0.01})
+    write_comparison(comparison, runs, tmp_path)
+    assert read_comparison(tmp_path) == comparison
+    table = (tmp_path / "results.md").read_text()
+    assert table.startswith("# accuracy on test data (higher is better), compared with dense\n")
+    assert "| test accuracy % |" in table
+    assert "| dev accuracy % |" in table
+    assert (
+        "| small | 2/2 | 10 | 1.00x | 69.00 ± 2.83 | +0.00 ± 1.00 | 1 | 1.0 | 1.00x | 75.00 |"
+        in (table)
+    )
+    (finding,) = gather_sweep("Sweep", comparison).findings
+    assert finding.startswith("small: test accuracy 69.00 %, the same as dense's 69.00 %")
+
+
+def test_one_run_without_test_data_leaves_all_with_what_they_share():
+    runs = [scored("dense", 0, 0.70, 0.68), trained("small", 0, 0.75, 100)]
+    comparison = compare(runs, ["dense", "small"], [0], "dense", "accuracy")
+    assert not comparison.tested
+    assert [row.mean for row in comparison.rows] == [0.70, 0.75]
+    assert "test" not in comparison_text(comparison)
+
+
 def test_a_result_is_read_whole_but_for_its_layers(tmp_path):
     facts = {"params": 5, "metrics": {"loss": 1.5}, "steps": 3, "seconds": 0.5, "bytes": 20}
+    facts["test"] = {"loss": 1.75}
     (tmp_path / "result.json").write_text(json.dumps({**facts, "layers": [{"name": "fc"}]}))
     run = read_trained("tt", 4, tmp_path)
     assert (run.params, run.metrics, run.steps, run.seconds) == (5, {"loss": 1.5}, 3, 0.5)
+    assert run.test == {"loss": 1.75}
     assert run.more == {"folder": str(tmp_path), "bytes": 20}
 
 

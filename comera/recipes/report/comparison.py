@@ -22,6 +22,7 @@ class Trained:
         metrics: Figures of the last evaluation.
         steps: Optimizer steps.
         seconds: Time in training steps.
+        test: Figures on the test data; empty for a run without.
         more: The rest of its ``result.json``, without the layers.
     """
 
@@ -31,6 +32,7 @@ class Trained:
     metrics: dict[str, float]
     steps: int
     seconds: float
+    test: dict[str, float] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,6 +55,8 @@ class Row:
         seconds: Time in training steps, the mean.
         speed: How many times less time a step takes than one of the reference, over the seeds
             both have.
+        dev_mean: Mean of the metric on the development data, where all other
+            figures are of test data; None where they are of the former.
     """
 
     variant: str
@@ -68,6 +72,7 @@ class Row:
     steps: float
     seconds: float
     speed: float | None
+    dev_mean: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,15 @@ class Comparison:
         reference: Name of the variant the others are compared with.
         seeds: All seeds of the sweep, finished or not.
         rows: One row a variant, in the order of the sweep.
+        tested: Whether the figures are of test data, which no choice has seen: all finished runs
+            have them.
     """
 
     metric: str
     reference: str
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
+    tested: bool = False
 
     @property
     def base(self) -> Row | None:
@@ -101,7 +109,8 @@ def read_trained(variant: str, seed: int, folder: Path) -> Trained:
     facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
     facts.pop("layers")
-    return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
+    test = facts.pop("test", {})
+    return Trained(variant, seed, **main, test=test, more={"folder": str(folder), **facts})
 
 
 def compare(
@@ -114,7 +123,7 @@ def compare(
     """Compute means over the seeds, and differences to the reference seed by seed.
 
     Runs of one seed see the same batches in the same order, so what seeds have in common drops
-    out of the differences.
+    out of the differences. Where every run has figures on test data, these are compared.
 
     Args:
         runs: The finished ones.
@@ -123,12 +132,13 @@ def compare(
         reference: One of the names; it may have no run yet.
         metric: A key of the evaluations.
     """
+    tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
     for run in runs:
         by_variant[run.variant][run.seed] = run
     base = by_variant.get(reference, {})
-    rows = [_row(name, mine, base, metric) for name, mine in by_variant.items() if mine]
-    return Comparison(metric, reference, tuple(seeds), tuple(rows))
+    rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
+    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested)
 
 
 def pareto_front(comparison: Comparison) -> list[Row]:
@@ -141,12 +151,21 @@ def pareto_front(comparison: Comparison) -> list[Row]:
     return front
 
 
-def _row(name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], metric: str) -> Row:
+def _row(
+    name: str,
+    mine: Mapping[int, Trained],
+    base: Mapping[int, Trained],
+    metric: str,
+    tested: bool,
+) -> Row:
+    def figure(run: Trained) -> float:
+        return (run.test if tested else run.metrics)[metric]
+
     runs = list(mine.values())
-    values = [run.metrics[metric] for run in runs]
+    values = [figure(run) for run in runs]
     params = statistics.mean(run.params for run in runs)
     shared = [seed for seed in mine if seed in base]
-    differences = {s: mine[s].metrics[metric] - base[s].metrics[metric] for s in shared}
+    differences = {seed: figure(mine[seed]) - figure(base[seed]) for seed in shared}
     spread = _deviation(list(differences.values()))
     speed = None
     if shared:
@@ -159,12 +178,13 @@ def _row(name: str, mine: Mapping[int, Trained], base: Mapping[int, Trained], me
         mean=statistics.mean(values),
         deviation=_deviation(values),
         differences=differences,
-        reference_mean=_mean([base[seed].metrics[metric] for seed in shared]),
+        reference_mean=_mean([figure(base[seed]) for seed in shared]),
         difference=_mean(list(differences.values())),
         difference_error=None if spread is None else spread / math.sqrt(len(differences)),
         steps=statistics.mean(run.steps for run in runs),
         seconds=statistics.mean(run.seconds for run in runs),
         speed=speed,
+        dev_mean=statistics.mean(run.metrics[metric] for run in runs) if tested else None,
     )
 
 

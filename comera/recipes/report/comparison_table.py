@@ -37,6 +37,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         "metric": comparison.metric,
         "higher_is_better": comparison.higher_is_better,
         "reference": comparison.reference,
+        "tested": comparison.tested,
         "seeds": comparison.seeds,
         "summary": [asdict(row) for row in comparison.rows],
         "runs": [_flat(run) for run in runs],
@@ -55,7 +56,10 @@ def read_comparison(folder: Path) -> Comparison:
     """
     facts = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     names = ("variant", "seed", "params", "metrics", "steps", "seconds")
-    runs = [Trained(**{name: run[name] for name in names}) for run in facts["runs"]]
+    runs = [
+        Trained(**{name: run[name] for name in names}, test=run.get("test", {}))
+        for run in facts["runs"]
+    ]
     variants = [row["variant"] for row in facts["summary"]]
     return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"])
 
@@ -68,17 +72,21 @@ def _flat(run: Trained) -> dict[str, Any]:
 def comparison_title(comparison: Comparison) -> str:
     """Say what is compared, and with which variant."""
     better = "higher" if comparison.higher_is_better else "lower"
-    return f"{comparison.metric} ({better} is better), compared with {comparison.reference}"
+    where = " on test data" if comparison.tested else ""
+    return f"{comparison.metric}{where} ({better} is better), compared with {comparison.reference}"
 
 
 def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table as text."""
     percent = comparison.metric == "accuracy"
     scale, digits = (100, 2) if percent else (1, 4)
+    named = f"{comparison.metric}{' %' if percent else ''}"
     header = [
-        "variant", "seeds", "parameters", "fewer", f"{comparison.metric}{' %' if percent else ''}",
+        "variant", "seeds", "parameters", "fewer", f"test {named}" if comparison.tested else named,
         "difference, points" if percent else "difference", "steps", "seconds", "speed a step",
     ]  # fmt: skip
+    if comparison.tested:
+        header.append(f"dev {named}")
     rows = []
     for row in comparison.rows:
         itself = row.variant == comparison.reference
@@ -96,6 +104,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
                 f"{row.seconds:,.1f}",
                 _NONE if row.speed is None else f"{row.speed:.2f}x",
             ]
+            + ([] if row.dev_mean is None else [f"{scale * row.dev_mean:.{digits}f}"])
         )
     return header, rows
 
@@ -121,9 +130,15 @@ def _markdown(comparison: Comparison) -> str:
 def comparison_note(comparison: Comparison) -> str:
     """Say what is in the columns of the table."""
     seeds = ", ".join(map(str, comparison.seeds))
-    return (
+    note = (
         f"Seeds {seeds}. {comparison.metric}: mean ± sample standard deviation over the finished "
         f"seeds. Difference: to {comparison.reference}, paired by seed, ± its standard error. "
         "Fewer: times fewer parameters than the reference. Seconds: in training steps. Speed: of a "
         "step, against one of the reference with the same seeds."
     )
+    if comparison.tested:
+        note += (
+            " All figures are of test data, but those of the last column: they are of the data "
+            "that settings and variants may be chosen by."
+        )
+    return note

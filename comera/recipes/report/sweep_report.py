@@ -84,7 +84,7 @@ def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
         for point in (*each.by_seed, each.mean)
         for end in (point.x - point.error, point.x + point.error)
     ]
-    label = f"difference in {comparison.metric} to {comparison.reference}"
+    label = f"difference in {_named(comparison)} to {comparison.reference}"
     header, rows = comparison_cells(comparison)
     return SweepReport(
         title=title,
@@ -98,13 +98,17 @@ def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
     )
 
 
+def _named(comparison: Comparison) -> str:
+    return f"test {comparison.metric}" if comparison.tested else comparison.metric
+
+
 def _finding(row: Row, comparison: Comparison) -> str:
     """Compare a variant with the reference in words, over the seeds that both have."""
     assert row.reference_mean is not None, "they share seeds"
     metric, reference, seeds = comparison.metric, row.reference_mean, len(row.differences)
     value = reference + (row.difference or 0.0)
     text = (
-        f"{row.variant}: {metric} {show_metric(metric, value)}, "
+        f"{row.variant}: {_named(comparison)} {show_metric(metric, value)}, "
         f"{show_difference(metric, value, reference)} {comparison.reference}'s "
         f"{show_metric(metric, reference)} ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
     )
@@ -131,7 +135,7 @@ def _by_size(comparison: Comparison) -> Chart:
         caption += " Bars are standard deviations over the seeds."
     x = axis_around("parameters", [point.x for point in points.values()], log=True, room=0.1)
     lines = [Line("best at that size or below", "front", front), *_dots(points, comparison)]
-    return _chart(f"Size and {comparison.metric}", caption, x, lines, comparison)
+    return _chart(f"Size and {_named(comparison)}", caption, x, lines, comparison)
 
 
 def _by_seconds(comparison: Comparison) -> Chart:
@@ -140,19 +144,19 @@ def _by_seconds(comparison: Comparison) -> Chart:
     caption = "Seconds in training steps by the wall clock, the mean. Further left is faster."
     x = axis_around("seconds", [point.x for point in points.values()], zero=True, room=0.1)
     lines = _dots(points, comparison)
-    return _chart(f"Time and {comparison.metric}", caption, x, lines, comparison)
+    return _chart(f"Time and {_named(comparison)}", caption, x, lines, comparison)
 
 
 def _chart(
     title: str, caption: str, x: Axis, lines: Sequence[Line], comparison: Comparison
 ) -> Chart:
     ends = [y for line in lines for p in line.points for y in (p.y - p.error, p.y + p.error)]
-    return Chart(title, caption, x, axis_around(comparison.metric, ends, room=0.1), lines)
+    return Chart(title, caption, x, axis_around(_named(comparison), ends, room=0.1), lines)
 
 
 def _point(row: Row, comparison: Comparison, x: float) -> Point:
     metric = comparison.metric
-    text = f"{row.variant}: {metric} {show_metric(metric, row.mean)}"
+    text = f"{row.variant}: {_named(comparison)} {show_metric(metric, row.mean)}"
     if row.deviation is not None:
         text += f" ± {show_metric(metric, row.deviation)}"
     text += f", {row.params:,.0f} parameters, {row.seconds:,.1f} seconds"
