@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
-from comera.compress.layer_moments import LossFn, Moments, gather_moments
+from comera.compress.layer_moments import LossFn, gather_moments
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.names import listed
 from comera.nn.config import TTConfig
@@ -144,10 +144,12 @@ def compress_(
             f"budget={budget}: {other:,} of {dense_params:,} parameters are in layers that are no "
             "target; nothing is left for the targets"
         )
-    choices = [_choice(layer, _decompose(layer, moments[name])) for name, layer in layers.items()]
+    # Each layer's moments go as its decomposition comes, which is no larger.
+    found = {n: whitened_svd(layer.weight, moments.pop(n)) for n, layer in layers.items()}
+    choices = [_choice(layer, found[name]) for name, layer in layers.items()]
     ranks = allocate(choices, room)
     replacements = {
-        name: _low_rank(layer, _decompose(layer, moments[name]), rank)
+        name: _low_rank(layer, found[name], rank)
         for (name, layer), rank in zip(layers.items(), ranks, strict=True)
         if rank is not None
     }
@@ -155,7 +157,7 @@ def compress_(
     made = tuple(
         CompressedLayer(
             name, choice.dense, choice.size(rank), rank,
-            0.0 if rank is None else float(choice.losses[rank:].sum()),
+            0.0 if rank is None else found[name].loss(rank),
         )
         for name, choice, rank in zip(layers, choices, ranks, strict=True)
     )  # fmt: skip
@@ -198,11 +200,6 @@ def _layers(
     if not found:
         raise ValueError("every targeted layer shares its weight with another module")
     return found
-
-
-def _decompose(layer: nn.Linear, moments: Moments) -> WhitenedSVD:
-    """Decompose anew each time: all layers' vectors at once would double the model's memory."""
-    return whitened_svd(layer.weight, moments)
 
 
 def _choice(layer: nn.Linear, found: WhitenedSVD) -> Choice:

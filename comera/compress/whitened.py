@@ -2,14 +2,16 @@
 
 To second order, and with inputs and gradients taken for independent, an error E of a weight raises
 the loss by half of ``tr(G E C E^T)``: C and G are the second moments of the layer's inputs and of
-the loss' gradients at its outputs. So the truncated SVD of ``G^(1/2) W C^(1/2)`` is the best of its
-rank, and squares of singular values are comparable from layer to layer. Sources: SVD-LLM (arXiv
-2403.07378, 2503.12340) for C, K-FAC (arXiv 1503.05671) for both.
+the loss' gradients at its outputs. With Cholesky roots ``C = L L^T`` and ``G = H H^T`` the
+truncated SVD of ``H^T W L`` is the best of its rank, and squares of singular values are comparable
+from layer to layer. They are eigenvalues of the smaller Gram matrix, ``H^T (W C W^T) H`` or
+``L^T (W^T G W) L``, for which only one side needs a root. Sources: SVD-LLM (arXiv 2403.07378,
+2503.12340) for C, K-FAC (arXiv 1503.05671) for both.
 
-Shape suffixes: I = input width, O = output width, K = singular values.
+Shape suffixes: I = input width, O = output width, K = the smaller of the two.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,37 +19,53 @@ from torch import Tensor
 from comera.compress.layer_moments import Moments
 
 _SMALLEST = 1e-12
-"""Share of the largest eigenvalue that a smaller one counts as."""
+"""Share of the mean variance that is added where a matrix of moments has no Cholesky root, and that
+takes the place of moments that are all zero; ten times as much where that does not do."""
 
 
-class WhitenedSVD(NamedTuple):
+@dataclass(frozen=True)
+class WhitenedSVD:
     """A weight by its directions, the dearest first; the first r of them make the best of rank r.
 
+    What is kept is two matrices of the weight's smaller side: the best weight of a rank is the
+    weight projected onto the first columns of one of them, along those of the other.
+
     Attributes:
-        left_OK: With the scale of each direction.
-        right_KI: What the inputs meet.
-        losses_K: By how much the loss rises without the direction, as predicted.
+        weight_OI: The weight, not copied.
+        span_KK: Its first r columns span what is kept.
+        dual_KK: The inverse of its transpose is ``span_KK``.
+        losses_K: By how much the loss rises without each direction, as predicted; float64.
     """
 
-    left_OK: Tensor
-    right_KI: Tensor
+    weight_OI: Tensor
+    span_KK: Tensor
+    dual_KK: Tensor
     losses_K: Tensor
 
+    @torch.no_grad()
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return ``(O, rank)`` and ``(rank, I)``, equally large; their product is the weight."""
-        left, right = self.left_OK[:, :rank], self.right_KI[:rank]
-        sizes = (left.norm(dim=0), right.norm(dim=1))
-        scale = torch.where(sizes[0] > 0, (sizes[1] / sizes[0]).sqrt(), 1.0)
+        span, dual = self.span_KK[:, :rank], self.dual_KK[:, :rank]
+        weight = self.weight_OI.detach().to(span.dtype)
+        tall = weight.shape[0] > weight.shape[1]
+        left, right = (weight @ dual, span.T) if tall else (span, dual.T @ weight)
+        sizes = left.norm(dim=0), right.norm(dim=1)
+        scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
         return left * scale, right / scale[:, None]
 
+    def loss(self, rank: int) -> float:
+        """Return by how much the loss is predicted to rise if so many directions are kept."""
+        return float(self.losses_K[rank:].sum())
 
+
+@torch.no_grad()
 def whitened_svd(
     weight: Tensor, moments: Moments | None, damping: float = 1e-4, grad_damping: float = 1e-3
 ) -> WhitenedSVD:
     """Decompose a weight in the coordinates in which every error counts the same.
 
-    By eigenvectors in float64, which needs no Cholesky factor to exist: moments of fewer rows than
-    columns are singular.
+    In float64: squares of singular values below 1e-16 of the largest are noise, as are the moments
+    they come from.
 
     Args:
         weight: ``(O, I)``.
@@ -55,29 +73,53 @@ def whitened_svd(
         damping: What is added to the moments of inputs, as a share of their mean variance.
         grad_damping: The same for gradients.
 
+    Returns:
+        The decomposition, on the weight's device, in its dtype or float32, whichever is wider.
+
     Raises:
-        ValueError: If the weight has an entry that is not finite.
+        ValueError: If the weight or the moments have an entry that is not finite.
     """
     wide = weight.detach().double()
     if not bool(torch.isfinite(wide).all()):
         raise ValueError("a weight with NaN or infinite entries cannot be decomposed")
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    out_features, in_features = wide.shape
+    mine = wide.T if out_features > in_features else wide  # (K, the larger side)
     if moments is None:
-        u, s, v = torch.linalg.svd(wide, full_matrices=False)
-        return WhitenedSVD(u * s, v, s.square())
-    inputs, undo_inputs = _roots(moments.inputs_II, damping)
-    grads, undo_grads = _roots(moments.grads_OO, grad_damping)
-    u, s, v = torch.linalg.svd(grads @ wide @ inputs, full_matrices=False)
-    return WhitenedSVD(undo_grads @ (u * s), v @ undo_inputs, s.square() / 2)
+        values, vectors = torch.linalg.eigh(mine @ mine.T)
+        span = vectors.flip(1).to(dtype)
+        return WhitenedSVD(weight, span, span, values.flip(0).clamp_min(0))
+    inputs = _damped(moments.inputs_II, damping)
+    grads = _damped(moments.grads_OO, grad_damping)
+    near, far = (inputs, grads) if out_features > in_features else (grads, inputs)
+    root = _cholesky(near)
+    values, vectors = torch.linalg.eigh(root.T @ (mine @ far @ mine.T) @ root)
+    vectors = vectors.flip(1)
+    span = torch.linalg.solve_triangular(root.T, vectors, upper=True)
+    losses = values.flip(0).clamp_min(0) / 2
+    return WhitenedSVD(weight, span.to(dtype), (root @ vectors).to(dtype), losses)
 
 
-def _roots(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return the symmetric square root of a matrix of moments, and its inverse."""
-    wide = moments.double()
+def _damped(moments: Tensor, damping: float) -> Tensor:
+    """Return moments in float64 with a share of their mean variance added."""
+    wide = moments.double()  # a copy unless it is float64 already
+    if not bool(torch.isfinite(wide).all()):
+        raise ValueError(
+            "moments with NaN or infinite entries: inputs or gradients of calibration overflow"
+        )
+    same = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
     mean = wide.diagonal().mean()
     if not mean > 0:  # a layer that sees nothing but zeros, or that the loss does not depend on
-        same = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-        return same * 1e-12, same * 1e12
-    wide = wide + damping * mean * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    values, vectors = torch.linalg.eigh(wide)
-    roots = values.clamp_min(values[-1] * _SMALLEST).sqrt()
-    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
+        return same * _SMALLEST**2
+    return wide + damping * mean * same
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    """Return the lower Cholesky root, of the matrix with as little added as it takes."""
+    root, problem = torch.linalg.cholesky_ex(matrix)
+    share = _SMALLEST
+    while problem:
+        more = share * matrix.diagonal().mean()
+        root, problem = torch.linalg.cholesky_ex(matrix + more * torch.eye(len(matrix)).to(matrix))
+        share *= 10
+    return root

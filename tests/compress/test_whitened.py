@@ -16,6 +16,47 @@ def rise(error, of):
     return float(torch.trace(of.grads_OO @ error @ of.inputs_II @ error.T) / 2)
 
 
+def slow_svd(weight, of, damping, grad_damping):
+    """All singular vectors between symmetric roots of both moments, in float64."""
+
+    def roots(moments, share):
+        wide = moments.double()
+        wide = wide + share * wide.diagonal().mean() * torch.eye(len(wide), dtype=wide.dtype)
+        values, vectors = torch.linalg.eigh(wide)
+        return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
+
+    inputs, undo_inputs = roots(of.inputs_II, damping)
+    grads, undo_grads = roots(of.grads_OO, grad_damping)
+    u, s, v = torch.linalg.svd(grads @ weight.double() @ inputs, full_matrices=False)
+    return undo_grads @ (u * s), v @ undo_inputs, s.square() / 2
+
+
+@pytest.mark.parametrize("size", [(24, 60), (60, 24), (30, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_the_truncated_svd_between_roots_of_both_moments(size, dtype):
+    weight, of = torch.randn(size, dtype=dtype), moments(size[1], size[0])
+    left_OK, right_KI, losses_K = slow_svd(weight, of, 1e-4, 1e-3)
+    found = whitened_svd(weight, of)
+    torch.testing.assert_close(found.losses_K, losses_K, rtol=1e-9, atol=1e-9)
+    for rank in (1, 7, 20, min(size)):
+        left, right = found.factors(rank)
+        assert (left.dtype, left.shape, right.shape) == (dtype, (size[0], rank), (rank, size[1]))
+        torch.testing.assert_close(left.norm(dim=0), right.norm(dim=1))
+        want = left_OK[:, :rank] @ right_KI[:rank]
+        close = 1e-4 if dtype == torch.float32 else 1e-8
+        torch.testing.assert_close(left @ right, want.to(dtype), rtol=close, atol=close)
+        assert found.loss(rank) == pytest.approx(float(losses_K[rank:].sum()), rel=1e-9)
+
+
+def test_the_decomposition_is_no_larger_than_the_moments_that_it_replaces():
+    for size in ((24, 60), (60, 24), (30, 30)):
+        of = moments(size[1], size[0])
+        of = Moments(of.inputs_II.float(), of.grads_OO.float(), of.rows)
+        found = whitened_svd(torch.randn(size), of)
+        kept = found.span_KK.nbytes + found.dual_KK.nbytes
+        assert kept <= of.inputs_II.nbytes + of.grads_OO.nbytes
+
+
 @pytest.mark.parametrize("size", [(6, 9), (9, 6), (5, 5)])
 def test_what_is_left_out_is_what_the_loss_rises_by(size):
     weight, of = torch.randn(size, dtype=torch.float64), moments(size[1], size[0])
@@ -51,9 +92,25 @@ def test_moments_of_too_few_rows_and_of_none_give_finite_factors():
         found = whitened_svd(weight, of)
         left, right = found.factors(20)
         assert (left @ right).isfinite().all()
+        assert found.losses_K.diff().le(0).all()
         torch.testing.assert_close((left @ right).float(), weight, rtol=1e-3, atol=1e-3)
 
 
 def test_a_weight_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="NaN or infinite"):
         whitened_svd(torch.full((2, 2), torch.nan), None)
+
+
+def test_moments_that_are_not_finite_are_refused():
+    of = moments(2, 2)
+    of.grads_OO[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="moments with NaN or infinite entries"):
+        whitened_svd(torch.randn(2, 2), of)
+
+
+def test_moments_without_a_root_get_one():
+    """Rounding can make the smallest eigenvalue of a matrix of moments negative."""
+    inputs = torch.diag(torch.tensor([1.0, 1.0, -1e-6]))
+    found = whitened_svd(torch.randn(5, 3), Moments(inputs, torch.eye(5), 9), 0, 0)
+    left, right = found.factors(3)
+    assert (left @ right).isfinite().all()
