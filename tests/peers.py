@@ -1,4 +1,7 @@
-"""Packages that comera is compared with; where one is not installed, its tests are skipped."""
+"""Packages that comera is compared with, or hands work to.
+
+Where one is not installed, its tests are skipped.
+"""
 
 import importlib
 import sys
@@ -16,7 +19,10 @@ PACKAGES = {
     "galore_torch": "galore-torch",
     "onnxruntime": "onnxruntime",
     "onnxscript": "onnxscript",
+    "optuna": "optuna",
     "peft": "peft",
+    "ray": "ray",
+    "submitit": "submitit",
     "tltorch": "tensorly-torch",
     "torchao": "torchao",
     "transformers": "transformers",

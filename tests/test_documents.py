@@ -12,6 +12,8 @@ import comera
 from comera.recipes.cli import make_parser
 from comera.recipes.parse import nested, parse_settings
 from comera.recipes.run_config import RunConfig
+from comera.recipes.search import read_search
+from comera.recipes.sweep import _KEYS
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -90,9 +92,13 @@ def test_examples_run(path, block, tmp_path, monkeypatch):
 def test_settings_of_runs_and_sweeps_exist(path):
     for block in blocks(path, "yaml"):
         settings = yaml.safe_load(block["code"])
-        if "variants" in settings:
-            assert not set(settings) - {"out", "base", "seeds", "reference", "metric", "variants"}
-            for variant in settings["variants"].values():
+        if "seeds" in settings or settings.keys() <= {"submitit", "ray"}:
+            assert not settings.keys() - set(_KEYS)
+            if "search" in settings:
+                for key, domain in read_search(settings["search"]).over.items():
+                    for value in domain.extremes:
+                        parse_settings(RunConfig, nested({key: value}))
+            for variant in settings.get("variants", {}).values():
                 own = {"extends", "same_time_as"}
                 parse_settings(
                     RunConfig, nested({k: v for k, v in variant.items() if k not in own})

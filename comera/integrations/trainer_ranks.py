@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.allocator import reuse_by_default
 from comera.extras import needed_by
 from comera.integrations.pretrained import attach_
 from comera.integrations.trainer_groups import set_optimizer_groups_
@@ -100,8 +99,6 @@ class RankCallback(TrainerCallback, ExportableState):
         _check_steps(self.ranks, state)
         self.ranks.check_schedule(unwrap(self._trainer.optimizer))
         self._trainer.accelerator.backward = self._backward
-        if args.device.type == "cpu":
-            reuse_by_default()
 
     def on_train_end(self, args, state, control, **kwargs):
         """Leave the trainer's accelerator as it was."""

@@ -36,6 +36,7 @@ from comera.extras import MissingPackageError
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.launchers import LauncherName
 from comera.recipes.named import described, file_of
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
@@ -128,7 +129,8 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     if chosen.command == "sweep":
         options = chosen.sweep
         out = Path(options.out) if options.out else None
-        return run_sweep(file_of(options.file), options.jobs, options.overwrite, console, out)
+        path = file_of(options.file)
+        return run_sweep(path, options.jobs, options.overwrite, console, out, options.launcher)
     if chosen.command == "bench":
         return run_bench(chosen.bench, console)
     if chosen.command in COMMANDS:
@@ -262,7 +264,18 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
         help="Folder of the sweep, instead of the one that the file names.",
     )
     sweep.add_argument(
-        "--jobs", type=int, default=1, help="Number of runs that are trained at a time."
+        "--jobs",
+        type=int | None,
+        default=None,
+        help="Number of runs that are trained at a time (default: one on this machine, as many as "
+        "the queue takes elsewhere).",
+    )
+    sweep.add_argument(
+        "--launcher",
+        type=LauncherName,
+        default="local",
+        help="Where runs are started: as processes here, through submitit (Slurm), or by Ray; "
+        "settings of the latter are the sections submitit and ray of the file.",
     )
     sweep.add_argument(
         "--overwrite",

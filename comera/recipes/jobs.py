@@ -3,24 +3,20 @@
 import contextlib
 import dataclasses
 import json
-import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.launchers import Launcher, Local, Started
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import data_digests
-from comera.recipes.worker import SIGNALS, work
+from comera.recipes.worker import SIGNALS, signals_blocked
 
 _EVERY_SECONDS = 0.5
 
@@ -85,19 +81,7 @@ class Watcher:
 @dataclass
 class _Running:
     job: Job
-    process: Any  # multiprocessing's SpawnProcess
-    messages: Connection
-    said: tuple[str, str] = field(default=("", ""))
-
-    def listen(self) -> None:
-        """Take what the process has said so far."""
-        with contextlib.suppress(EOFError):
-            while self.messages.poll():
-                kind, text = self.messages.recv()
-                if kind == "began":
-                    self.job.steps = int(text)
-                else:
-                    self.said = kind, text
+    run: Started
 
 
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
@@ -181,7 +165,11 @@ def steps_in_time(clock: Path, pace: Path) -> int:
 
 
 def run_jobs(
-    jobs: Sequence[Job], at_once: int = 1, overwrite: bool = False, watcher: Watcher | None = None
+    jobs: list[Job],
+    launcher: Launcher | None = None,
+    overwrite: bool = False,
+    watcher: Watcher | None = None,
+    more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
     """Run all jobs that are not finished, in their order as far as they wait for others.
 
@@ -190,42 +178,59 @@ def run_jobs(
 
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
-        at_once: Processes at a time. They share the threads that torch would use in one.
+        launcher: Where they run; None for one after the other here.
         overwrite: Begin a run anew whose folder holds other settings.
         watcher: Callbacks that are called as jobs start, run and end.
+        more: Called when there is room for a job and none can begin; returns jobs that are added
+            to the list, or nothing if there are none now.
 
     Returns:
         Whether all jobs were run; False after a signal.
     """
     watcher = watcher or Watcher()
-    threads = max(1, torch.get_num_threads() // at_once)
+    launcher = launcher or Local(1)
     running: list[_Running] = []
+    handed_on = 0
     try:
-        with _hand_on_signals(running) as stopped:
+        with _counted_signals() as signals:
             while True:
-                while not stopped.is_set() and len(running) < at_once:
+                while not signals and _has_room(launcher, running):
                     job = _next(jobs, overwrite, watcher)
                     if job is None:
-                        break
-                    with _blocked_signals():  # until the new process is among those that get them
-                        if stopped.is_set():
+                        added = more()
+                        if not added:
                             break
-                        running.append(_start(job, threads))
+                        jobs.extend(added)
+                        continue
+                    with signals_blocked():  # until the new process is among those that get them
+                        if signals:
+                            break
+                        running.append(_Running(job, launcher.start(job.config)))
+                        job.state = "running"
                     watcher.began(job)
                 if not running:
-                    return not stopped.is_set()
-                wait([r.process.sentinel for r in running], timeout=_EVERY_SECONDS)
+                    return not signals
+                sentinels = [r.run.sentinel for r in running if r.run.sentinel is not None]
+                wait(sentinels, timeout=_EVERY_SECONDS)
+                while handed_on < len(signals):
+                    handed_on += 1
+                    for one in running:
+                        one.run.stop()
                 for one in list(running):
-                    one.listen()
-                    if one.process.exitcode is not None:
-                        one.listen()  # what it said between the two looks
+                    ended = one.run.look()
+                    one.job.steps = one.run.steps
+                    if ended:
                         running.remove(one)
-                        _close(one, stopped.is_set())
+                        _close(one, bool(signals))
                         watcher.ended(one.job)
                 watcher.looked([one.job for one in running])
     finally:  # there are none left, unless a watcher raised
         for one in running:
-            one.process.terminate()
+            one.run.stop()
+
+
+def _has_room(launcher: Launcher, running: Sequence[_Running]) -> bool:
+    return launcher.at_once is None or len(running) < launcher.at_once
 
 
 def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
@@ -247,61 +252,30 @@ def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
     return None
 
 
-def _start(job: Job, threads: int) -> _Running:
-    context = multiprocessing.get_context("spawn")
-    mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(job.config, threads, its))
-    process.start()
-    its.close()
-    job.state = "running"
-    return _Running(job, process, mine)
-
-
 def _close(one: _Running, stopped: bool) -> None:
-    """Note how a process ended."""
-    kind, text = one.said
+    """Note how a run ended."""
+    kind, text = one.run.said
     if kind in ("finished", "stopped"):
         one.job.state = "finished" if kind == "finished" else "stopped"
     elif stopped and not text:  # by a second signal, in the middle of something
         one.job.state = "stopped"
     else:
         one.job.state = "failed"
-        one.job.reason = text or f"its process ended with exit code {one.process.exitcode}"
-    one.messages.close()
-    one.process.close()
+        one.job.reason = text or one.run.ending()
+    one.run.close()
 
 
 @contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait; a process started meanwhile has them wait until it asks.
-
-    Without that, Ctrl-C in the seconds of its imports would be lost, or print a traceback.
-    """
-    resource_tracker.ensure_running()  # starting it unblocks them: not in between, then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _hand_on_signals(running: Sequence[_Running]) -> Iterator[threading.Event]:
-    """Set an event on Ctrl-C or SIGTERM and hand every one of them on to the running jobs."""
-    stopped = threading.Event()
+def _counted_signals() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM instead of ending by them."""
+    found: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stopped
+        yield found
         return
-
-    def stop(number: int, frame: Any) -> None:
-        stopped.set()
-        for one in running:
-            with contextlib.suppress(ProcessLookupError, ValueError):  # it has just ended
-                os.kill(one.process.pid, signal.SIGTERM)
-
-    before = {which: signal.signal(which, stop) for which in SIGNALS}
+    # Only noted: what a launcher does to stop a run may not be done in the middle of anything.
+    before = {which: signal.signal(which, lambda n, _: found.append(n)) for which in SIGNALS}
     try:
-        yield stopped
+        yield found
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)

@@ -14,19 +14,22 @@ from comera.train.log import last_logged, progress_bar
 
 
 @contextlib.contextmanager
-def show_progress(jobs: Sequence[Job], metric: str, console: Console) -> Iterator[Watcher]:
+def show_progress(
+    jobs: Sequence[Job], metric: str, console: Console, expected: int
+) -> Iterator[Watcher]:
     """Show one bar for all jobs, and one for each that runs.
 
     Args:
-        jobs: All jobs, finished or not.
+        jobs: All jobs that are known, finished or not.
         metric: Key of the metric that is shown for each that finishes.
         console: The console to print on; bars are shown only if it is a terminal.
+        expected: How many jobs there are to be in the end.
     """
     width = max(len(job.name) for job in jobs)
     bars: dict[Job, TaskID] = {}
     with progress_bar(console=console) as progress:
         finished = sum(job.state == "finished" for job in jobs)
-        overall = progress.add_task("all runs", total=len(jobs), completed=finished, figures="")
+        overall = progress.add_task("all runs", total=expected, completed=finished, figures="")
 
         def began(job: Job) -> None:
             bars[job] = progress.add_task(job.name.ljust(width), total=None, figures="starting")

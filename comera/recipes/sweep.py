@@ -1,15 +1,18 @@
 """``comera sweep FILE``: variants of one run, over seeds, compared with one of them."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from comera.recipes.jobs import Job, reopen_other_data, resolve, run_jobs
+from comera.recipes.folder import lock
+from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
+from comera.recipes.launchers import LauncherName, make_launcher
 from comera.recipes.named import file_of
 from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
@@ -18,11 +21,15 @@ from comera.recipes.report.comparison_table import comparison_text, write_compar
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
+from comera.recipes.search import Search, SearchConfig, read_search
 
 INTERRUPTED = 130
 
-_KEYS = ("out", "base", "seeds", "reference", "metric", "variants")
+_KEYS = ("out", "base", "seeds", "reference", "metric", "variants", "search", "submitit", "ray")
 _NEEDED = ("out", "base", "seeds", "reference", "variants")
+_NEEDED_TO_SEARCH = ("out", "base", "seeds")
+_ALONE: dict[str, Any] = {"base": {}}
+"""The variants of a search that names none: the base as it is, for trials to be compared with."""
 _OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
 """Settings of a run that a sweep makes itself: those of the base are not used."""
 
@@ -56,6 +63,9 @@ class Sweep:
         reference: Name of the variant that the others are compared with.
         metric: Key of the last evaluation to compare.
         variants: The variants by name, in the order of the file.
+        launchers: Settings of launchers by their names.
+        search: Variants that are to be proposed, if any.
+        given: Settings of the base, and what every variant changes of them.
     """
 
     out: Path
@@ -63,24 +73,29 @@ class Sweep:
     reference: str
     metric: str
     variants: dict[str, Variant]
+    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    search: SearchConfig | None = None
+    given: tuple[dict[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
 
 
 def run_sweep(
     path: Path,
-    at_once: int = 1,
+    at_once: int | None = None,
     overwrite: bool = False,
     console: Console | None = None,
     out: Path | None = None,
+    launcher: LauncherName = "local",
 ) -> int:
     """Train what is unfinished of a sweep, and compare what is finished.
 
     Args:
         path: The sweep file.
-        at_once: Runs at a time.
+        at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
         overwrite: Begin the runs anew whose folders hold other settings or were begun with other
             data; the others stay.
         console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
+        launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -89,29 +104,96 @@ def run_sweep(
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
         FileNotFoundError: If the file or its base is not there, or data that runs were begun with.
+        MissingPackageError: If the launcher's package is not installed.
     """
-    if at_once < 1:
+    if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
     console = console or Console()
     sweep = read_sweep(path)
     if out is not None:
         sweep = dataclasses.replace(sweep, out=out.expanduser())
+    if sweep.search is not None and launcher != "local" and at_once is None:
+        raise ValueError(
+            f"--launcher={launcher} would begin all {sweep.search.trials} trials at once, and "
+            "those that run side by side learn nothing from each other: give --jobs"
+        )
     for variant in sweep.variants.values():
         _check_model(variant)
+    with contextlib.ExitStack() as held:
+        search = None
+        if sweep.search is not None:
+            sweep.out.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock(sweep.out))
+            search = _make_search(sweep, sweep.search, overwrite)
+        return _carry_out(sweep, search, at_once, overwrite, console, launcher)
+
+
+def _carry_out(
+    sweep: Sweep,
+    search: Search | None,
+    at_once: int | None,
+    overwrite: bool,
+    console: Console,
+    launcher: LauncherName,
+) -> int:
     jobs = make_jobs(sweep)
+    expected = len(jobs)
+    if search is not None and sweep.search is not None:
+        jobs += search.jobs
+        expected += sweep.search.trials * len(sweep.seeds)
     resolve(jobs, overwrite)
     reopen_other_data(jobs, overwrite)
+    if search is not None:
+        if overwrite and any(job.anew or job.config.overwrite for job in search.jobs):
+            console.print("the search is begun anew")
+            jobs = [job for job in jobs if job not in search.jobs]
+            search.begin_anew()
+        search.tell()
     done = sum(job.state == "finished" for job in jobs)
     console.print(
-        f"{len(jobs)} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
+        f"{expected} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
     )
-    with show_progress(jobs, sweep.metric, console) as watcher:
-        completed = run_jobs(jobs, at_once, overwrite, watcher)
+    completed = True
+    if done < expected:
+        starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
+        with (
+            contextlib.closing(starts),
+            show_progress(jobs, sweep.metric, console, expected) as watcher,
+        ):
+            if search is not None:
+                watcher = _telling(search, watcher)
+            more = search.more if search is not None else tuple
+            completed = run_jobs(jobs, starts, overwrite, watcher, more)
     _report(sweep, jobs, console)
+    if search is not None:
+        console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
     if not completed:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
     return 1 if any(job.state == "failed" for job in jobs) else 0
+
+
+def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
+    base, given = sweep.given
+
+    def make(name: str, settings: dict[str, Any]) -> list[Job]:
+        own: dict[str, Any] = {} if config.extends is None else {"extends": config.extends}
+        variant = _variant(name, base, {**given, name: own | settings})
+        _check_model(variant)
+        alone = dataclasses.replace(sweep, variants={name: variant})
+        return make_jobs(alone)
+
+    return Search(config, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
+
+
+def _telling(search: Search, watcher: Watcher) -> Watcher:
+    """Return a watcher that tells the search what ended, too."""
+
+    def ended(job: Job) -> None:
+        search.tell()
+        watcher.ended(job)
+
+    return dataclasses.replace(watcher, ended=ended)
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
@@ -150,11 +232,14 @@ def read_sweep(path: Path) -> Sweep:
     for key in content:
         if key not in _KEYS:
             raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")
-    for key in _NEEDED:
+    searched = content.get("search") is not None
+    for key in _NEEDED_TO_SEARCH if searched else _NEEDED:
         if content.get(key) is None:
             raise ValueError(f"{path} lacks the key {key}")
-    variants = _variants(_base(content["base"], path.parent), content["variants"])
-    reference = content["reference"]
+    base = _base(content["base"], path.parent)
+    given = content.get("variants") or (_ALONE if searched else content["variants"])
+    variants = _variants(base, given)
+    reference = content.get("reference") or next(iter(variants))
     if not isinstance(reference, str) or reference not in variants:
         raise ValueError(f"reference={reference} is no variant{did_you_mean(reference, variants)}")
     return Sweep(
@@ -163,7 +248,41 @@ def read_sweep(path: Path) -> Sweep:
         reference=reference,
         metric=_metric(content.get("metric"), variants),
         variants=variants,
+        launchers={name: _mapping(name, content.get(name)) for name in ("submitit", "ray")},
+        search=_search(content["search"], base, given) if searched else None,
+        given=(base, given),
     )
+
+
+def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
+    """Read a search, and check each end of what it may propose alone."""
+    search = read_search(given)
+    other = search.extends
+    if other is not None and (not isinstance(other, str) or other not in variants):
+        raise ValueError(f"search.extends={other} is no variant{did_you_mean(other, variants)}")
+    if other is not None and (variants[other] or {}).get("same_time_as") is not None:
+        raise ValueError(
+            f"search.extends={other} waits for the time of another: name one that does not"
+        )
+    taken = next((name for name in variants if name.startswith("trial-")), None)
+    if taken is not None:
+        raise ValueError(f"variant {taken}: such names are those of the search's trials")
+    shared = base if other is None else merged(base, _overrides(other, variants, ()))
+    for key, domain in search.over.items():
+        if key.split(".")[0] in _OF_THE_SWEEP:
+            raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
+        for value in domain.extremes:
+            try:
+                parse_settings(RunConfig, merged(shared, nested({key: value})))
+            except ValueError as problem:
+                raise ValueError(f"search.over.{key}: {problem}") from None
+    return search
+
+
+def _mapping(key: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"{key}={given!r} must be a mapping of settings of {key}")
+    return dict(given or {})
 
 
 def _base(given: Any, folder: Path) -> dict[str, Any]:
@@ -290,7 +409,8 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
     finished = [job for job in jobs if job.state == "finished"]
     runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
     if runs:
-        comparison = compare(runs, list(sweep.variants), sweep.seeds, sweep.reference, sweep.metric)
+        names = list(dict.fromkeys([*sweep.variants, *(job.variant for job in jobs)]))
+        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric)
         write_comparison(comparison, runs, sweep.out)
         write_sweep_report(sweep.out)
         console.print(comparison_text(comparison), markup=False, highlight=False, soft_wrap=True)

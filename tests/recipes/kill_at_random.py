@@ -1,7 +1,8 @@
 """Kill one of four processes at random moments: ``python -m tests.recipes.kill_at_random 20``.
 
 Each time torchrun starts the processes again, and the run must end with the weights of one that
-nothing happened to. Takes a minute or so a moment on two cores.
+nothing happened to. Takes a minute or so a moment on two cores; a second number
+is the moment to begin with, where it was broken off.
 """
 
 import os
@@ -21,8 +22,8 @@ from tests.texts import write_functions
 COUNT = 4
 
 
-def main(moments: int) -> None:
-    """Kill at so many moments, and print what came of each."""
+def main(moments: int, begin: int = 1) -> None:
+    """Kill at so many moments, and print what came of each from one on."""
     chosen = random.Random(0)
     folder = Path(tempfile.mkdtemp())
     os.environ["COMERA_CACHE"] = str(folder / "cache")
@@ -32,6 +33,8 @@ def main(moments: int) -> None:
     whole = load_file(folder / "whole/model.safetensors")
     for number in range(1, moments + 1):
         step, rank = chosen.randrange(STEPS - 2), chosen.randrange(COUNT)
+        if number < begin:
+            continue
         run = Torchrun(folder, "killed", COUNT, restarts=1)
         run.wait_for(step)
         run.kill(rank)
@@ -53,4 +56,4 @@ def main(moments: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

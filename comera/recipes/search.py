@@ -1,0 +1,333 @@
+"""``search:`` in a sweep's file: variants whose settings Optuna proposes, kept in its journal."""
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from comera.extras import needed_by
+from comera.recipes.jobs import Job
+from comera.recipes.parse import did_you_mean
+from comera.recipes.report.comparison import read_trained
+from comera.recipes.report.words import HIGHER_IS_BETTER
+
+JOURNAL = "search.journal"
+"""Optuna's storage in the folder of a sweep: every trial, its settings and what came of it."""
+
+_KEYS = ("trials", "over", "sampler", "seed", "extends")
+_ENDS = ("from", "to", "log", "step")
+
+Sampler = Literal["tpe", "random"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two, both included.
+
+    Attributes:
+        low: The smallest.
+        high: The largest.
+        log: Whether equal ratios are equally likely, instead of equal differences.
+        step: Distance of neighbours; None for whole numbers one apart, or any number at all.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        return type(self.low) is int and type(self.high) is int
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        return self.low, self.high
+
+    def drawn(self, trial: Any, name: str) -> Any:
+        """Return what a trial of Optuna's proposes."""
+        draw = trial.suggest_int if self.whole else trial.suggest_float
+        step = {} if self.step is None else {"step": self.step}
+        return draw(name, self.low, self.high, log=self.log, **step)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values, of any kind that a settings file holds."""
+
+    values: tuple[Any, ...]
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        return self.values
+
+    def drawn(self, trial: Any, name: str) -> Any:
+        """Return what a trial of Optuna's proposes."""
+        # As text: Optuna takes no lists, and takes 1 and true for the same.
+        return json.loads(trial.suggest_categorical(name, [json.dumps(v) for v in self.values]))
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The section ``search`` of a sweep's file.
+
+    Attributes:
+        trials: How many there are to be.
+        over: Settings that trials differ in, by dotted names.
+        sampler: ``tpe`` learns from trials before, ``random`` does not.
+        seed: Trials depend on it, and on nothing else that is random.
+        extends: The variant that trials change; None for the base.
+    """
+
+    trials: int
+    over: Mapping[str, Range | Choice]
+    sampler: Sampler = "tpe"
+    seed: int = 0
+    extends: str | None = None
+
+
+def read_search(given: Any) -> SearchConfig:
+    """Make a search of what a sweep's file says.
+
+    Raises:
+        ValueError: If something is wrong; names the first such thing.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
+    for key in given:
+        if key not in _KEYS:
+            raise ValueError(f"search.{key} is no key of a search{did_you_mean(key, _KEYS)}")
+    whole = {"trials": 1, "seed": 0}
+    for key, least in whole.items():
+        value = given.get(key, 0 if key == "seed" else None)
+        if type(value) is not int or value < least:
+            raise ValueError(f"search.{key}={value!r} must be a whole number from {least} on")
+    sampler = given.get("sampler", "tpe")
+    if sampler not in get_args(Sampler):
+        raise ValueError(
+            f"search.sampler={sampler} is no sampler{did_you_mean(sampler, get_args(Sampler))}"
+        )
+    over = given.get("over")
+    if not isinstance(over, Mapping) or not over:
+        raise ValueError(
+            f"search.over={over!r} must name settings and what they may be, such as "
+            "optimizer.lr: {from: 1.0e-4, to: 1.0e-2, log: true}"
+        )
+    found = {str(name): _read_domain(f"search.over.{name}", value) for name, value in over.items()}
+    return SearchConfig(given["trials"], found, sampler, given.get("seed", 0), given.get("extends"))
+
+
+def _read_domain(key: str, given: Any) -> Range | Choice:
+    if isinstance(given, list) and len(given) > 1:
+        return Choice(tuple(given))
+    if not isinstance(given, Mapping) or not {"from", "to"} <= given.keys():
+        raise ValueError(
+            f"{key}={given!r} must be a list of two values or more, or a range such as "
+            "{from: 4, to: 32}"
+        )
+    for name in given:
+        if name not in _ENDS:
+            raise ValueError(f"{key}.{name} is no key of a range{did_you_mean(name, _ENDS)}")
+    low, high = (_number(f"{key}.{name}", given[name]) for name in ("from", "to"))
+    step = None if given.get("step") is None else _number(f"{key}.step", given["step"])
+    log = given.get("log", False)
+    if not low < high:
+        raise ValueError(f"{key}: from={low} must be below to={high}")
+    if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
+        raise ValueError(f"{key}.log={log} must be true or false, and needs from > 0 and no step")
+    found = Range(low, high, log, step)
+    if step is not None and (step <= 0 or (found.whole and type(step) is not int)):
+        raise ValueError(f"{key}.step={step} must be above 0, and whole where from and to are")
+    return found
+
+
+def _number(key: str, given: Any) -> float:
+    """Return a number; YAML takes ``1e-4``, which has no point, for a text."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = float(given)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise ValueError(f"{key}={given!r} must be a number")
+    return given
+
+
+class Search:
+    """Trials of a search, each a variant of the sweep with a run for every seed.
+
+    What Optuna proposes depends on the seed and on what is known of the trials before, so that one
+    that was stopped goes on as if it had not been, where runs come one after the other.
+
+    Args:
+        config: What the sweep's file says.
+        folder: Folder of the sweep, held by this process alone.
+        metric: What is to be as small as possible, or as large where that is better.
+        seeds: Seeds of the runs; a trial is worth the mean over them.
+        make_jobs: Makes the jobs of a trial of its name and settings; raises ``ValueError`` for
+            settings that do not go together.
+        anew: Forget an earlier search in the folder that asked for something else.
+
+    Raises:
+        ValueError: If an earlier search in the folder asked for something else.
+        MissingPackageError: If Optuna is not installed.
+    """
+
+    def __init__(
+        self,
+        config: SearchConfig,
+        folder: Path,
+        metric: str,
+        seeds: Sequence[int],
+        make_jobs: Callable[[str, dict[str, Any]], list[Job]],
+        anew: bool = False,
+    ) -> None:
+        with needed_by("search"):
+            import optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._config, self._metric = optuna, config, metric
+        self._make_jobs, self._path = make_jobs, folder / JOURNAL
+        self._asked = {
+            "over": {name: [type(d).__name__, asdict(d)] for name, d in config.over.items()},
+            "sampler": config.sampler, "seed": config.seed, "extends": config.extends,
+            "metric": metric, "seeds": list(seeds),
+        }  # fmt: skip
+        self._asked = json.loads(json.dumps(self._asked))
+        self._open()
+        before = self._study.user_attrs.get("asked", self._asked)
+        if before != self._asked and not anew:
+            other = next(key for key in self._asked if before.get(key) != self._asked[key])
+            raise ValueError(
+                f"{folder} holds a search with other settings (search.{other}: "
+                f"{before.get(other)} -> {self._asked[other]}); choose another out, or start it "
+                "again with --overwrite=true"
+            )
+        if before != self._asked:
+            self._path.unlink()
+            self._open()
+        self._study.set_user_attr("asked", self._asked)
+        self._of: dict[int, list[Job]] = {}
+        for trial in self._study.trials:
+            if trial.state.name in ("COMPLETE", "RUNNING"):
+                self._add(trial)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the jobs of all trials so far, but of those that failed."""
+        return [job for number in sorted(self._of) for job in self._of[number]]
+
+    def begin_anew(self) -> None:
+        """Forget all trials."""
+        self._path.unlink()
+        self._open()
+        self._study.set_user_attr("asked", self._asked)
+        self._of = {}
+
+    def more(self) -> list[Job]:
+        """Return the jobs of the next trial; none if there are to be no more."""
+        while len(self._study.trials) < self._config.trials:
+            self._seed_sampler(len(self._study.trials))
+            trial = self._study.ask()
+            self._add(self._study.trials[trial.number])
+            if self._of.get(trial.number):
+                return self._of[trial.number]
+        return []
+
+    def tell(self) -> None:
+        """Tell Optuna what came of the trials whose runs have all ended."""
+        waiting = [trial.number for trial in self._study.trials if trial.state.name == "RUNNING"]
+        for number in waiting:
+            jobs = self._of[number]
+            if any(job.state == "failed" for job in jobs):
+                self._fail(number, next(job.reason for job in jobs if job.state == "failed"))
+            elif all(job.state == "finished" for job in jobs):
+                value = statistics.mean(self._value(job) for job in jobs)
+                if math.isfinite(value):
+                    self._study.tell(number, value)
+                else:
+                    self._fail(number, f"its {self._metric} is {value}")
+
+    def summary(self) -> str:
+        """Say which trial is best so far, and how many failed."""
+        trials = self._study.trials
+        done = [trial for trial in trials if trial.state.name == "COMPLETE"]
+        failed = [trial for trial in trials if trial.state.name == "FAIL"]
+        text = f"search: {len(done)} of {self._config.trials} trials finished"
+        if failed:
+            number = failed[-1].number
+            reason = self._study.user_attrs.get(f"failed {number}", "")
+            text += f", {len(failed)} failed (the last one, {trial_name(number)}: {reason})"
+        if done:
+            best = self._study.best_trial
+            settings = ", ".join(f"{key}={_shown(value)}" for key, value in best.params.items())
+            text += (
+                f"; best: {trial_name(best.number)}, {self._metric} {best.value:.6g}: {settings}"
+            )
+        return text
+
+    def _open(self) -> None:
+        storages = self._optuna.storages
+        Path(f"{self._path}.lock").unlink(missing_ok=True)  # the folder is this process' alone
+        _drop_torn_line(self._path)
+        storage = storages.JournalStorage(storages.journal.JournalFileBackend(str(self._path)))
+        self._study = self._optuna.create_study(
+            storage=storage,
+            study_name="search",
+            load_if_exists=True,
+            direction="maximize" if self._metric in HIGHER_IS_BETTER else "minimize",
+        )
+
+    def _seed_sampler(self, number: int) -> None:
+        """Give Optuna a sampler for one trial, the same whenever that is asked for."""
+        seed = np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0]
+        samplers = self._optuna.samplers
+        if self._config.sampler == "random":
+            self._study.sampler = samplers.RandomSampler(seed=int(seed))
+        else:
+            # Trials that are still running count as bad ones, so that others go elsewhere.
+            self._study.sampler = samplers.TPESampler(seed=int(seed), constant_liar=True)
+
+    def _add(self, frozen: Any) -> None:
+        """Make the jobs of a trial, after drawing those of its settings that are not drawn yet."""
+        self._seed_sampler(frozen.number)
+        # What was drawn before is only read; of a trial that ended all was.
+        trial = frozen
+        if frozen.state.name == "RUNNING":
+            trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
+        settings = {name: each.drawn(trial, name) for name, each in self._config.over.items()}
+        try:
+            self._of[frozen.number] = self._make_jobs(trial_name(frozen.number), settings)
+        except ValueError as problem:
+            if frozen.state.name != "RUNNING":
+                raise
+            self._fail(frozen.number, str(problem))
+
+    def _fail(self, number: int, reason: str) -> None:
+        self._study.set_user_attr(f"failed {number}", reason)
+        self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)
+
+    def _value(self, job: Job) -> float:
+        return read_trained(job.variant, job.seed, job.folder).metrics[self._metric]
+
+
+def trial_name(number: int) -> str:
+    """Return the name of a trial as a variant."""
+    return f"trial-{number:03d}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut what was being written to a journal when its machine went down: Optuna reads no more."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)

@@ -1,0 +1,125 @@
+"""Sweeps through submitit and Ray, and the process that a run has there."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import comera
+from comera.recipes.launchers import make_launcher
+from comera.recipes.sweep import make_jobs
+from comera.recipes.worker import Remote
+from comera.train.log import last_logged
+from tests.peers import peer
+from tests.recipes.test_sweep import carried_out, content, sweep_of, written  # noqa: F401
+
+ROOT = Path(comera.__file__).parents[1]
+
+
+def wait_for(happened, seconds=300):
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_settings_that_a_launcher_does_not_know(content, tmp_path):  # noqa: F811
+    peer("submitit")
+    with pytest.raises(ValueError, match="launcher=slrum is no launcher"):
+        make_launcher("slrum", {}, tmp_path, None, Console(quiet=True))
+    with pytest.raises(ValueError, match=r"submitit=.'gpus': 3.: Unknown|need to be prefixed"):
+        make_launcher("submitit", {"submitit": {"gpus": 3}}, tmp_path, None, Console(quiet=True))
+    content["ray"] = 4
+    with pytest.raises(ValueError, match="ray=4 must be a mapping"):
+        sweep_of(content, tmp_path)
+
+
+def test_without_its_package_a_launcher_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"--launcher=ray needs ray: .*comera\[ray\]"):
+        make_launcher("ray", {}, tmp_path, None, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["submitit", "ray"])
+def test_a_launcher_finishes_one_run_and_ctrl_c_saves_the_other(
+    content,  # noqa: F811
+    tmp_path,
+    launcher,
+):
+    """Without a cluster: as processes of submitit, and by a Ray of this machine."""
+    peer(launcher)
+    content["variants"] = {"dense": {"tensorize": None}, "long": {"train.steps": 100_000}}
+    content["base"]["out"] = "elsewhere"
+    content["out"] = "out"  # relative, as most people write it
+    content["ray"] = {"num_cpus": 1}
+    command = [sys.executable, "-m", "comera", "sweep", str(written(content, tmp_path))]
+    quick, long = (tmp_path / "out" / name / "seed-0" for name in ("dense", "long"))
+    with subprocess.Popen(
+        [*command, f"--launcher={launcher}"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+
+        def ready():
+            assert process.poll() is None
+            return (quick / "result.json").is_file() and last_logged(long, "loss")
+
+        try:
+            wait_for(ready)
+            process.send_signal(signal.SIGINT)
+            printed, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130, printed
+    assert "stopped; it can be resumed" in printed
+    assert any((long / "checkpoints").glob("step-*"))
+    assert not (long / "result.json").exists()
+    assert "preparing data" in (long / "log.txt").read_text()
+    # Later, by processes of this machine: what is finished is not trained again.
+    content["variants"] = {"dense": {"tensorize": None}}
+    content["out"] = str(tmp_path / "out")
+    status, printed = carried_out(content, tmp_path)
+    assert (status, "1 of them finished" in printed) == (0, True)
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_up_saves_and_goes_on_from_there(content, tmp_path):  # noqa: F811
+    """As submitit asks for it; the second time the sweep has been stopped."""
+    peer("submitit")
+    content["variants"] = {"dense": {"tensorize": None, "train.steps": 100_000}}
+    (job,) = make_jobs(sweep_of(content, tmp_path))
+    job.config.overwrite = True
+    said = {}
+
+    def started(name, remote):
+        thread = threading.Thread(target=lambda: said.__setitem__(name, remote()))
+        thread.start()
+        return thread
+
+    first = Remote(job.config, str(tmp_path))
+    thread = started("first", first)
+    wait_for(lambda: last_logged(job.folder, "loss"))
+    later = first.checkpoint().function
+    thread.join()
+    saved = max(int(path.name[5:]) for path in (job.folder / "checkpoints").glob("step-*"))
+    assert not later.config.overwrite
+    later.permit = str(tmp_path / "permit")
+    Path(later.permit).touch()
+    thread = started("later", later)
+    wait_for(lambda: last_logged(job.folder, "loss")[0] > saved)
+    Path(later.permit).unlink()
+    thread.join()
+    assert said == {"first": ("stopped", ""), "later": ("stopped", "")}
+    assert Remote(job.config, str(tmp_path), later.permit)() == ("stopped", "")  # at once
+    again = max(int(path.name[5:]) for path in (job.folder / "checkpoints").glob("step-*"))
+    assert again > saved
