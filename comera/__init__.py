@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from comera.allocator import reuse_freed_memory
     from comera.checkpoint.chain import CheckpointChain
     from comera.compress.compress import compress_
+    from comera.compress.heal import heal_
+    from comera.compress.sensitivity import sensitivity
     from comera.nn.collection import TTEmbeddingBagCollection
     from comera.nn.config import TTConfig
     from comera.nn.convert import densify_, tensorize_
@@ -65,6 +67,8 @@ _HOMES = {
     "comera.allocator": ("reuse_freed_memory",),
     "comera.checkpoint.chain": ("CheckpointChain",),
     "comera.compress.compress": ("compress_",),
+    "comera.compress.heal": ("heal_",),
+    "comera.compress.sensitivity": ("sensitivity",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.config": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
@@ -124,6 +128,7 @@ __all__ = [
     "freeze_",
     "frozen",
     "galore_param_groups",
+    "heal_",
     "load_model",
     "load_run",
     "memory_report",
@@ -134,6 +139,7 @@ __all__ = [
     "register_layer",
     "reuse_freed_memory",
     "save_model",
+    "sensitivity",
     "tensorize_",
     "to_plain_",
     "truncate_",

@@ -1,45 +1,30 @@
 """A trained model with smaller linear layers: one budget, spent where calibration data say."""
 
-import logging
-import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from comera.compress.allocate import Choice, allocate
-from comera.compress.layer_moments import LossFn, gather_moments
-from comera.compress.whitened import WhitenedSVD, whitened_svd
-from comera.names import listed
-from comera.nn.config import TTConfig
+from comera.compress.layer_moments import LossFn
+from comera.compress.sensitivity import (
+    CompressedLayer,
+    LayerSensitivity,
+    Sensitivity,
+    parse_budget,
+    sensitivity,
+)
+from comera.compress.whitened import WhitenedSVD
+from comera.extras import needed_by
 from comera.nn.convert import swap_layers_
 from comera.nn.linear import TTLinear
-from comera.nn.targets import find_targets, other_holders, tied_groups
-from comera.planning.printing import text_table
+from comera.planning.printing import show_bytes, table_html, text_table
 
-log = logging.getLogger("comera")
-
-
-@dataclass(frozen=True)
-class CompressedLayer:
-    """What became of one linear layer.
-
-    Attributes:
-        name: As in ``named_modules``.
-        dense_params: Entries of the weight it had.
-        params: Entries of what it has now, gates included.
-        rank: Of its two factors; None where it stayed dense.
-        loss: By how much this is predicted to raise the loss, to second order.
-    """
-
-    name: str
-    dense_params: int
-    params: int
-    rank: int | None
-    loss: float
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,12 +35,16 @@ class Compression:
         layers: One entry for each targeted layer.
         dense_params: Parameters of the whole model before, shared ones counted once.
         params: The same afterwards.
-        seconds: What it took.
+        dense_bytes: Bytes of the parameters before.
+        bytes: The same afterwards.
+        seconds: What it took, calibration included where it was not done before.
     """
 
     layers: tuple[CompressedLayer, ...]
     dense_params: int
     params: int
+    dense_bytes: int
+    bytes: int
     seconds: float
 
     @property
@@ -63,10 +52,18 @@ class Compression:
         """Parameters of the whole model afterwards, in units of those before."""
         return self.params / self.dense_params
 
-    def __str__(self) -> str:
-        rows = [
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
+        with needed_by("to_pandas()"):
+            import pandas as pd
+
+        return pd.DataFrame([vars(layer) for layer in self.layers])
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return header and cells as text."""
+        return ("layer", "dense", "now", "rank", "predicted loss"), [
             (
-                layer.name or "(model)",
+                layer.name,
                 f"{layer.dense_params:,}",
                 f"{layer.params:,}",
                 "dense" if layer.rank is None else str(layer.rank),
@@ -74,28 +71,35 @@ class Compression:
             )
             for layer in self.layers
         ]
-        header = ("layer", "dense", "now", "rank", "predicted loss")
-        return f"{text_table('linear layers', header, rows)}\n{self.summary()}"
+
+    def __str__(self) -> str:
+        return f"{text_table('linear layers', *self.rows())}\n{self.summary()}"
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(*self.rows(), note=self.summary())
 
     def summary(self) -> str:
         """Return a line of totals."""
         kept = sum(layer.rank is None for layer in self.layers)
         return (
             f"whole model: {self.params:,} parameters of {self.dense_params:,} ({self.share:.1%}), "
+            f"{show_bytes(self.bytes)} of {show_bytes(self.dense_bytes)}, "
             f"{kept} of {len(self.layers)} layers stay dense, {self.seconds:.0f} s"
         )
 
 
 def compress_(
     model: nn.Module,
-    calibration: Iterable[Any],
+    calibration: Iterable[Any] | Sensitivity,
     *,
-    budget: float,
+    budget: float | str,
     loss_fn: LossFn | None = None,
     target_modules: str | list[str] = "all-linear",
     exclude_modules: str | list[str] | None = None,
+    keep: str | Path | None = None,
+    progress: bool = False,
 ) -> Compression:
     """Replace linear layers of a trained model in place by low-rank ones that cost least loss.
 
@@ -108,21 +112,27 @@ def compress_(
     Args:
         model: Any model with ``nn.Linear`` layers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
-            ten thousand rows (tokens) are enough; they are read once.
-        budget: Parameters of the whole model afterwards, in units of those now; in (0, 1).
+            ten thousand rows (tokens) are enough; they are read once. Or what
+            :func:`~comera.sensitivity` found with them for this model or the one it is a copy of;
+            the next arguments but the budget were then said to it.
+        budget: Parameters of the whole model afterwards, in units of those now, in (0, 1); or their
+            bytes with a unit: ``"60MB"`` (millions), ``"60MiB"`` (of 2^20).
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss. If None, batches are mappings
             as models of Hugging Face take them, labels included, and the model gives its loss.
         target_modules: Which layers, as :class:`~comera.TTConfig` has it.
         exclude_modules: Which not, likewise. Layers whose weight another module holds too, as an
             output layer tied to its embedding, are left alone.
+        keep: A file for what calibration has found, written every two minutes and at its end.
+            A call that finds it skips as many batches as it has seen: all, if it is complete.
+        progress: Whether to show a bar.
 
     Returns:
         The ranks chosen and what they are predicted to cost.
 
     Raises:
         ValueError: If the budget is out of range or out of reach, no layer matches, there is no
-            batch, a loss is not finite, or a targeted layer is never called. The model is then
-            unchanged.
+            batch, a loss is not finite, a targeted layer is never called, or what is kept or was
+            found before is of other weights. The model is then unchanged.
 
     Example::
 
@@ -131,81 +141,63 @@ def compress_(
 
     Source: SVD-LLM (arXiv 2403.07378), with gradients and one budget for all layers.
     """
-    if isinstance(budget, bool) or not 0 < budget < 1:
-        raise ValueError(f"budget={budget!r} must be between 0 and 1: the share of parameters kept")
+    parse_budget(budget)
     begun = time.monotonic()
-    layers = _layers(model, target_modules, exclude_modules)
-    moments = gather_moments(model, layers, calibration, loss_fn or _own_loss)
+    if isinstance(calibration, Sensitivity):
+        _check_unused(loss_fn, target_modules, exclude_modules, keep)
+        found = calibration
+    else:
+        found = sensitivity(
+            model, calibration, loss_fn=loss_fn, target_modules=target_modules,
+            exclude_modules=exclude_modules, keep=keep, progress=progress,
+        )  # fmt: skip
+    layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
-    other = dense_params - sum(layer.weight.numel() for layer in layers.values())
-    room = math.floor(budget * dense_params) - other
-    if room <= 0:
-        raise ValueError(
-            f"budget={budget}: {other:,} of {dense_params:,} parameters are in layers that are no "
-            "target; nothing is left for the targets"
-        )
-    # Each layer's moments go as its decomposition comes, which is no larger.
-    found = {n: whitened_svd(layer.weight, moments.pop(n)) for n, layer in layers.items()}
-    choices = [_choice(layer, found[name]) for name, layer in layers.items()]
-    ranks = allocate(choices, room)
+    dense_bytes = sum(param.nbytes for param in model.parameters())
+    made = found.choose(budget)
     replacements = {
-        name: _low_rank(layer, found[name], rank)
-        for (name, layer), rank in zip(layers.items(), ranks, strict=True)
-        if rank is not None
+        id(layers[one.name]): _low_rank(layers[one.name], layer.whitened, one.rank)
+        for one, layer in zip(made, found.layers, strict=True)
+        if one.rank is not None
     }
-    swap_layers_(model, {id(layers[name]): new for name, new in replacements.items()})
-    made = tuple(
-        CompressedLayer(
-            name, choice.dense, choice.size(rank), rank,
-            0.0 if rank is None else found[name].loss(rank),
-        )
-        for name, choice, rank in zip(layers, choices, ranks, strict=True)
-    )  # fmt: skip
-    params = sum(param.numel() for param in model.parameters())
-    return Compression(made, dense_params, params, time.monotonic() - begun)
+    swap_layers_(model, replacements)
+    params = list(model.parameters())
+    return Compression(
+        made,
+        dense_params,
+        sum(param.numel() for param in params),
+        dense_bytes,
+        sum(param.nbytes for param in params),
+        time.monotonic() - begun,
+    )
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    if not isinstance(batch, Mapping):
+def _check_unused(loss_fn: object, targets: object, exclude: object, keep: object) -> None:
+    said = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
+    said["target_modules"] = None if targets == "all-linear" else targets
+    wrong = [name for name, value in said.items() if value is not None]
+    if wrong:
         raise ValueError(
-            f"a batch of type {type(batch).__name__} needs a loss_fn(model, batch); without one, "
-            "batches are mappings with labels, as models of Hugging Face take them"
+            f"{wrong[0]}={said[wrong[0]]!r}: with what sensitivity found there is no calibration "
+            "left to do; say it to sensitivity"
         )
-    loss = getattr(model(**batch), "loss", None)
-    if loss is None:
+
+
+def _same(model: nn.Module, found: LayerSensitivity) -> nn.Linear:
+    """Return the layer of the model that has been looked at, if it is still the same."""
+    try:
+        layer = model.get_submodule(found.name)
+    except AttributeError:
+        layer = None  # type: ignore[assignment]
+    weight = found.whitened.weight_OI
+    if type(layer) is not nn.Linear or layer.weight.shape != weight.shape:
         raise ValueError(
-            f"the model gives no loss for a batch with {listed(sorted(map(str, batch)))}: add "
-            "labels, or pass loss_fn(model, batch)"
+            f"{found.name} is no linear layer with a weight of {tuple(weight.shape)} in this "
+            "model, and was one when sensitivity looked"
         )
-    return loss
-
-
-def _layers(
-    model: nn.Module, targets: str | list[str], exclude: str | list[str] | None
-) -> dict[str, nn.Linear]:
-    """Find the layers to compress; those that share their weight are named and left out."""
-    config = TTConfig(target_modules=targets, exclude_modules=exclude, init="svd")
-    found: dict[str, nn.Linear] = {}
-    shared: list[str] = []
-    linear = find_targets(model, config, lambda module, _: isinstance(module, nn.Linear))
-    for names, modules in tied_groups(linear):
-        if len(modules) > 1 or other_holders(model, modules):
-            shared += names
-        else:
-            found[names[0]] = modules[0]  # type: ignore[assignment]
-    if shared:
-        log.warning("compress_ leaves %s dense: another module holds the weight", listed(shared))
-    if "" in found:
-        raise ValueError("the model is itself a linear layer: put it into a module to replace it")
-    if not found:
-        raise ValueError("every targeted layer shares its weight with another module")
-    return found
-
-
-def _choice(layer: nn.Linear, found: WhitenedSVD) -> Choice:
-    out_features, in_features = layer.weight.shape
-    each = in_features + out_features + 1  # and a gate
-    return Choice(found.losses_K.cpu(), layer.weight.numel(), each)
+    if not torch.equal(layer.weight, weight.to(layer.weight)):
+        raise ValueError(f"the weight of {found.name} has changed since sensitivity looked")
+    return layer
 
 
 @torch.no_grad()

@@ -135,6 +135,11 @@ def test_tied_weights_are_left_alone(caplog):
     ("budget", "problem"),
     [
         (1.2, "budget=1.2 must be between 0 and 1"),
+        (True, "budget=True must be between 0 and 1"),
+        (20_000, "budget=20000 must be .* or the bytes of all parameters with a unit"),
+        ("20 mb", "budget='20 mb' must be"),
+        ("1GB", "is no less than the .* of all parameters"),
+        ("1kB", "leaves no room|nothing is left"),
         (0.01, "leaves no room|nothing is left"),
     ],
 )
@@ -148,3 +153,43 @@ def test_a_budget_out_of_reach_changes_nothing(trained, budget, problem):
 def test_a_model_that_is_itself_a_layer_is_refused():
     with pytest.raises(ValueError, match="itself a linear layer"):
         comera.compress_(nn.Linear(4, 4), [], budget=0.5, loss_fn=loss_fn)
+
+
+def test_a_budget_of_bytes_is_what_the_parameters_take(trained):
+    model, half = copy.deepcopy(trained), copy.deepcopy(trained).half()
+    whole = sum(p.nbytes for p in trained.parameters())
+    done = comera.compress_(model, calibration(), budget="10kB", loss_fn=loss_fn)
+    assert done.bytes == sum(p.nbytes for p in model.parameters()) <= 10_000 < whole
+    assert done.bytes > 9_600  # a rank takes 388
+    assert done.dense_bytes == whole
+    batches = [(x.half(), y) for x, y in calibration()]
+    done = comera.compress_(half, batches, budget="6KiB", loss_fn=loss_fn)
+    assert done.bytes == sum(p.nbytes for p in half.parameters()) <= 6 * 1024
+
+
+def test_what_sensitivity_found_serves_copies_of_the_model_at_any_budget(trained):
+    found = comera.sensitivity(trained, calibration(), loss_fn=loss_fn)
+    for budget in (0.8, 0.5):
+        model, direct = copy.deepcopy(trained), copy.deepcopy(trained)
+        done = comera.compress_(model, found, budget=budget)
+        assert done.layers == found.choose(budget)
+        comera.compress_(direct, calibration(), budget=budget, loss_fn=loss_fn)
+        for ours, theirs in zip(model.parameters(), direct.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert type(trained[0]) is nn.Linear
+    with pytest.raises(ValueError, match=r"0 is no linear layer .* when sensitivity looked"):
+        comera.compress_(model, found, budget=0.5)
+    other = copy.deepcopy(trained)
+    other[2].weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="weight of 2 has changed since"):
+        comera.compress_(other, found, budget=0.5)
+    with pytest.raises(ValueError, match=r"target_modules='0': .* say it to sensitivity"):
+        comera.compress_(other, found, budget=0.5, target_modules="0")
+
+
+def test_the_report_is_a_data_frame_and_a_table(trained):
+    done = comera.compress_(copy.deepcopy(trained), calibration(), budget=0.5, loss_fn=loss_fn)
+    frame = done.to_pandas()
+    assert frame["name"].tolist() == ["0", "2", "4"]
+    assert frame["params"].tolist() == [layer.params for layer in done.layers]
+    assert done._repr_html_().count("<tr>") == 1 + len(done.layers)

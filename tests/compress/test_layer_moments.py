@@ -82,3 +82,48 @@ def test_what_is_wrong_is_named():
     spare = {**layers(net), "spare": nn.Linear(2, 2)}
     with pytest.raises(ValueError, match="loss_fn never called spare"):
         gather_moments(net, spare, batches(), loss_fn)
+
+
+def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("comera.compress.layer_moments._SAVE_EVERY", 0.0)
+    net, data, file = Net(), batches((4, 2, 6, 3)), tmp_path / "moments.safetensors"
+    whole = gather_moments(net, layers(net), data, loss_fn)
+
+    def breaks_off():
+        yield from data[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gather_moments(net, layers(net), breaks_off(), loss_fn, file)
+    asked = []
+
+    def counting(model, batch):
+        asked.append(len(batch[0]))
+        return loss_fn(model, batch)
+
+    found = gather_moments(net, layers(net), data, counting, file)
+    assert asked == [6, 3]
+    for name, moments in found.items():
+        assert moments.rows == whole[name].rows
+        torch.testing.assert_close(moments.inputs_II, whole[name].inputs_II)
+        torch.testing.assert_close(moments.grads_OO, whole[name].grads_OO)
+    again = gather_moments(net, layers(net), [], counting, file)  # complete: nothing is asked for
+    assert asked == [6, 3]
+    assert torch.equal(again["first"].inputs_II, found["first"].inputs_II)
+
+
+def test_a_file_of_other_moments_is_refused(tmp_path):
+    net, file = Net(), tmp_path / "moments.safetensors"
+    gather_moments(net, layers(net), batches(), loss_fn, file)
+    net.second.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match=r"moments of other layers or weights \(second\)"):
+        gather_moments(net, layers(net), batches(), loss_fn, file)
+    file.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no file of moments"):
+        gather_moments(net, layers(net), batches(), loss_fn, file)
+
+
+def test_the_bar_counts_batches(capsys):
+    net = Net()
+    gather_moments(net, layers(net), batches(), loss_fn, progress=True)
+    assert "calibration" in capsys.readouterr().out

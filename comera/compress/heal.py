@@ -1,0 +1,195 @@
+"""What compression took from a model, brought back by training it to answer as the dense one."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera.nn.module import TensorTrainModule
+
+Outputs = Callable[[nn.Module, Any], Tensor]
+"""Takes the model and a batch, and returns its answers: logits, or whatever is to be matched."""
+
+_WARM = 0.05
+"""Share of the training in which the learning rate rises."""
+
+
+@dataclass(frozen=True)
+class Healing:
+    """How it went; prints itself.
+
+    Attributes:
+        steps: Batches that were trained on.
+        seconds: What it took.
+        first: Distance from the dense model's answers on the first tenth of the batches, mean.
+        last: The same on the last tenth.
+    """
+
+    steps: int
+    seconds: float
+    first: float
+    last: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps in {self.seconds:.0f} s, distance from the dense model "
+            f"{self.first:.4g} -> {self.last:.4g}"
+        )
+
+
+def heal_(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    *,
+    seconds: float | None = None,
+    lr: float = 2e-4,
+    outputs: Outputs | None = None,
+    distance: Callable[[Tensor, Tensor], Tensor] | None = None,
+    progress: bool = False,
+) -> Healing:
+    """Train the tensor-train layers of a model in place to answer as the dense model does.
+
+    Both see the same batches, which need no labels. Only cores and biases of tensor-train layers
+    are trained, with AdamW; all else stays as it is, and so do gates and ranks. The rate rises for
+    a twentieth of the way and falls to nothing at the end.
+
+    Args:
+        model: The compressed model; what dropout it has stays off.
+        dense: The model it was, or any other teacher with answers of the same shape.
+        batches: Gone through once, or again and again where ``seconds`` says how long.
+        seconds: When to stop. If None, after one pass, for which ``batches`` needs a length.
+        lr: Highest learning rate.
+        outputs: ``outputs(model, batch)``, the answers. If None, batches are mappings as models of
+            Hugging Face take them, and the answers are ``logits``.
+        distance: ``distance(mine, theirs)``, a mean. If None, the Kullback-Leibler divergence of
+            the distributions that logits in the last dimension stand for.
+        progress: Whether to show a bar.
+
+    Returns:
+        Steps, seconds, and the distance at the beginning and at the end.
+
+    Raises:
+        ValueError: If the model has no tensor-train layer that may be trained, an option is out of
+            range, there is no batch, the answers have other shapes, or a distance is not finite.
+
+    Example::
+
+        dense = copy.deepcopy(model)
+        comera.compress_(model, loader, budget=0.6)
+        print(comera.heal_(model, dense, loader, seconds=600))
+
+    Source: distillation, arXiv 1503.02531, at temperature 1 and without labels.
+    """
+    if not lr > 0:
+        raise ValueError(f"lr={lr!r} must be above 0")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds={seconds!r} must be above 0")
+    if seconds is None and not hasattr(batches, "__len__"):
+        raise ValueError(
+            f"batches of type {type(batches).__name__} have no length: say how long with seconds="
+        )
+    params = _trained(model)
+    answers, apart = outputs or _logits, distance or _divergence
+    wanted = {param: param.requires_grad for param in model.parameters()}
+    training = {module: module.training for module in (*model.modules(), *dense.modules())}
+    optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer.zero_grad()
+    found: list[float] = []
+    begun = time.monotonic()
+    model.eval()
+    dense.eval()
+    for param in wanted:
+        param.requires_grad_(False)
+    for param in params:
+        param.requires_grad_(True)
+    try:
+        for batch, done in _until(batches, seconds, begun, progress):
+            with torch.no_grad():
+                theirs = answers(dense, batch)
+            with torch.enable_grad():
+                mine = answers(model, batch)
+                if mine.shape != theirs.shape:
+                    raise ValueError(
+                        f"the model answers with shape {tuple(mine.shape)}, the dense one with "
+                        f"{tuple(theirs.shape)}"
+                    )
+                loss = apart(mine, theirs)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"the distance is {value} in step {len(found)}: lower lr={lr}, or look at "
+                    "the answers"
+                )
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(value)
+    finally:
+        optimizer.zero_grad()
+        for param, was in wanted.items():
+            param.requires_grad_(was)
+        for module, was in training.items():
+            module.training = was
+    if not found:
+        raise ValueError("batches is empty: there is nothing to heal with")
+    tenth = max(1, len(found) // 10)
+    first, last = (sum(part) / tenth for part in (found[:tenth], found[-tenth:]))
+    return Healing(len(found), time.monotonic() - begun, first, last)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    gates = {id(gate) for layer in layers for gate in layer.gates}
+    unique = {id(param): param for layer in layers for param in layer.parameters()}
+    params = [p for key, p in unique.items() if p.requires_grad and key not in gates]
+    if not params:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-train layer that may be trained: compress_ or "
+            "tensorize_ it first"
+        )
+    return params
+
+
+def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress: bool):
+    """Yield batches and the share of the way that lies behind, in [0, 1)."""
+    from rich.progress import Progress  # not needed before somebody heals
+
+    with Progress(disable=not progress) as bars:
+        bar = bars.add_task("healing", total=1.0)
+        count = 0
+        while True:
+            before = count
+            for batch in batches:
+                if seconds is None:
+                    done = count / len(batches)  # type: ignore[arg-type]
+                else:
+                    done = (time.monotonic() - begun) / seconds
+                if done >= 1:
+                    return
+                bars.update(bar, completed=done)
+                yield batch, done
+                count += 1
+            if seconds is None or count == before:
+                return
+
+
+def _logits(model: nn.Module, batch: Any) -> Tensor:
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} needs outputs(model, batch); without it, "
+            "batches are mappings as models of Hugging Face take them"
+        )
+    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+def _divergence(mine: Tensor, theirs: Tensor) -> Tensor:
+    width = mine.shape[-1]
+    ours, wanted = (F.log_softmax(x.float(), -1).reshape(-1, width) for x in (mine, theirs))
+    return F.kl_div(ours, wanted, reduction="batchmean", log_target=True)

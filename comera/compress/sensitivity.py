@@ -1,0 +1,322 @@
+"""What the loss says of each layer's ranks, before anything is changed."""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.compress.allocate import Choice, allocate
+from comera.compress.layer_moments import LossFn, gather_moments
+from comera.compress.linear_targets import linear_targets, own_loss
+from comera.compress.whitened import WhitenedSVD, whitened_svd
+from comera.extras import needed_by
+from comera.planning.printing import show_bytes, table_html, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_SHARES = tuple(k / 20 for k in range(1, 21))
+_UNITS = {"k": 1000, "M": 1000**2, "G": 1000**3, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """What becomes of one linear layer.
+
+    Attributes:
+        name: As in ``named_modules``.
+        dense_params: Entries of the weight it had.
+        params: Entries of what it has now, gates included.
+        rank: Of its two factors; None where it stays dense.
+        loss: By how much this is predicted to raise the loss, to second order.
+    """
+
+    name: str
+    dense_params: int
+    params: int
+    rank: int | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """One linear layer.
+
+    Attributes:
+        name: As in ``named_modules``.
+        whitened: Its weight by directions, with the loss that each of them saves.
+    """
+
+    name: str
+    whitened: WhitenedSVD
+
+    @functools.cached_property
+    def plain_K(self) -> Tensor:
+        """Singular values of the weight alone, float64."""
+        return whitened_svd(self.whitened.weight_OI, None).losses_K.sqrt()
+
+    @property
+    def whitened_K(self) -> Tensor:
+        """Singular values where every error counts as much as it raises the loss, float64."""
+        return (2 * self.whitened.losses_K).sqrt()
+
+    def params(self, rank: int | None) -> int:
+        """Return the entries of two factors and a gate, or of the dense weight for None."""
+        weight = self.whitened.weight_OI
+        return weight.numel() if rank is None else rank * (sum(weight.shape) + 1)
+
+    def bytes(self, rank: int | None) -> int:
+        """Return what these take; gates are float32 or wider."""
+        weight = self.whitened.weight_OI
+        if rank is None:
+            return weight.nbytes
+        return rank * (sum(weight.shape) * weight.element_size() + max(4, weight.element_size()))
+
+
+@dataclass(frozen=True, repr=False)
+class Sensitivity:
+    """What :func:`sensitivity` has found; prints itself, also in Jupyter.
+
+    :func:`compress_` takes it in the place of calibration data, for this model or copies of it.
+
+    Attributes:
+        layers: One entry for each targeted layer.
+        model_params: Parameters of the whole model, shared ones counted once.
+        model_bytes: Their bytes.
+    """
+
+    layers: tuple[LayerSensitivity, ...]
+    model_params: int
+    model_bytes: int
+
+    def choose(self, budget: float | str) -> tuple[CompressedLayer, ...]:
+        """Choose the ranks that :func:`compress_` would, without a change to the model.
+
+        Args:
+            budget: As :func:`compress_` has it.
+
+        Raises:
+            ValueError: If the budget is out of range or out of reach.
+        """
+        share = parse_budget(budget)
+        total = self.model_bytes if isinstance(share, int) else self.model_params
+        size = LayerSensitivity.bytes if isinstance(share, int) else LayerSensitivity.params
+        if isinstance(share, int) and share >= total:
+            raise ValueError(
+                f"budget={budget!r} is no less than the {show_bytes(total)} of all parameters"
+            )
+        whole = share if isinstance(share, int) else math.floor(share * total)
+        other = total - sum(size(layer, None) for layer in self.layers)
+        room = whole - other
+        if room <= 0:
+            unit = "bytes" if isinstance(share, int) else "parameters"
+            raise ValueError(
+                f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
+                "target; nothing is left for the targets"
+            )
+        choices = [
+            Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))
+            for layer in self.layers
+        ]
+        return tuple(
+            CompressedLayer(
+                layer.name,
+                layer.params(None),
+                layer.params(rank),
+                rank,
+                0.0 if rank is None else layer.whitened.loss(rank),
+            )
+            for layer, rank in zip(self.layers, allocate(choices, room), strict=True)
+        )
+
+    def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
+        """Return one row a layer and size: layer, share, rank, loss, params, bytes.
+
+        Args:
+            shares: Sizes, in units of the dense weight; ranks are rounded down, but not below one,
+                and layers are listed once for each rank. Needs pandas.
+        """
+        with needed_by("to_pandas()"):
+            import pandas as pd
+
+        rows = []
+        for layer in self.layers:
+            most, dense = len(layer.whitened.losses_K), layer.params(None)
+            for rank in sorted(
+                {min(most, max(1, int(s * dense / layer.params(1)))) for s in shares}
+            ):
+                size = layer.params(rank)
+                at = {"layer": layer.name, "share": size / dense, "rank": rank}
+                rows.append(
+                    at
+                    | {
+                        "loss": layer.whitened.loss(rank),
+                        "params": size,
+                        "bytes": layer.bytes(rank),
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    def spectra(self) -> "pd.DataFrame":
+        """Return a row for each singular value: layer, index, plain, whitened. Needs pandas."""
+        with needed_by("spectra()"):
+            import pandas as pd
+
+        return pd.concat(
+            [
+                pd.DataFrame(
+                    {
+                        "layer": layer.name,
+                        "index": range(1, 1 + len(layer.plain_K)),
+                        "plain": layer.plain_K.cpu().numpy(),
+                        "whitened": layer.whitened_K.cpu().numpy(),
+                    }
+                )
+                for layer in self.layers
+            ],
+            ignore_index=True,
+        )
+
+    def plot(self) -> "Figure":
+        """Draw each layer's loss over its share of the dense weight. Needs matplotlib."""
+        figure, axes = _figure(1)
+        for layer in self.layers:
+            losses = layer.whitened.losses_K
+            left = losses.flip(0).cumsum(0).flip(0)[1:].cpu()  # without the first 1, 2, ...
+            sizes = torch.arange(1, len(losses)) * layer.params(1) / layer.params(None)
+            axes[0].semilogy(sizes, left.clamp_min(1e-12), label=layer.name, lw=0.9)
+        axes[0].set(xlabel="share of the dense weight", ylabel="predicted rise of the loss")
+        axes[0].set(xlim=(0, 1))
+        _legend(axes[0], len(self.layers))
+        return figure
+
+    def plot_spectra(self) -> "Figure":
+        """Draw singular values of each layer, plain and whitened, the largest as one."""
+        figure, axes = _figure(2)
+        for layer in self.layers:
+            for ax, values in zip(axes, (layer.plain_K, layer.whitened_K), strict=True):
+                shown = (values / values[0].clamp_min(1e-300)).clamp_min(1e-12).cpu()
+                ax.semilogy(torch.linspace(0, 1, len(shown)), shown, label=layer.name, lw=0.9)
+        axes[0].set(title="weight alone", xlabel="rank / full rank", ylabel="singular value")
+        axes[1].set(title="weighed by what it does to the loss", xlabel="rank / full rank")
+        _legend(axes[0], len(self.layers))
+        return figure
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return header and cells as text: what is lost at shares of each dense weight."""
+        at = (0.75, 0.5, 0.25, 0.1)
+        header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
+        cells = []
+        for layer in self.layers:
+            ranks = [max(1, int(share * layer.params(None) / layer.params(1))) for share in at]
+            losses = [f"{layer.whitened.loss(rank):.3g}" for rank in ranks]
+            out_features, in_features = layer.whitened.weight_OI.shape
+            cells.append((layer.name, f"{in_features} to {out_features}", *losses))
+        return header, cells
+
+    def summary(self) -> str:
+        """Return a line of totals."""
+        ours = sum(layer.params(None) for layer in self.layers)
+        return (
+            f"{len(self.layers)} linear layers with {ours:,} of {self.model_params:,} parameters "
+            f"({ours / self.model_params:.1%})"
+        )
+
+    def __str__(self) -> str:
+        header, cells = self.rows()
+        title = "predicted rise of the loss, by share of the weight kept"
+        return f"{text_table(title, header, cells)}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(*self.rows(), note=self.summary())
+
+
+def sensitivity(
+    model: nn.Module,
+    calibration: Iterable[Any],
+    *,
+    loss_fn: LossFn | None = None,
+    target_modules: str | list[str] = "all-linear",
+    exclude_modules: str | list[str] | None = None,
+    keep: str | Path | None = None,
+    progress: bool = False,
+) -> Sensitivity:
+    """Look at what each linear layer of a trained model can do without; nothing is changed.
+
+    Args:
+        model: Any model with ``nn.Linear`` layers.
+        calibration: Batches as :func:`compress_` takes them.
+        loss_fn: The same.
+        target_modules: The same.
+        exclude_modules: The same.
+        keep: The same.
+        progress: The same.
+
+    Returns:
+        For each layer the loss by rank, with tables, plots, and the ranks for any budget.
+
+    Raises:
+        ValueError: As :func:`compress_` does, but for the budget.
+
+    Example::
+
+        found = comera.sensitivity(model, loader)
+        found.to_pandas()
+        small = copy.deepcopy(model)
+        comera.compress_(small, found, budget=0.8)
+
+    Source: as :func:`compress_`.
+    """
+    layers = linear_targets(model, target_modules, exclude_modules)
+    moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
+    params = list(model.parameters())
+    # A layer's moments go as its decomposition comes, which is no larger.
+    made = tuple(
+        LayerSensitivity(name, whitened_svd(layer.weight, moments.pop(name)))
+        for name, layer in layers.items()
+    )
+    return Sensitivity(
+        made, sum(param.numel() for param in params), sum(param.nbytes for param in params)
+    )
+
+
+def parse_budget(budget: float | str) -> float | int:
+    """Return a budget as a share (float), or as bytes (int) where it is text with a unit.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(budget, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]|[KMG]i)B", budget)
+        if found and float(found[1]) > 0:
+            return int(float(found[1]) * _UNITS[found[2]])
+    elif isinstance(budget, float) and 0 < budget < 1:
+        return budget
+    raise ValueError(
+        f"budget={budget!r} must be between 0 and 1, the share of parameters kept, or the bytes of "
+        'all parameters with a unit, as "60MB" or "60MiB"'
+    )
+
+
+def _figure(count: int) -> tuple["Figure", Any]:
+    with needed_by("a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * count, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def _legend(axes: Any, layers: int) -> None:
+    if layers <= 12:  # with more, lines can no longer be told apart
+        axes.legend(fontsize="small")

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import comera
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.fixture(scope="module")
+def seen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 6, bias=False))
+    batches = [(torch.randn(64, 12), torch.randn(64, 6)) for _ in range(4)]
+    return model, comera.sensitivity(model, batches, loss_fn=loss_fn)
+
+
+def test_the_loss_by_rank_is_that_of_the_error_under_the_moments(seen):
+    model, found = seen
+    frame = found.to_pandas(shares=[0.1, 0.4, 0.8, 1.0])
+    assert list(frame) == ["layer", "share", "rank", "loss", "params", "bytes"]
+    for name, rows in frame.groupby("layer"):
+        size = model.get_submodule(name).weight.numel()
+        each = sum(model.get_submodule(name).weight.shape) + 1
+        assert rows["rank"].is_monotonic_increasing
+        assert rows["loss"].is_monotonic_decreasing
+        assert (rows["params"] == rows["rank"] * each).all()
+        assert (rows["bytes"] == 4 * rows["params"]).all()
+        assert (rows["share"] * size == rows["params"]).all()
+    chosen = {layer.name: layer for layer in found.choose(0.6)}
+    curve = frame.set_index(["layer", "rank"])["loss"]
+    for (name, rank), loss in curve.items():
+        if chosen[name].rank == rank:
+            assert chosen[name].loss == loss
+
+
+def test_spectra_are_the_singular_values_of_the_weight_and_of_what_matters(seen):
+    model, found = seen
+    frame = found.spectra()
+    for name, rows in frame.groupby("layer"):
+        values = torch.linalg.svdvals(model.get_submodule(name).weight.detach().double())
+        torch.testing.assert_close(torch.tensor(rows["plain"].values), values)
+        squares = torch.tensor(rows["whitened"].values).square()
+        layer = next(one for one in found.layers if one.name == name)
+        torch.testing.assert_close(squares / 2, layer.whitened.losses_K)
+
+
+def test_it_prints_and_draws(seen, tmp_path):
+    _, found = seen
+    assert "loss at 25%" in str(found)
+    assert "2 linear layers with 360 of 380 parameters" in found.summary()
+    assert found._repr_html_().count("<tr>") == 3
+    for figure, panels in ((found.plot(), 1), (found.plot_spectra(), 2)):
+        assert len(figure.axes) == panels
+        assert all(len(axes.lines) == 2 for axes in figure.axes)
+        figure.savefig(tmp_path / "picture.png")
