@@ -33,6 +33,7 @@ from comera.bench.options import (
     add_objective,
     add_optimizers,
     add_ranking,
+    add_serve,
     add_step,
     add_traffic,
     add_truncation,
@@ -46,6 +47,8 @@ from comera.bench.options import (
 from comera.bench.peak import LayerShape, TableShape
 from comera.bench.peak_memory import Subject, memory
 from comera.bench.ranking import ranking
+from comera.bench.serve_job import ServedLlama
+from comera.bench.serve_speed import serving
 from comera.bench.session import Session
 from comera.bench.step_speed import objective, step, truncation
 from comera.bench.table_speed import embedding
@@ -244,6 +247,19 @@ def _run_ranking(session: Session, options: Namespace) -> None:
     ranking(session, widths_of(options.widths), ranks, numbers_of("tokens", options.tokens))
 
 
+def _run_serve(session: Session, options: Namespace) -> None:
+    sizes = ("layers", "width", "ffn", "heads", "vocab", "prompt", "tokens")
+    for name in (*sizes, "rank"):
+        check_positive(name, options[name])
+    if options.width % (2 * options.heads):
+        raise ValueError(
+            f"width={options.width} must be a multiple of 2 * heads={2 * options.heads}"
+        )
+    if options.tokens < 2:
+        raise ValueError(f"tokens={options.tokens} must be at least 2: a first one and others")
+    serving(session, ServedLlama(**{name: options[name] for name in sizes}), options.rank)
+
+
 _BENCHMARKS: Mapping[
     str,
     tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
@@ -294,5 +310,10 @@ _BENCHMARKS: Mapping[
         "Measure all ways to compute a layer, and whether the planner's order is right.",
         add_ranking,
         _run_ranking,
+    ),
+    "serve": (
+        "Measure a language model as it is served: file, loading, tokens and memory.",
+        add_serve,
+        _run_serve,
     ),
 }

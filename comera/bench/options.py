@@ -305,6 +305,26 @@ def add_optimizers(parser: ArgumentParser) -> None:
     _add_peers(parser)
 
 
+def add_serve(parser: ArgumentParser) -> None:
+    """Add the options of ``comera bench serve``: a language model of 134 million parameters."""
+    parser.add_argument("--layers", type=int, default=12, help="Number of blocks of the model.")
+    parser.add_argument("--width", type=int, default=768, help="Width of the model.")
+    parser.add_argument(
+        "--ffn", type=int, default=2048, help="Hidden width of the feed-forward parts."
+    )
+    parser.add_argument(
+        "--heads", type=int, default=12, help="Number of attention heads of a block."
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=32000, help="Number of tokens of the vocabulary."
+    )
+    parser.add_argument("--rank", type=int, default=64, help="Bound on the ranks.")
+    parser.add_argument(
+        "--prompt", type=int, default=64, help="Number of tokens that the model is given."
+    )
+    parser.add_argument("--tokens", type=int, default=32, help="Number of tokens it generates.")
+
+
 def _add_shape(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shape",

@@ -97,8 +97,7 @@ def peak(job: Job) -> dict[str, int]:
     if job.keep:
         reuse_freed_memory()
     device = torch.device(job.device)
-    _train_tiny(device)
-    read = _cuda_peak(device) if device.type == "cuda" else resident_peak()
+    read = peak_reader(device)
     if job.table is not None:
         parameters = _train_table(job, device)
     else:
@@ -107,6 +106,16 @@ def peak(job: Job) -> dict[str, int]:
     if device.type == "cuda":
         found["reserved"] = torch.cuda.max_memory_reserved(device)
     return found
+
+
+def peak_reader(device: torch.device) -> Callable[[], int]:
+    """Begin to watch, after a step of a tiny layer; the result returns bytes above what was there.
+
+    Raises:
+        ValueError: Where the system does not say.
+    """
+    _train_tiny(device)
+    return _cuda_peak(device) if device.type == "cuda" else resident_peak()
 
 
 def resident_peak() -> Callable[[], int]:

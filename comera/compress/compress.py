@@ -19,8 +19,8 @@ from comera.compress.sensitivity import (
 )
 from comera.compress.whitened import WhitenedSVD
 from comera.extras import needed_by
-from comera.nn.convert import swap_layers_
 from comera.nn.linear import TTLinear
+from comera.nn.swap import swap_layers_
 from comera.planning.printing import show_bytes, table_html, text_table
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ transformers keeps how weights are held; a registered quantizer puts the layers 
 weights are loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from comera.integrations.token_rows import let_tables_grow_
 from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
+from comera.nn.experts import experts_apart
 from comera.saved.description import check_description, describe, works_on_of
 from comera.saved.kinds import Entry
 from comera.saved.rebuild import rebuild_
@@ -151,7 +152,9 @@ class TensorTrainQuantizer(HfQuantizer):
         if self.pre_quantized:
             where = f"quantization_config of {model.config.name_or_path}"
             described = check_description(self.quantization_config.described, where)
-            layers = _as_in(model, described["layers"], where)
+            apart = _names_in(model, described.get("split_experts", []))
+            with experts_apart(model, apart.values()):
+                layers = _as_in(model, described["layers"], where)
             rebuild_(model, {name: _cast(entry, self._dtype) for name, entry in layers.items()})
         return model
 
@@ -208,16 +211,7 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
     ``bert.encoder`` of a classifier is ``encoder`` of the model beneath, and the other way round.
     Layers that the model has not, such as those of a head, are left out.
     """
-    there = dict(model.named_modules(remove_duplicate=False))
-    prefix = f"{model.base_model_prefix}."
-    new_name, taken = {}, set[int]()
-    for name in layers:
-        for maybe in (name, name.removeprefix(prefix), prefix + name):
-            if maybe in there:
-                if id(there[maybe]) not in taken:  # else it is one layer, of two names
-                    new_name[name] = maybe
-                    taken.add(id(there[maybe]))
-                break
+    new_name = _names_in(model, layers)
     if layers and not new_name:
         raise ValueError(
             f"{where} speaks of {listed(list(layers))}, and a {type(model).__qualname__} has none "
@@ -230,4 +224,19 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
             found[mine] = layers[name]
         elif lead in new_name:
             found[mine] = {**layers[name], "works_on": new_name[lead]}
+    return found
+
+
+def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return, of each name that a module has with or without the model's prefix, that name."""
+    there = dict(model.named_modules(remove_duplicate=False))
+    prefix = f"{model.base_model_prefix}."
+    found, taken = {}, set[int]()
+    for name in names:
+        for maybe in (name, name.removeprefix(prefix), prefix + name):
+            if maybe in there:
+                if id(there[maybe]) not in taken:  # else it is one layer, of two names
+                    found[name] = maybe
+                    taken.add(id(there[maybe]))
+                break
     return found

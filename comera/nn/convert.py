@@ -11,11 +11,13 @@ from comera.names import listed
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.experts import experts_apart, fuse_experts_
 from comera.nn.forms import form_of, from_torch
-from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
+from comera.nn.pointwise import TTPointwise
+from comera.nn.swap import swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
     check_patterns,
@@ -52,6 +54,9 @@ def tensorize_(
     line there. What is predicted to be slower or to take more memory than dense is converted, and
     named as well.
 
+    Experts that transformers holds in one parameter get a layer each, of names such as
+    ``experts.up.0`` and ``experts.down.0``, where some of them are converted.
+
     Args:
         model: Any model; on the ``meta`` device nothing is allocated.
         config: Which layers, and how; ``TTConfig()`` if None.
@@ -68,6 +73,13 @@ def tensorize_(
     config = TTConfig() if config is None else config
     if not isinstance(config, TTConfig):
         raise TypeError(f"config={config!r} must be a comera.TTConfig")
+    with experts_apart(model):
+        return _tensorized(model, config, filter_fn)
+
+
+def _tensorized(
+    model: Model, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
+) -> Model:
     targets = find_targets(model, config, filter_fn)
     check_patterns(config, targets)
     groups = tied_groups(targets)
@@ -125,7 +137,7 @@ def densify_(model: nn.Module) -> nn.Module:
     for head in heads:
         table = replacements[id(head.embedding)]
         replacements[id(head)] = head.to_dense(table.weight)  # type: ignore[arg-type]
-    model = swap_layers_(model, replacements)
+    model = fuse_experts_(swap_layers_(model, replacements))
     rename_tied_weights_(model)
     return model
 
@@ -158,11 +170,13 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
             log.warning("tensorize_: %s: %s", names, found)
 
 
-def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModule | str:
+def _convert(
+    name: str, module: nn.Module, config: TTConfig, feature_dim: int = -1
+) -> TensorTrainModule | str:
     """Make the layer that replaces ``module``, or say why it should not be replaced."""
     form = form_of(module)
     if form is not None:
-        made = _convert(name, form.to_torch(module), config)
+        made = _convert(name, form.to_torch(module), config, form.feature_dim)
         if not isinstance(made, str):
             made.dense_form = form.name
         return made
@@ -174,7 +188,7 @@ def _convert(name: str, module: nn.Module, config: TTConfig) -> TensorTrainModul
         return "scale_grad_by_freq is not supported"
     settings = _settings(name, module, config)
     try:
-        new = _build(module, settings, config.init or "orthogonal")
+        new = _build(module, settings, config.init or "orthogonal", feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
@@ -219,10 +233,13 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
     return next((value for key, value in patterns.items() if matches(name, key)), None)
 
 
-def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -> TensorTrainModule:
+def _build(
+    module: Any, settings: dict[str, Any], init: Init | Literal["svd"], feature_dim: int
+) -> TensorTrainModule:
+    linear_class = TTLinear if feature_dim == -1 else TTPointwise
     if init == "svd" and module.weight.device.type != "meta":
         if isinstance(module, nn.Linear):
-            return TTLinear.from_linear(module, **settings)
+            return _along(linear_class.from_linear(module, **settings), feature_dim)
         if isinstance(module, nn.Embedding):
             return TTEmbedding.from_embedding(module, **settings)
         return TTEmbeddingBag.from_embedding_bag(module, **settings)
@@ -233,7 +250,8 @@ def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -
     new: TTLinear | TTTable
     if isinstance(module, nn.Linear):
         bias = module.bias is not None
-        new = TTLinear(module.in_features, module.out_features, bias, **settings)
+        new = linear_class(module.in_features, module.out_features, bias, **settings)
+        _along(new, feature_dim)
     else:
         settings |= {"padding_idx": module.padding_idx, "sparse": module.sparse}
         if isinstance(module, nn.Embedding):
@@ -250,6 +268,12 @@ def _build(module: Any, settings: dict[str, Any], init: Init | Literal["svd"]) -
         _take_scale(new, module, init)
     new.freeze_like_(module)
     return new.train(module.training)
+
+
+def _along(layer: TTLinear, feature_dim: int) -> TTLinear:
+    if isinstance(layer, TTPointwise):
+        layer.feature_dim = feature_dim
+    return layer
 
 
 @torch.no_grad()
@@ -282,48 +306,3 @@ def _convert_tied(
             twin.share_parameters_(lead)
             made[id(module)] = twin
     return made
-
-
-def swap_layers_(
-    model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
-) -> nn.Module:
-    """Put layers in the place of others, whose hooks they take over, in place.
-
-    Linear tensor trains among them contract their cores together from then on.
-
-    Args:
-        model: The model.
-        replacements: New layers by the ``id`` of those that they replace.
-        biases: Whether they take over the biases too.
-
-    Returns:
-        The model; if it is itself replaced, the layer that replaces it.
-    """
-    if id(model) in replacements:
-        return _with_hooks_of(model, replacements[id(model)])
-    for parent in list(model.modules()):
-        if id(parent) in replacements:  # stays whole: it may be put back
-            continue
-        for name, child in parent._modules.items():
-            if id(child) in replacements:
-                assert child is not None
-                new = _with_hooks_of(child, replacements[id(child)])
-                if biases and getattr(child, "bias", None) is not None:
-                    new.bias = child.bias  # it may be another module's too
-                setattr(parent, name, new)
-    share_in_forward_(model)
-    return model
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
-
-
-def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Return the new layer with the hooks of the old one."""
-    for name in _HOOKS:
-        setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
-    return new

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from comera import __version__
 from comera.nn.config import TTConfig
+from comera.nn.experts import split_names
 from comera.nn.module import TensorTrainModule
 from comera.saved.kinds import Entry, kind_named, name_of_kind
 
@@ -25,7 +26,8 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
 
     Returns:
         What JSON can hold: ``layers`` by name, of each tensor that has several names the others in
-        ``tied``, the names of frozen parameters, and of the dense model its class and, of a model
+        ``tied``, the names of frozen parameters and of experts that have been taken apart
+        (``split_experts``, where there are any), and of the dense model its class and, of a model
         of transformers, its configuration. Classes are named, as text; nothing is ever imported or
         called by these names.
 
@@ -33,6 +35,7 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         ValueError: If a layer is of a class that has no form in a file, or works on the parameters
             of a layer outside the model.
     """
+    apart = split_names(model)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -42,6 +45,7 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         "layers": describe_layers(model),
         "tied": tied_names(model),
         "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
+        **({"split_experts": apart} if apart else {}),
     }
 
 
@@ -154,6 +158,9 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
     if not all(isinstance(entry, dict) for entry in described["layers"].values()):
         raise ValueError(f"{where} is damaged: every layer must be a dict")
+    apart = described.get("split_experts", [])
+    if not isinstance(apart, list) or not all(isinstance(name, str) for name in apart):
+        raise ValueError(f"{where} is damaged: split_experts must be a list of names")
     return described
 
 

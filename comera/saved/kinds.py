@@ -1,6 +1,7 @@
 """Which layers a description can speak of: what it says of each, and how that makes one again."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
+from comera.nn.pointwise import TTPointwise
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
 from comera.serving.frozen_layers import (
@@ -135,8 +137,10 @@ def _describe_linear(layer: TTLinear) -> dict[str, Any]:
     }
 
 
-def _build_linear(entry: Entry, other: nn.Module | None) -> TTLinear:
-    layer = TTLinear(
+def _build_linear(
+    entry: Entry, other: nn.Module | None, linear_class: Callable[..., TTLinear] = TTLinear
+) -> TTLinear:
+    layer = linear_class(
         entry["in_features"],
         entry["out_features"],
         entry["bias"],
@@ -146,6 +150,21 @@ def _build_linear(entry: Entry, other: nn.Module | None) -> TTLinear:
         prune_below=entry["prune_below"],
     )
     return _finish(layer, entry, other)
+
+
+def _describe_pointwise(layer: TTPointwise) -> dict[str, Any]:
+    return {**_describe_linear(layer), "feature_dim": layer.feature_dim}
+
+
+def _build_pointwise(entry: Entry, other: nn.Module | None) -> TTLinear:
+    return _build_linear(entry, other, partial(TTPointwise, feature_dim=_feature_dim(entry)))
+
+
+def _feature_dim(entry: Entry) -> int:
+    dim = entry.get("feature_dim", -1)
+    if type(dim) is not int or dim >= 0:
+        raise ValueError(f"feature_dim={dim!r} must be a whole number below 0")
+    return dim
 
 
 def _describe_table(layer: TTTable) -> dict[str, Any]:
@@ -238,12 +257,17 @@ def _describe_frozen_linear(layer: Any) -> dict[str, Any]:
         "rank": layer.rank,
         "bias": layer.bias is not None,
         "dtype": _dtype_of(layer[0].weight),
+        **({} if layer.feature_dim == -1 else {"feature_dim": layer.feature_dim}),
+        **({} if layer.dense_form is None else {"dense_form": layer.dense_form}),
     }
 
 
 def _build_frozen_linear(entry: Entry, other: nn.Module | None) -> FrozenLinear:
     sizes = entry["in_features"], entry["out_features"], entry["rank"], entry["bias"]
-    return FrozenLinear(*sizes, "meta", _dtype(entry))
+    form = entry.get("dense_form")
+    return FrozenLinear(
+        *sizes, "meta", _dtype(entry), _feature_dim(entry), None if form is None else str(form)
+    )
 
 
 def _describe_frozen_table(layer: FrozenTable) -> dict[str, Any]:
@@ -314,6 +338,7 @@ def _build_frozen_head(entry: Entry, other: nn.Module | None) -> FrozenHead:
 # ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 register_kind("TTLinear", Kind(TTLinear, _describe_linear, _build_linear))
+register_kind("TTPointwise", Kind(TTPointwise, _describe_pointwise, _build_pointwise))
 register_kind("TTEmbedding", Kind(TTEmbedding, _describe_table, _build_embedding))
 register_kind("TTEmbeddingBag", Kind(TTEmbeddingBag, _describe_bag, _build_bag))
 register_kind(

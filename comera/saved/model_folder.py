@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from comera.files import replacing
 from comera.nn.config import TTConfig
+from comera.nn.experts import experts_apart
 from comera.nn.module import check_whole
 from comera.saved.description import check_description, describe, origin_in_words
 from comera.saved.rebuild import (
@@ -139,11 +140,12 @@ def load_model(
     folder = Path(folder).expanduser()
     described, tensors = _read(folder)
     model = _made(model, described)
-    made = build_layers(described["layers"])
-    check_places(model, made)
-    tensors = _with_tied(tensors, described["tied"], folder)
-    check_tensors(model, made, {name: tuple(t.shape) for name, t in tensors.items()})
     where = _device_of(model) if device is None else torch.device(device)
+    with experts_apart(model, described.get("split_experts", [])):
+        made = build_layers(described["layers"])
+        check_places(model, made)
+        tensors = _with_tied(tensors, described["tied"], folder)
+        check_tensors(model, made, {name: tuple(t.shape) for name, t in tensors.items()})
     model = put_in_place_(model, made)
     fill_(model, tensors, described["tied"], described["frozen"])
     _check_filled(model)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.names import listed
-from comera.nn.convert import swap_layers_
+from comera.nn.forms import as_torch
+from comera.nn.swap import swap_layers_
 from comera.nn.tied import rename_tied_weights_
 from comera.saved.description import works_on_of
 from comera.saved.kinds import Entry, kind_named
@@ -108,6 +109,7 @@ def _has_bias(layer: nn.Module) -> bool:
 
 def _size(layer: Any) -> tuple[int, ...] | None:
     """Return the shape of a layer's dense weight, if it has or stands for one."""
+    layer = as_torch(layer)
     if _is_table(layer):
         return layer.num_embeddings, layer.embedding_dim
     if hasattr(layer, "in_features"):

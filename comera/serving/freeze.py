@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from comera.extras import needed_by
 from comera.names import listed
-from comera.nn.convert import swap_layers_
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_whole
+from comera.nn.pointwise import TTPointwise
+from comera.nn.swap import swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
 from comera.serving.contract import table_factors, thin_factors
@@ -165,9 +166,7 @@ class _Contraction:
             left, right = thin_factors(layer)
             self._shared[key] = _kept(left.T), _kept(right.T)
         first, second = self._shared[key]
-        new = FrozenLinear(
-            layer.in_features, layer.out_features, len(first), layer.bias is not None, "meta"
-        )
+        new = _frozen_linear(layer, len(first))
         new[0].weight, new[1].weight = first, second
         if layer.bias is not None:
             new[1].bias = _kept(layer.bias)
@@ -199,6 +198,8 @@ class _Contraction:
         sizes = layer.in_features, layer.out_features, numbers, like.dtype, like.device
         if sizes not in self._gains:
             x = torch.randn(self._batch, layer.in_features, device=like.device, dtype=like.dtype)
+            dim = getattr(layer, "feature_dim", -1)
+            x = x.reshape(*x.shape, *[1] * (-1 - dim))
             self._gains[sizes] = time_ratio(thin, _dense(layer), x)
         return self._gains[sizes]
 
@@ -228,11 +229,20 @@ def frozen_table(table: TTTable) -> FrozenTable:
 @torch.no_grad()
 def _dense(layer: TTLinear | TiedTTLinear) -> FrozenLinear:
     source = layer if isinstance(layer, TTLinear) else layer.embedding
-    new = FrozenLinear(layer.in_features, layer.out_features, None, layer.bias is not None, "meta")
+    new = _frozen_linear(layer, None)
     new[0].weight = _kept(source.dense_weight())
     if layer.bias is not None:
         new[0].bias = _kept(layer.bias)
     return new.train(layer.training)
+
+
+def _frozen_linear(layer: TTLinear | TiedTTLinear, rank: int | None) -> FrozenLinear:
+    """Return a frozen layer of the same sizes, without numbers."""
+    has_bias = layer.bias is not None
+    more: dict[str, Any] = {}
+    if isinstance(layer, TTPointwise):
+        more = {"feature_dim": layer.feature_dim, "dense_form": layer.dense_form}
+    return FrozenLinear(layer.in_features, layer.out_features, rank, has_bias, "meta", **more)
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:

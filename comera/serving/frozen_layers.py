@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.nn.pointwise import along
+
 _REFUSED = (
     "this {0} was contracted by comera.freeze_ and has no cores left to train. Train the model "
     "before it is frozen, use it frozen only inside `with comera.frozen(model):`, or call "
@@ -39,9 +41,12 @@ class FrozenLinear(nn.Sequential, Frozen):
         bias: Whether there is a bias.
         device: Device of the weights.
         dtype: Type of the weights.
+        feature_dim: Where the features are, counted from the last dimension, which is -1.
+        dense_form: Class of the dense layer it stands for, where that is not ``nn.Linear``.
 
     Shapes:
-        input ``(*, in_features)``, output ``(*, out_features)``.
+        input ``(*, in_features)``, output ``(*, out_features)``; of another ``feature_dim`` as
+        :class:`~comera.nn.pointwise.TTPointwise`.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class FrozenLinear(nn.Sequential, Frozen):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        feature_dim: int = -1,
+        dense_form: str | None = None,
     ) -> None:
         to: dict[str, Any] = {"device": device, "dtype": dtype}
         if rank is None:
@@ -61,6 +68,7 @@ class FrozenLinear(nn.Sequential, Frozen):
                 nn.Linear(in_features, rank, False, **to), nn.Linear(rank, out_features, bias, **to)
             )
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.feature_dim, self.dense_form = feature_dim, dense_form
 
     @property
     def weight(self) -> Tensor:
@@ -75,9 +83,9 @@ class FrozenLinear(nn.Sequential, Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self.check_not_training()
-        for layer in self:
-            input = layer(input)
-        return input
+        if self.feature_dim == -1:
+            return super().forward(input)
+        return along(self.feature_dim, super().forward, input)
 
 
 class FrozenTable(Frozen):

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from comera.nn.convert import swap_layers_
+from comera.nn.forms import from_torch
 from comera.nn.module import TensorTrainModule
+from comera.nn.swap import swap_layers_
 from comera.nn.tied import TiedTTLinear
 from comera.serving.freeze import contracted
 from comera.serving.frozen_layers import (
@@ -22,11 +23,12 @@ def to_plain_(model: nn.Module) -> nn.Module:
     """Replace every tensor-train layer by layers of torch alone, in place.
 
     Cores are contracted once. A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``,
-    or one where two would hold more numbers. A table becomes a ``torch.fx.GraphModule`` that
-    multiplies rows of two small ``nn.Embedding``, or ``nn.Embedding`` and ``nn.EmbeddingBag``
-    themselves where those would hold more. What is tied stays tied. The model computes the same, to
-    rounding, and can be trained further. ``torch.export``, ONNX, ``torch.jit.trace`` and
-    AOTInductor take it, and a process without this package can run what they make.
+    or one where two would hold more numbers, and a 1 x 1 convolution two such. A table becomes a
+    ``torch.fx.GraphModule`` that multiplies rows of two small ``nn.Embedding``, or ``nn.Embedding``
+    and ``nn.EmbeddingBag`` themselves where those would hold more. What is tied stays tied. The
+    model computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
+    ``torch.jit.trace`` and AOTInductor take it, and a process without this package can run what
+    they make.
 
     Args:
         model: One that was frozen is taken too; its weights stay frozen.
@@ -59,7 +61,9 @@ def to_plain_(model: nn.Module) -> nn.Module:
 def _plain(layer: Any) -> nn.Module:
     """Return torch's layers for a frozen one, on the same parameters."""
     if isinstance(layer, FrozenLinear):
-        new: Any = layer[0] if layer.rank is None else nn.Sequential(*layer)
+        form = layer.dense_form
+        thin = [dense if form is None else from_torch(dense, form) for dense in layer]
+        new: Any = thin[0] if layer.rank is None else nn.Sequential(*thin)
     elif isinstance(layer, FrozenHead):
         new = _plain_head(layer) if layer.embedding.is_dense else _traced(layer)
     else:

@@ -1,0 +1,52 @@
+"""Layers in the place of others, in a model that exists."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from comera.nn.forward_sharing import share_in_forward_
+
+
+def swap_layers_(
+    model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
+) -> nn.Module:
+    """Put layers in the place of others, whose hooks they take over, in place.
+
+    Linear tensor trains among them contract their cores together from then on.
+
+    Args:
+        model: The model.
+        replacements: New layers by the ``id`` of those that they replace.
+        biases: Whether they take over the biases too.
+
+    Returns:
+        The model; if it is itself replaced, the layer that replaces it.
+    """
+    if id(model) in replacements:
+        return _with_hooks_of(model, replacements[id(model)])
+    for parent in list(model.modules()):
+        if id(parent) in replacements:  # stays whole: it may be put back
+            continue
+        for name, child in parent._modules.items():
+            if id(child) in replacements:
+                assert child is not None
+                new = _with_hooks_of(child, replacements[id(child)])
+                if biases and getattr(child, "bias", None) is not None:
+                    new.bias = child.bias  # it may be another module's too
+                setattr(parent, name, new)
+    share_in_forward_(model)
+    return model
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
+def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Return the new layer with the hooks of the old one."""
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))  # the same dicts: handles still remove from them
+    return new

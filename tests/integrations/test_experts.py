@@ -1,0 +1,214 @@
+"""Mixtures of experts of transformers, whose matrices are parts of one parameter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.nn.experts import SplitExperts, is_fused
+from tests.integrations.tiny import hf, transformers
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+WORDS = torch.arange(24).reshape(2, 12)
+ONLY = comera.TTConfig(rank=4, order=2, init="orthogonal", target_modules=r".*\.experts\..*")
+
+
+def mixtral():
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **COMMON, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen():
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        **COMMON, intermediate_size=48, moe_intermediate_size=24, num_experts=4,
+        shared_expert_intermediate_size=24, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def gpt_oss():
+    """Turned matrices, biases, and a gate that reads every other column."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **COMMON, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, head_dim=16
+    )
+    model = transformers.GptOssForCausalLM(config)
+    for name, param in model.named_parameters():
+        if name.endswith("_bias"):
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+MODELS = {"mixtral": mixtral, "qwen": qwen, "gpt_oss": gpt_oss}
+each = pytest.mark.parametrize("name", MODELS)
+
+
+def experts_of(model):
+    """The module of experts by its name; there is one."""
+    return next(
+        (name, module)
+        for name, module in model.named_modules()
+        if is_fused(module) or isinstance(module, SplitExperts)
+    )
+
+
+def routed(experts, width=32):
+    """States, and which experts see them with what weight; no state goes to the first expert."""
+    torch.manual_seed(1)
+    states = torch.randn(7, width, dtype=torch.float64, requires_grad=True)
+    index = torch.stack([1 + torch.randperm(3)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    return states, index, weights
+
+
+@each
+def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
+    """The dense experts are given the weights that the cores stand for, as functions of them."""
+    model = comera.tensorize_(MODELS[name]().double(), ONLY)
+    _, split = experts_of(model)
+    assert all(type(k) is comera.TTLinear for k in (*split.up, *split.down))
+    states, index, weights = routed(split)
+    found = split(states, index, weights)
+    asked = [states, weights, *split.parameters()]
+    wanted_of = torch.randn_like(found)
+    gradients = torch.autograd.grad((found * wanted_of).sum(), asked)
+
+    twin = copy.deepcopy(split).eval()
+    dense = comera.densify_(nn.Sequential(twin))[0]
+    assert type(dense).__name__.endswith("Experts")
+    assert not isinstance(dense, SplitExperts)
+    held = {}
+    for key, layers in ((next(iter(dense._parameters)), split.up), ("down_proj", split.down)):
+        stacked = torch.stack([layer.dense_weight() for layer in layers])
+        held[key] = stacked.transpose(1, 2) if dense.is_transposed else stacked
+        if dense.has_bias:
+            held[f"{key}_bias"] = torch.stack([layer.bias for layer in layers])
+    assert held.keys() == dict(dense.named_parameters()).keys()
+    dense.config._experts_implementation = "eager"
+    wanted = torch.func.functional_call(dense, held, (states, index, weights))
+    torch.testing.assert_close(found, wanted)
+    expected = torch.autograd.grad((wanted * wanted_of).sum(), asked)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-10)
+    with torch.no_grad():  # experts that nobody asks are passed over
+        torch.testing.assert_close(split(states, index, weights), wanted)
+
+
+@each
+def test_a_whole_model_comes_back_dense(name, caplog):
+    model = MODELS[name]().eval()
+    names, dense = set(model.state_dict()), model(WORDS).logits
+    svd = comera.TTConfig(rank=32, order=1, init="svd", target_modules=ONLY.target_modules)
+    comera.tensorize_(model, svd)
+    assert "Experts" not in caplog.text  # of what stays dense
+    comera.densify_(model)
+    assert set(model.state_dict()) == names
+    assert is_fused(experts_of(model)[1])
+    assert model(WORDS).logits.shape == dense.shape
+
+
+def test_ranks_wide_enough_change_nothing():
+    model = mixtral().eval()
+    _, fused = experts_of(model)
+    with torch.no_grad():
+        for param in fused.parameters():
+            left, _, right = torch.linalg.svd(param, full_matrices=False)
+            param.copy_(left[..., :3] @ right[..., :3, :] / 4)
+    before = model(WORDS).logits
+    svd = comera.TTConfig(rank=3, order=1, init="svd", target_modules=ONLY.target_modules)
+    comera.tensorize_(model, svd)
+    torch.testing.assert_close(model(WORDS).logits, before, rtol=1e-4, atol=1e-5)
+
+
+@each
+def test_it_is_saved_and_loaded(name, tmp_path):
+    model = comera.tensorize_(MODELS[name](), ONLY).eval()
+    comera.save_model(model, tmp_path)
+    again = comera.load_model(tmp_path, MODELS[name]).eval()
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+    with torch.device("meta"):
+        bare = MODELS[name]()
+    bare.model.rotary_emb = model.model.rotary_emb
+    again = comera.load_model(tmp_path, bare).eval()
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen"])
+def test_transformers_saves_and_loads_it(name, tmp_path):
+    model = hf.attach_(comera.tensorize_(MODELS[name](), ONLY)).eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+    headless = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert isinstance(experts_of(headless)[1], SplitExperts)
+    found, wanted = headless.state_dict(), model.model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_a_frozen_model_computes_the_same_and_is_saved_too(tmp_path):
+    model = comera.tensorize_(mixtral(), ONLY).eval()
+    wanted = model(WORDS).logits
+    with comera.frozen(model), torch.inference_mode():
+        torch.testing.assert_close(model(WORDS).logits, wanted)
+    comera.freeze_(model)
+    comera.save_model(model, tmp_path)
+    again = comera.load_model(tmp_path, mixtral).eval()
+    with torch.inference_mode():
+        assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+
+
+def test_experts_that_are_no_target_stay_one_parameter():
+    model = mixtral()
+    name, fused = experts_of(model)
+    params = dict(fused.named_parameters())
+    comera.tensorize_(
+        model, comera.TTConfig(rank=4, order=2, init="orthogonal", exclude_modules=r".*experts.*")
+    )
+    assert model.get_submodule(name) is fused
+    assert all(fused.get_parameter(key) is param for key, param in params.items())
+
+
+def test_an_error_leaves_them_as_they_were(tmp_path):
+    model = mixtral()
+    name, fused = experts_of(model)
+    params = dict(fused.named_parameters())
+    with pytest.raises(ValueError, match="matches no layer"):
+        comera.tensorize_(model, comera.TTConfig(target_modules=["no_such"]))
+    comera.save_model(comera.tensorize_(mixtral(), ONLY), tmp_path)
+    model.lm_head = nn.Linear(32, 65, bias=False)
+    with pytest.raises(ValueError, match="not made as the saved one"):
+        comera.load_model(tmp_path, model)
+    assert model.get_submodule(name) is fused
+    assert all(fused.get_parameter(key) is param for key, param in params.items())
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    comera.save_model(comera.tensorize_(mixtral(), ONLY), tmp_path)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, intermediate_size=48))
+    with pytest.raises(ValueError, match=r"experts at 'model\.layers\.0\.mlp\.experts'"):
+        comera.load_model(tmp_path, plain)
+
+
+def test_some_of_them_may_be_converted():
+    model = mixtral()
+    _, fused = experts_of(model)
+    dense = fused.gate_up_proj.detach().clone()
+    only = comera.TTConfig(rank=4, order=2, init="orthogonal", target_modules=["experts.up.1"])
+    comera.tensorize_(model, only)
+    _, split = experts_of(model)
+    assert [type(k) for k in split.up] == [nn.Linear, comera.TTLinear, nn.Linear, nn.Linear]
+    weight = split.up[2].weight
+    assert torch.equal(weight, dense[2])
+    assert weight.untyped_storage().nbytes() == weight.nbytes  # not that of all experts
+    comera.densify_(model)
+    assert torch.equal(experts_of(model)[1].gate_up_proj[[0, 2, 3]], dense[[0, 2, 3]])
