@@ -1,5 +1,6 @@
 """What the documents show runs, and what they name exists."""
 
+import functools
 import importlib
 import json
 import re
@@ -201,9 +202,13 @@ def commands_of(text: str) -> list[list[str]]:
     return [re.split(r"\s#|\s+\.\.\.", line)[0].split() for line in lines]
 
 
+parser_of_all = functools.cache(make_parser)
+"""Half a second to make, and only looked at here."""
+
+
 def wrong_in(words: list[str]) -> str | None:
     """What no parser knows of a command line; ``a|b`` stands for either."""
-    parser, rest = make_parser(), list(words)
+    parser, rest = parser_of_all(), list(words)
     while (subcommands := getattr(parser, "_subcommands_action", None)) is not None:
         if not rest or rest[0] in ("…", "WHAT"):
             return None

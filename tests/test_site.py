@@ -13,6 +13,8 @@ import comera
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings_handlers")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
