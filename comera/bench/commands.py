@@ -37,11 +37,13 @@ from comera.bench.options import (
     add_step,
     add_traffic,
     add_truncation,
+    add_updates,
     check_positive,
     encoders_of,
     numbers_of,
     rank_of,
     shape_of,
+    tables_of,
     widths_of,
 )
 from comera.bench.peak import LayerShape, TableShape
@@ -53,6 +55,7 @@ from comera.bench.session import Session
 from comera.bench.step_speed import objective, step, truncation
 from comera.bench.table_speed import embedding
 from comera.bench.traffic import traffic
+from comera.bench.update_size import updates
 from comera.checkpoint.contents import Quality
 
 _INTERRUPTED = 130
@@ -260,6 +263,20 @@ def _run_serve(session: Session, options: Namespace) -> None:
     serving(session, ServedLlama(**{name: options[name] for name in sizes}), options.rank)
 
 
+def _run_updates(session: Session, options: Namespace) -> None:
+    if not options.lr > 0:
+        raise ValueError(f"lr={options.lr} must be above 0")
+    updates(
+        session,
+        widths_of(options.widths),
+        numbers_of("order", options.order),
+        numbers_of("rank", options.rank),
+        options.optimizer,
+        options.lr,
+        tables_of(options.hot_rows),
+    )
+
+
 _BENCHMARKS: Mapping[
     str,
     tuple[str, Callable[[ArgumentParser], None], Callable[[Session, Namespace], Any]],
@@ -315,5 +332,10 @@ _BENCHMARKS: Mapping[
         "Measure a language model as it is served: file, loading, tokens and memory.",
         add_serve,
         _run_serve,
+    ),
+    "updates": (
+        "Measure how far a step of an optimizer moves the weight of a layer.",
+        add_updates,
+        _run_updates,
     ),
 }

@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser, Namespace
 from comera.bench.curve import DEFAULT_POINTS, POINTS
 from comera.bench.encoders import FIRST_WORD, Encoders
 from comera.bench.kernel_speed import OPERATORS
+from comera.bench.update_size import OPTIMIZERS
 from comera.checkpoint.contents import Quality
 
 _DTYPES = ["float32", "float64", "bfloat16", "float16"]
@@ -325,6 +326,43 @@ def add_serve(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="Number of tokens it generates.")
 
 
+def add_updates(parser: ArgumentParser) -> None:
+    """Add the options of ``comera bench updates``, lists whose combinations are all measured."""
+    parser.add_argument(
+        "--widths",
+        nargs="+",
+        type=str,
+        metavar="IN:OUT",
+        default=["256:256", "768:768", "768:3072", "3072:768"],
+        help="Pairs of input and output width of linear layers.",
+    )
+    parser.add_argument(
+        "--order",
+        nargs="+",
+        type=str,
+        metavar="N",
+        default=["1,2,3,4"],
+        help="Modes a side, with commas.",
+    )
+    parser.add_argument(
+        "--rank", nargs="+", type=str, metavar="N", default=["8,32,128"],
+        help="Bounds on the ranks, with commas.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS),
+        help="What steps the cores.",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, default=7e-4, help="Learning rate of the cores.")
+    parser.add_argument(
+        "--hot_rows",
+        nargs="*",
+        type=str,
+        metavar="ROWS:WIDTH:RANK",
+        default=["2000:256:48", "4000:512:48"],
+        help="Tables of hot rows; none after the bare option.",
+    )
+
+
 def _add_shape(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
@@ -369,8 +407,8 @@ def _add_peers(parser: ArgumentParser) -> None:
 
 
 def add_common(parser: ArgumentParser, name: str) -> None:
-    """Add the options of every benchmark; ``memory`` repeats nothing."""
-    if name != "memory":
+    """Add the options of every benchmark; ``memory`` and ``updates`` repeat nothing."""
+    if name not in ("memory", "updates"):
         parser.add_argument(
             "--repeats", type=int, default=9, help="Number of rounds that are timed."
         )
@@ -416,6 +454,19 @@ def widths_of(words: Sequence[str]) -> list[tuple[int, int]]:
     if not all(pair.count(":") == 1 for pair in pairs):
         raise ValueError(f"widths={','.join(pairs)!r} must be pairs of widths, such as 768:3072")
     return [shape_of(pair.split(":")) for pair in pairs]
+
+
+def tables_of(words: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return triples such as ``2000:256:48``, rows, width and rank."""
+    found = []
+    for word in ",".join(words).replace(" ", ",").split(","):
+        parts = word.split(":")
+        if word and len(parts) != 3:
+            raise ValueError(f"hot_rows={word!r} must be rows, width and rank, such as 2000:256:48")
+        if word:
+            rows, width, rank = numbers_of("hot_rows", parts)
+            found.append((rows, width, rank))
+    return found
 
 
 def rank_of(words: Sequence[str]) -> int | list[int]:
