@@ -85,7 +85,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 # What the tests compare with, one by one: tests of a package that cannot be had are skipped, and it
 # is tried again the next time. galore-torch comes without bitsandbytes, which the tests do not need.
-PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft ray submitit tensorly-torch torchao transformers "--no-deps galore-torch"
+PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft pytorch-lightning ray submitit tensorly-torch torchao transformers "--no-deps galore-torch"
 
 $(VENV)/installed-peers: $(VENV)/installed-dev
 	@all=yes; for peer in $(PEERS); do \

@@ -21,6 +21,7 @@ PACKAGES = {
     "onnxscript": "onnxscript",
     "optuna": "optuna",
     "peft": "peft",
+    "pytorch_lightning": "pytorch-lightning",
     "ray": "ray",
     "submitit": "submitit",
     "tltorch": "tensorly-torch",

@@ -77,10 +77,15 @@ def test_examples_are_found():
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # by transformers' defaults
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # said by peft
+@pytest.mark.filterwarnings("ignore:.*num_workers.*")  # said by Lightning
+@pytest.mark.filterwarnings("ignore:.*logging interval.*")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by its use of torch
 @pytest.mark.parametrize(("path", "block"), EXAMPLES)
 def test_examples_run(path, block, tmp_path, monkeypatch):
     """Each by itself after the preamble, in an empty folder, with line numbers of the page."""
-    for package in re.findall(r"^import (transformers|peft|accelerate)$", block["code"], re.M):
+    for package in re.findall(
+        r"^import (transformers|peft|accelerate|pytorch_lightning)$", block["code"], re.M
+    ):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "example"}

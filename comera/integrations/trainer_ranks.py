@@ -1,6 +1,5 @@
 """Rank learning inside a ``Trainer`` of transformers: both stages, the cut, and resumed runs."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,17 +8,13 @@ from torch import Tensor
 
 from comera.extras import needed_by
 from comera.integrations.pretrained import attach_
+from comera.integrations.rank_steps import RankSteps, check_model
 from comera.integrations.trainer_groups import set_optimizer_groups_
-from comera.optim.unwrap import unwrap
-from comera.rank.agreement import processes_of
 from comera.rank.learning import RankLearning
-from comera.train.data_parallel import mean_over
 
 with needed_by("comera.integrations.transformers"):
     from transformers import PreTrainedModel, TrainerCallback
     from transformers.trainer_callback import ExportableState
-
-log = logging.getLogger("comera")
 
 
 def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
@@ -70,15 +65,17 @@ class RankCallback(TrainerCallback, ExportableState):
 
     Attributes:
         ranks: Rank learning, as it was given.
-        outcome: What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut.
     """
 
     def __init__(self, trainer: Any, ranks: RankLearning) -> None:
         self.ranks = ranks
-        self.outcome: dict[str, Any] | None = None
         self._trainer = trainer
-        self._seen: Tensor | None = None  # the loss of the optimizer step that is under way
-        self._group: Any = None
+        self._steps = RankSteps(ranks)
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut."""
+        return self._steps.outcome
 
     def state(self) -> dict[str, Any]:
         """Return the state of rank learning in numbers, strings and lists."""
@@ -93,41 +90,28 @@ class RankCallback(TrainerCallback, ExportableState):
                 "without learn_ranks_, and ranks cannot go on from there"
             )
         self.ranks.load_state_dict(_tensors(saved["attributes"]["ranks"]))
-        self._seen = None
-        given = self.ranks.process_group
-        self._group = processes_of(self.ranks.model) if given == "auto" else given
-        _check_steps(self.ranks, state)
-        self.ranks.check_schedule(unwrap(self._trainer.optimizer))
+        self._steps.begin(self._trainer.optimizer, state.max_steps - state.global_step)
         self._trainer.accelerator.backward = self._backward
 
     def on_train_end(self, args, state, control, **kwargs):
         """Leave the trainer's accelerator as it was."""
         del self._trainer.accelerator.backward
-        if self.ranks.forced is None:
-            log.warning(
-                "training ended after %d steps of rank learning, before its last: no rank was cut",
-                self.ranks.steps_done,
-            )
+        self._steps.end()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Count an optimizer step, unless it was skipped for gradients that were not finite."""
-        seen, self._seen = self._seen, None
-        if seen is None:
-            return
-        if self._trainer.accelerator.optimizer_step_was_skipped:
-            self.ranks.discard_()
-        else:
-            self.ranks.step(seen, unwrap(self._trainer.optimizer))
+        skipped = self._trainer.accelerator.optimizer_step_was_skipped
+        self._steps.end_step(self._trainer.optimizer, skipped)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Cut ranks when it is time: before this step is evaluated or saved."""
-        if not self.ranks.due:
+        outcome = self._steps.cut_if_due(self._trainer.optimizer)
+        if outcome is None:
             return
-        self.outcome = self.ranks.finish_(unwrap(self._trainer.optimizer))
         # The best model from here on: one from before the cut would bring its ranks back.
         state.best_metric, state.best_global_step, state.best_model_checkpoint = None, None, None
         still = control.should_log  # the loss of this step; logging unsets it
-        self._trainer.log({f"ranks_{key}": value for key, value in self.outcome.items()})
+        self._trainer.log({f"ranks_{key}": value for key, value in outcome.items()})
         control.should_log = still
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -137,23 +121,12 @@ class RankCallback(TrainerCallback, ExportableState):
         sum is the loss of the step.
         """
         accelerator = self._trainer.accelerator
-        if self.ranks.stage == "done":
-            type(accelerator).backward(accelerator, loss, **kwargs)
-            return
         parts = self._trainer.current_gradient_accumulation_steps
-        seen = mean_over(self._group, loss.detach() * parts)
-        objective = self.ranks.objective(loss * parts, seen) / parts
-        share = seen / parts
-        self._seen = share if self._seen is None else self._seen + share
-        type(accelerator).backward(accelerator, objective, **kwargs)
+        type(accelerator).backward(accelerator, self._steps.objective(loss, parts), **kwargs)
 
 
 def _check(trainer: Any, ranks: RankLearning) -> None:
-    there = {id(param) for param in trainer.model.parameters()}
-    if not any(id(gate) in there for gate in ranks.size.gates):
-        raise ValueError(
-            f"ranks is a {ranks.method} of another model: make it of the one that the trainer has"
-        )
+    check_model(ranks, trainer.model)
     if any(isinstance(known, RankCallback) for known in trainer.callback_handler.callbacks):
         raise ValueError("this trainer learns ranks already: learn_ranks_ is called once")
     if trainer.model_init is not None:
@@ -176,17 +149,6 @@ def _check(trainer: Any, ranks: RankLearning) -> None:
             "restore_callback_states_from_checkpoint=True makes all callbacks anew, this one too, "
             "and it would know of no model: leave it out, ranks go on from a checkpoint without it"
         )
-
-
-def _check_steps(ranks: RankLearning, state: Any) -> None:
-    """Warn of training that ends before ranks are cut."""
-    left = state.max_steps - state.global_step
-    if ranks.forced is None and ranks.steps_left > left:
-        log.warning(
-            "rank learning takes %d more steps and the trainer %d: no rank will be cut; make "
-            "early_steps and late_steps fewer, or max_steps or num_train_epochs more",
-            ranks.steps_left, left,
-        )  # fmt: skip
 
 
 # ── tensors in JSON ──────────────────────────────────────────────────────────────────────────────
