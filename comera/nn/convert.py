@@ -1,7 +1,8 @@
 """Swap the layers of an existing model for tensor-train layers, and back."""
 
 import logging
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -12,10 +13,11 @@ from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.experts import experts_apart, fuse_experts_
-from comera.nn.forms import form_of, from_torch
+from comera.nn.forms import as_torch, form_of, from_torch
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
+from comera.nn.output_error import input_moments, output_error
 from comera.nn.pointwise import TTPointwise
 from comera.nn.swap import swap_layers_
 from comera.nn.table import TTTable
@@ -45,6 +47,7 @@ def tensorize_(
     config: TTConfig | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    calibration: Iterable[Any] | None = None,
 ) -> Model:
     """Replace the targeted linear and embedding layers by tensor trains, in place.
 
@@ -61,24 +64,36 @@ def tensorize_(
         model: Any model; on the ``meta`` device nothing is allocated.
         config: Which layers, and how; ``TTConfig()`` if None.
         filter_fn: Called with each targeted module and its name; returns whether to convert it.
+        calibration: With ``init="svd"``, batches for which the line says by how much outputs of
+            linear layers will be off: mappings are given to the model as keywords, tuples and lists
+            as arguments, anything else alone. :func:`~comera.compress_` does more with such data.
 
     Returns:
         The model; if it is itself a targeted layer, the layer that replaces it.
 
     Raises:
         ValueError: If no module matches, or a rank or shape does not fit one; the message names
-            the module. The model is then unchanged.
+            the module. Or if ``calibration`` is given without ``init="svd"``, is empty, or misses
+            a targeted layer. The model is then unchanged.
         TypeError: If ``config`` is something else.
     """
     config = TTConfig() if config is None else config
     if not isinstance(config, TTConfig):
         raise TypeError(f"config={config!r} must be a comera.TTConfig")
+    if calibration is not None and config.init != "svd":
+        raise ValueError(
+            f'calibration says what init="svd" does to outputs; init={config.init!r} draws new '
+            "cores"
+        )
     with experts_apart(model):
-        return _tensorized(model, config, filter_fn)
+        return _tensorized(model, config, filter_fn, calibration)
 
 
 def _tensorized(
-    model: Model, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
+    model: Model,
+    config: TTConfig,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    calibration: Iterable[Any] | None,
 ) -> Model:
     targets = find_targets(model, config, filter_fn)
     check_patterns(config, targets)
@@ -110,6 +125,8 @@ def _tensorized(
     made = {name_of[key]: new for key, new in replacements.items()}
     if config.init is None:
         _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
+    elif config.init == "svd":
+        _say_what_is_off(model, {n: targets[n] for n in made}, made, calibration)
     _say_what_loses(made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
@@ -154,6 +171,46 @@ def _say_what_is_lost(names: list[str]) -> None:
             '(init="svd" approximates them instead, init="orthogonal" says that this is meant)',
             listed(names, most=2),
         )
+
+
+def _say_what_is_off(
+    model: nn.Module,
+    old: Mapping[str, nn.Module],
+    made: Mapping[str, nn.Module],
+    batches: Iterable[Any] | None,
+) -> None:
+    """Warn of approximated weights: what is little of a weight may be most of an output."""
+    linear = {
+        name: layer
+        for name, new in made.items()
+        if isinstance(new, TTLinear)
+        and isinstance(layer := as_torch(old[name]), nn.Linear)
+        and _holds_numbers(new)
+    }
+    if not linear:
+        return
+    names = listed(list(linear), most=2)
+    if batches is None:
+        log.warning(
+            "tensorize_ approximates the weights of %s; how far off that makes their outputs it "
+            "cannot know without data (calibration=batches): a trained model may lose all it has "
+            "learned; comera.compress_ goes by data",
+            names,
+        )
+        return
+    watched = {name: old[name] for name in linear}
+    moments = input_moments(model, watched, batches)  # type: ignore[arg-type]
+    errors = [
+        output_error(layer.weight, made[name].dense_weight(), moments[name])  # type: ignore[operator]
+        for name, layer in linear.items()
+    ]
+    worst = list(linear)[errors.index(max(errors))]
+    log.warning(
+        "tensorize_ approximates the weights of %s: their outputs will be off by %.1f %% (median; "
+        "%.1f %% of %s), relative error on the calibration batches; comera.compress_ makes such "
+        "errors where they do least harm",
+        names, 100 * statistics.median(errors), 100 * max(errors), worst,
+    )  # fmt: skip
 
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
