@@ -172,11 +172,13 @@ def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress
                 else:
                     done = (time.monotonic() - begun) / seconds
                 if done >= 1:
+                    bars.update(bar, completed=1.0)
                     return
                 bars.update(bar, completed=done)
                 yield batch, done
                 count += 1
             if seconds is None or count == before:
+                bars.update(bar, completed=1.0)
                 return
 
 
