@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from comera.data.click_rows import codes_of_text
 from comera.extras import needed_by
 
 with needed_by("a file of clicks"):
@@ -39,12 +40,14 @@ class Chunk:
         labels: ``(n,)``, of which what is above ``positive`` is a click.
         continuous: ``(n, C)`` float64; NaN where nothing is given.
         fields: ``(n, F)`` uint64: the category itself or its hash, so that equal ones are equal.
+        integers: ``(F,)``, whether a column holds whole numbers, which are their own codes.
         skipped: Malformed lines among them that were left out.
     """
 
     labels: np.ndarray
     continuous: np.ndarray
     fields: np.ndarray
+    integers: np.ndarray
     skipped: int = 0
 
 
@@ -168,6 +171,7 @@ def _parse(
         numeric[columns.label][keep],
         _side_by_side([numeric[name][keep] for name in columns.continuous], keep.sum()),
         np.stack(fields, 1),
+        np.zeros(len(fields), bool),
         skipped=len(lines) - int(keep.sum()),
     )
 
@@ -206,13 +210,16 @@ def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
             row = int(np.flatnonzero(wrong)[0])
             raise _no_number(f"row {row + 1}", path, name, str(values[row]))
         broken |= wrong
-    fields = np.stack([_codes(pd.Series(table[name])) for name in columns.fields], 1)
+    series = [pd.Series(table[name]) for name in columns.fields]
+    fields = np.stack([_codes(column) for column in series], 1)
+    integers = np.array([pd.api.types.is_integer_dtype(column.dtype) for column in series])
     continuous = _side_by_side([numeric[name] for name in columns.continuous], rows)
     for start in range(0, rows, CHUNK):
         skipped = broken[start : start + CHUNK]
         part = start + np.flatnonzero(~skipped)
         labels = numeric[columns.label][part]
-        yield Chunk(labels, continuous[part], fields[part], skipped=int(skipped.sum()))
+        skipped_lines = int(skipped.sum())
+        yield Chunk(labels, continuous[part], fields[part], integers, skipped=skipped_lines)
 
 
 def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
@@ -226,7 +233,7 @@ def _codes(values: pd.Series) -> np.ndarray:
     """Return uint64: whole numbers as they are, all else by a hash of 64 bits."""
     if pd.api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
-    return pd.util.hash_array(values.to_numpy(dtype=object), categorize=True)
+    return codes_of_text(values.to_numpy(dtype=object))
 
 
 def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:

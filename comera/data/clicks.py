@@ -20,6 +20,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from comera.data.click_files import Columns, columns_of, find_file, read_chunks
+from comera.data.click_rows import CATEGORIES, RARE, ClickRows, Field, transformed
 from comera.data.digests import (
     array_digest,
     changed_meanwhile,
@@ -31,9 +32,6 @@ from comera.data.digests import (
 from comera.files import cache_folder, replacing
 
 log = logging.getLogger("comera")
-
-RARE = 0
-"""Row of a table for all categories that are not in the vocabulary."""
 
 
 @dataclass
@@ -100,6 +98,7 @@ class Clicks:
         self.table_sizes: list[int] = facts["table_sizes"]
         self.field_names: list[str] = facts["fields"]
         self.skipped: int = facts["skipped"]
+        self._folder = folder
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         self.num_continuous = int(self._arrays["continuous"].shape[1])
         self._train, self._valid, self._test = (np.load(folder / f"{s}.npy") for s in _SPLITS)
@@ -120,13 +119,18 @@ class Clicks:
         path = find_file(settings.file)
         digests = click_digests(settings) if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{short_digest([2, relevant])}"
+        folder = cache_folder() / f"clicks-{short_digest([3, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same
                 if not (folder / _FACTS).is_file():
                     _prepare(settings, path, folder, digests)
         return cls(settings, folder, digests)
+
+    @property
+    def categories(self) -> ClickRows:
+        """What makes inputs of the model of raw rows; read from the cache in each access."""
+        return ClickRows.load(self._folder / CATEGORIES)
 
     @property
     def num_train(self) -> int:
@@ -196,18 +200,24 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     training = np.zeros(len(labels), bool)
     training[splits["train"]] = True
     fields, sizes = np.empty((len(labels), len(columns.fields)), np.int32), []
+    integers, known = _load(chunks[0], "integers"), []
     # One field at a time: the codes of all of them, 64 bits each, may be more than memory holds.
-    for k in range(len(columns.fields)):
+    for k, name in enumerate(columns.fields):
         values = np.concatenate([_load(chunk, f"field{k}") for chunk in chunks])
-        fields[:, k], size = _numbered(values, training, settings)
+        numbered, size = _numbered(name, bool(integers[k]), values[training], settings)
+        fields[:, k] = numbered.rows_of(values)
         sizes.append(size)
+        known.append(numbered)
     continuous = np.concatenate([_load(chunk, "continuous") for chunk in chunks])
+    scale = _scale(continuous, training)
     arrays = {
         "labels": labels,
         "fields": fields,
-        "continuous": _transformed(continuous, training, settings.transform),
+        "continuous": transformed(continuous, settings.transform, *scale),
         **splits,
     }
+    rows = ClickRows(known, list(columns.continuous), settings.transform, *scale)
+    rows.save(folder / CATEGORIES)
     for name, array in arrays.items():
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
@@ -241,6 +251,7 @@ def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> li
                 labels=chunk.labels,
                 continuous=chunk.continuous.astype(np.float32),
                 skipped=chunk.skipped,
+                integers=chunk.integers,
                 **fields,
             )
         found.append(file)
@@ -274,33 +285,26 @@ def _split(settings: ClickData, rows: int) -> dict[str, np.ndarray]:
 
 
 def _numbered(
-    values: np.ndarray, training: np.ndarray, settings: ClickData
-) -> tuple[np.ndarray, int]:
-    """Number each category by its row, and count the rows; row 0 is that of rare ones."""
-    known, where, counts = np.unique(values[training], return_inverse=True, return_counts=True)
+    name: str, integers: bool, codes: np.ndarray, settings: ClickData
+) -> tuple[Field, int]:
+    """Number the categories of training rows, and count the rows; row 0 is that of rare ones."""
+    known, counts = np.unique(codes, return_counts=True)
+    none = np.empty(0, np.uint64), np.empty(0, np.int32)
     if settings.hash_rows is not None and len(known) >= settings.hash_rows:
-        return (1 + values % np.uint64(settings.hash_rows - 1)).astype(np.int32), settings.hash_rows
+        return Field(name, integers, settings.hash_rows, *none), settings.hash_rows
     frequent = counts >= settings.min_count
-    number = np.full(len(known), RARE, np.int32)
     order = np.argsort(-counts, kind="stable")
     order = order[frequent[order]]
+    number = np.full(len(known), RARE, np.int32)
     number[order] = 1 + np.arange(len(order))
-    rows = np.full(len(values), RARE, np.int32)
-    rows[training] = number[where]
-    place = np.searchsorted(known, values[~training]).clip(max=len(known) - 1)
-    seen = known[place] == values[~training]
-    rows[~training] = np.where(seen, number[place], RARE)
-    return rows, 1 + len(order)
+    return Field(name, integers, None, known[frequent], number[frequent]), 1 + len(order)
 
 
-def _transformed(values: np.ndarray, training: np.ndarray, transform: str) -> np.ndarray:
-    missing = ~np.isfinite(values)
-    if transform == "log":
-        values = np.log1p(np.where(missing, 0, values).clip(min=0), dtype=np.float64)
-    elif values.shape[1]:
-        known = np.where(missing, np.nan, values)[training]
-        with warnings.catch_warnings():  # a column may be empty in the training rows
-            warnings.simplefilter("ignore", RuntimeWarning)
-            mean, spread = np.nan_to_num(np.nanmean(known, 0)), np.nanstd(known, 0)
-        values = ((values - mean) / np.where(spread > 0, spread, 1)).clip(-5, 5)
-    return np.where(missing, 0, values).astype(np.float32)
+def _scale(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation of each column in the training rows."""
+    if not values.shape[1]:
+        return np.empty(0), np.empty(0)
+    known = np.where(np.isfinite(values), values, np.nan)[training]
+    with warnings.catch_warnings():  # a column may be empty in the training rows
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return np.nan_to_num(np.nanmean(known, 0)), np.nan_to_num(np.nanstd(known, 0))

@@ -23,7 +23,7 @@ from comera.recipes.trained import TrainedRun, load_run
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",
     "evaluate": "Evaluate a trained model again, beside what its run has noted.",
-    "predict": "Predict something for each line of text: a line of JSON each.",
+    "predict": "Predict something for each line of text or row of clicks: a line of JSON each.",
     "export": "Write a trained model as a program or graph that runs without comera.",
 }
 
@@ -39,7 +39,10 @@ def add_commands(commands: Any) -> None:
     for name in ("evaluate", "predict"):
         parsers[name].add_argument("--device", type=str, default="auto", help="As of a run.")
     parsers["predict"].add_argument(
-        "file", type=str, nargs="?", help="Lines of text; without it they are read as they come."
+        "file",
+        type=str,
+        nargs="?",
+        help="Lines of text, or rows of clicks as JSON; without it they are read as they come.",
     )
     parsers["predict"].add_argument(
         "--tokens", type=int, default=40, help="Tokens that a causal language model adds."

@@ -11,14 +11,15 @@ import yaml
 from filelock import FileLock
 
 from comera.checkpoint.archive import Archive, take
+from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
 
 _WRITTEN_BY_A_RUN = (
-    "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl", "model.safetensors",
-    "report.html", "result.json", "tensorboard", "tokenizer.json",
+    CATEGORIES, "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl",
+    "model.safetensors", "report.html", "result.json", "tensorboard", "tokenizer.json",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _FILES = {
     "model.safetensors": "its weights; comera.load_run(folder) makes the model",
     "comera.json": "what its layers are",
     "tokenizer.json": "its vocabulary, for the package tokenizers",
+    "categories.safetensors": "the rows of its tables by the categories of the log",
     "dense": "the same of the dense twin",
     "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",

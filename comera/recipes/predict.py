@@ -1,4 +1,4 @@
-"""Predictions of a trained model of text, a line at a time."""
+"""Predictions of a trained model, a line at a time."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.data.click_rows import CATEGORIES
 from comera.data.nli import LABELS, joined
 from comera.data.vocabulary import CLS, MASK
 from comera.recipes.trained import TrainedRun
@@ -20,24 +21,28 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
     """Predict something for each line, as the run's task has it.
 
     Args:
-        run: A run of text.
+        run: A finished run.
         lines: Of sentence pairs ``premise<TAB>hypothesis``; of a masked language model text with
-            ``[MASK]`` in it; of a causal one the beginning of a text.
+            ``[MASK]`` in it; of a causal one the beginning of a text; of a click log a row of it as
+            a JSON object, without its label.
         new_tokens: Tokens that a causal model adds, the most likely one each time.
 
     Raises:
-        ValueError: If the run is of a click log, or a line is not what is expected; names it.
+        ValueError: If a line is not what is expected, which it names; or if the run is of a click
+            log and has not kept its categories, as earlier versions did not.
     """
-    if run.config.clicks is not None:
+    if run.config.clicks is not None and run.categories is None:
         raise ValueError(
-            "comera predict is for runs of text: for a click log, comera.load_run(folder).model "
-            "takes the rows that comera.data.clicks prepares"
+            f"{run.folder} has no {CATEGORIES}: an earlier version wrote it. The same comera train "
+            "with --overwrite=true trains it anew"
         )
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
             with torch.no_grad():
-                if run.config.nli is not None:
+                if run.config.clicks is not None:
+                    yield _click(run, line)
+                elif run.config.nli is not None:
                     yield _relation(run, line)
                 elif run.config.masked_text is not None:
                     yield _words(run, line)
@@ -55,6 +60,19 @@ def _tokens_of(run: TrainedRun, text: str) -> np.ndarray:
 def _text_of(run: TrainedRun, tokens: list[int]) -> str:
     assert run.tokenizer is not None, "a run of text has one"
     return run.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _click(run: TrainedRun, line: str) -> dict[str, Any]:
+    assert run.categories is not None, "it was asked for above"
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f'{line!r} must be a JSON object, such as {{"user": "ann", "age": 31}}')
+    *inputs, unknown = run.categories.encode([row])
+    found: dict[str, Any] = {"probability": round(float(_logits(run, *inputs)[0].sigmoid()), 4)}
+    return found | ({"unknown": unknown[0]} if unknown[0] else {})
 
 
 def _relation(run: TrainedRun, line: str) -> dict[str, Any]:

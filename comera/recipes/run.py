@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
@@ -406,6 +407,8 @@ def _save(
     if task.tokenizer is not None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(task.tokenizer.to_str(), encoding="utf-8")
+    if task.categories is not None:
+        task.categories().save(folder / CATEGORIES)
     layers = report.to_pandas().to_dict("records")
     facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
     with replacing(folder / "result.json") as temporary:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.data.click_files import CRITEO_CONTINUOUS
+from comera.data.click_rows import ClickRows
 from comera.data.clicks import Clicks, click_digests
 from comera.data.nli import LABELS, NliPairs, nli_digests
 from comera.data.text import TextStreams, text_digests
@@ -52,6 +53,7 @@ class Task:
         test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
         sizes: Sizes of the dense model that the data tell, see :func:`dense_model`.
         tokenizer: What has made tokens of text, if anything has.
+        categories: Returns what makes inputs of raw rows; of a click log.
         lean: The model can be made without ever being dense: built without memory, tensorised, and
             then drawn by its ``reset_parameters(init)``.
     """
@@ -65,6 +67,7 @@ class Task:
     test: Callable[[nn.Module], dict[str, float]] | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    categories: Callable[[], ClickRows] | None = None
     lean: bool = False
 
 
@@ -378,6 +381,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         test=(lambda model: evaluate(data.test_batches(_EVALUATED), model))
         if config.clicks.test
         else None,
+        categories=lambda: data.categories,
         sizes=sizes,
         lean=True,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from comera.data.click_rows import CATEGORIES, ClickRows
 from comera.extras import needed_by
 from comera.saved.model_folder import load_model
 from comera.train.log import read_metrics
@@ -33,6 +34,7 @@ class TrainedRun:
         model: The trained model, in evaluation mode.
         tokenizer: Makes tokens of text and text of tokens, a ``tokenizers.Tokenizer``; None of a
             click predictor.
+        categories: Makes inputs of the model of raw rows, by ``encode``; of a click predictor.
         result: What came of it: ``metrics`` of the last evaluation, ``test`` where there is such
             data, ``params``, ``steps``, ``seconds`` and more.
     """
@@ -42,6 +44,7 @@ class TrainedRun:
     model: nn.Module
     tokenizer: "Tokenizer | None"
     result: Mapping[str, Any]
+    categories: "ClickRows | None" = None
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -93,7 +96,9 @@ def load_run(
     with torch.device("meta"):
         dense = dense_model(config, result["sizes"])
     model = load_model(place, dense, device=device).eval()
-    return TrainedRun(place, config, model, _tokenizer(place), result)
+    known = place / CATEGORIES
+    categories = ClickRows.load(known) if known.is_file() else None
+    return TrainedRun(place, config, model, _tokenizer(place), result, categories)
 
 
 def _result(folder: Path) -> dict[str, Any]:

@@ -7,11 +7,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import comera
+from comera.data.clicks import Clicks
 from comera.recipes.cli import main
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table
@@ -170,13 +173,41 @@ def test_predictions_are_a_line_of_json_each(folder, name, capsys):
         ("masked", "no mask", "line 1: 'no mask' has no [MASK]"),
         ("pairs", "one sentence", "line 1: 'one sentence' must be a premise, a tab and a"),
         ("causal", "", "line 1: there is no text to go on from"),
-        ("clicks", "x", "comera predict is for runs of text"),
+        ("clicks", "x", "line 1: 'x' must be a JSON object"),
+        ("clicks", "{}", "line 1: 'user' is missing: a row has user, city, and may have age"),
     ],
 )
 def test_a_line_that_is_something_else_is_named(folder, name, line, message, capsys):
     Path("lines.txt").write_text(f"{line}\n")
     assert main(["predict", f"runs/{name}", "lines.txt"]) == 1
     assert message in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
+    frame = pd.read_csv("clicks.csv", dtype={"user": str})
+    rows = frame[["user", "city", "age"]].to_dict("records")
+    rows[1]["age"] = None
+    rows.append({"user": "nobody", "city": "Ulm"})
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["predict", "runs/clicks", "rows.jsonl"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    run = comera.load_run("runs/clicks")
+    data = Clicks.prepare(run.config.clicks)
+    every = data._rows(np.arange(200))
+    with torch.no_grad():
+        wanted = run.model(every["continuous"], every["fields"]).sigmoid()
+    assert found[0]["probability"] == pytest.approx(float(wanted[0]), abs=6e-5)
+    for k in range(2, 200):
+        assert found[k]["probability"] == pytest.approx(float(wanted[k]), abs=6e-5)
+    assert "user" in found[200]["unknown"]
+
+
+def test_a_run_of_clicks_that_kept_no_categories_is_named(folder, tmp_path, capsys):
+    shutil.copytree("runs/clicks", tmp_path / "run")
+    (tmp_path / "run/categories.safetensors").unlink()
+    Path("lines.txt").write_text("{}\n")
+    assert main(["predict", str(tmp_path / "run"), "lines.txt"]) == 1
+    assert "has no categories.safetensors" in capsys.readouterr().out.replace("\n", " ")
 
 
 RUN = """

@@ -1,0 +1,115 @@
+"""Raw rows of a click log become what training has read of the same rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from comera.data.click_rows import ClickRows
+from comera.data.clicks import Clicks
+from tests.data.test_clicks import criteo_lines, settings, table
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+
+
+def prepared(tmp_path, ending=".csv", frame=None, **more):
+    frame = table() if frame is None else frame
+    path = tmp_path / f"clicks{ending}"
+    if ending == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        columns = {name: frame[name].to_numpy() for name in frame}
+        np.savez(path, **{**columns, "city": columns["city"].astype(str)})
+    return Clicks.prepare(settings(path, **more)), frame
+
+
+def raw(frame, text):
+    rows = frame.drop(columns="rating").to_dict("records")
+    return [{k: str(v) for k, v in row.items()} if text else row for row in rows]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".npz"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"min_count": 5}, {"hash_rows": 12}, {"transform": "standard"}, {"split": "last"}],
+    ids=str,
+)
+def test_it_reads_what_training_has_read(ending, more, tmp_path):
+    data, frame = prepared(tmp_path, ending, **more)
+    every = data._rows(np.arange(len(frame)))
+    assert data.categories.fields[0].integers == (ending == ".npz")
+    for text in (True, False):
+        continuous, fields, unknown = data.categories.encode(raw(frame, text))
+        assert torch.equal(continuous, every["continuous"])
+        assert torch.equal(fields, every["fields"])
+        for names, row in zip(unknown, fields, strict=True):
+            hashed = [field.hash_rows is not None for field in data.categories.fields]
+            wanted = [
+                name
+                for name, place, shared in zip(("user", "city"), row, hashed, strict=True)
+                if place == 0 and not shared
+            ]
+            assert names == wanted
+
+
+def test_criteo_is_read_too(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(criteo_lines()) + "\n")
+    data = Clicks.prepare(settings(path, format="criteo", heldout=0.2))
+    names = [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
+    rows = [dict(zip(names, line.split("\t")[1:], strict=True)) for line in criteo_lines()]
+    continuous, fields, _ = data.categories.encode(rows)
+    every = data._rows(np.arange(len(rows)))
+    assert torch.equal(continuous, every["continuous"])
+    assert torch.equal(fields, every["fields"])
+
+
+def test_it_comes_back_from_its_file(tmp_path):
+    data, frame = prepared(tmp_path, transform="standard")
+    data.categories.save(tmp_path / "kept")
+    again = ClickRows.load(tmp_path / "kept")
+    for mine, theirs in zip(
+        again.encode(raw(frame, True)), data.categories.encode(raw(frame, True)), strict=True
+    ):
+        assert mine == theirs if isinstance(mine, list) else torch.equal(mine, theirs)
+
+
+def test_what_is_missing_is_an_empty_cell(tmp_path):
+    frame = table().astype({"city": object})
+    frame.loc[:40, "city"] = ""
+    frame.loc[5:9, "age"] = np.nan
+    data, _ = prepared(tmp_path, frame=frame)
+    found = data.categories.encode(
+        [{"user": 1, "city": None}, {"user": 1, "city": "", "age": None}, {"user": 1, "city": ""}]
+    )
+    assert torch.equal(found[0], torch.zeros(3, 1))
+    assert len(set(found[1][:, 1].tolist())) == 1
+    assert "city" not in found[2][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"user": 1}, "'city' is missing: a row has user, city, and may have age"),
+        ({"user": 1, "city": "Ulm", "town": 3}, "'town' is no column of the model"),
+        ({"user": [1], "city": "Ulm"}, r"user is \[1\], expected a text or a number"),
+        ({"user": "x", "city": "Ulm"}, "user is 'x', expected a whole number"),
+        ({"user": 2**70, "city": "Ulm"}, "expected a whole number"),
+        ({"user": 1, "city": "Ulm", "age": "old"}, "age is 'old', expected a number"),
+        ({"user": 1, "city": "Ulm", "age": True}, "age is True, expected a number"),
+        ({"user": 1, "city": "Ulm", "age": "inf"}, "age is 'inf', expected a number"),
+    ],
+)
+def test_what_is_no_row_is_named(row, message, tmp_path):
+    data, _ = prepared(tmp_path, ".npz")
+    with pytest.raises(ValueError, match=message):
+        data.categories.encode([row])
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing of the kind"])
+def test_a_damaged_file_is_named(content, tmp_path):
+    (tmp_path / "kept").write_bytes(content)
+    with pytest.raises(ValueError, match="kept is damaged"):
+        ClickRows.load(tmp_path / "kept")
