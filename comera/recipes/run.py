@@ -244,7 +244,7 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     report = compression_report(model, config.tokens)
     if config.tensorize is None:
         return report, None, None
-    layers = plan_model(model, config.tokens)
+    layers = plan_model(model, tokens=config.tokens)
     assert isinstance(layers, ModelPlan), "the model is not one layer"
     if config.ranks is None:
         return report, layers, None

@@ -1,17 +1,24 @@
 """What the planner says about the layers of a model: which way each runs, and against dense."""
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from comera.nn.config import TTConfig
+from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
+from comera.ops.context import machine_of
 from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_embedding, plan_linear
 from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
+from comera.report.compression import CompressionReport
 
 _HEADER = (
     "layers", "shape and ranks", "runs", "time", "time / dense", "eager / dense", "peak / dense",
@@ -44,11 +51,14 @@ class ModelPlan:
         layers: One entry for each kind of layer.
         tokens: Rows of the batch.
         machine: The machine on which times are predicted.
+        report: Sizes and ranks of the model that a configuration would make; None for a model whose
+            layers are tensor trains already.
     """
 
     layers: tuple[LayerPlan, ...]
     tokens: int
     machine: Machine
+    report: CompressionReport | None = None
 
     @property
     def seconds(self) -> float:
@@ -142,7 +152,11 @@ class ModelPlan:
             left=[k for k, column in enumerate(shown) if column in (0, 1, 2, _INSTEAD)],
         )
         kept = text_table(self._kept_title, _KEPT_HEADER, self.kept_rows(), total=True)
-        return f"{table}\n{kept}\n{self.summary()}"
+        return f"{table}\n{kept}\n{self._sizes}{self.summary()}"
+
+    @property
+    def _sizes(self) -> str:
+        return f"{self.report.summary()}\n" if self.report else ""
 
     @property
     def _kept_title(self) -> str:
@@ -152,15 +166,19 @@ class ModelPlan:
 
     def _repr_html_(self) -> str:
         kept = table_html(_KEPT_HEADER, self.kept_rows(), caption=self._kept_title)
-        return kept + table_html(_HEADER, self.rows(), note=self.summary())
+        return kept + table_html(_HEADER, self.rows(), note=self._sizes + self.summary())
 
 
-def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
+def plan(
+    model: nn.Module, config: TTConfig | None = None, *, tokens: int = 4096
+) -> Plan | ModelPlan:
     """Predict which way each tensor-train layer runs at a batch, and what it costs beside dense.
 
     Args:
         model: One tensor-train layer, for a table of every contraction, or a model, for one line
-            for each kind of layer.
+            for each kind of layer. With ``config`` a dense model, which is not changed.
+        config: How :func:`~comera.tensorize_` would convert the model. Nothing is allocated; what
+            it would leave dense is named on the ``comera`` logger.
         tokens: Rows of the batch: all dimensions of the input but the last, multiplied. For
             embeddings the number of indices.
 
@@ -170,11 +188,30 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
         measured or from rough defaults.
 
     Raises:
-        ValueError: If ``tokens`` is below one, or ``model`` holds no tensor-train layer.
+        ValueError: If ``tokens`` is below one, ``model`` holds no tensor-train layer, or ``config``
+            does not fit it.
+        TypeError: If ``config`` is something else.
+
+    Example::
+
+        print(comera.plan(dense, comera.TTConfig(compression=10), tokens=4096))
     """
+    report = None
+    machine = None
+    if config is not None:
+        if not isinstance(config, TTConfig):
+            raise TypeError(
+                f"config={config!r} must be a comera.TTConfig; rows are said as tokens=..."
+            )
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        machine = machine_of(device)
+        model = tensorize_(_without_values(model), config)
+        report = CompressionReport(model, tokens) if tensor_trains(model) else None
     if isinstance(model, TensorTrainModule):
-        return _plan_layer(model, tokens, 1)
+        return _plan_layer(model, tokens, 1, machine)
     layers = tensor_trains(model)
+    if config is not None and not layers:
+        raise ValueError(f"{config} would leave every layer dense")
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no tensor-train layer: call comera.tensorize_ first"
@@ -189,29 +226,53 @@ def plan(model: nn.Module, tokens: int = 4096) -> Plan | ModelPlan:
     made = []
     for members in alike.values():
         names, (layer, *_) = zip(*members, strict=True)
-        layer_plan = _plan_layer(layer, tokens, len(members))
-        made.append(LayerPlan(names, layer_plan, _instead(layer, layer_plan, len(members))))
-    return ModelPlan(tuple(made), tokens, made[0].plan.machine)
+        layer_plan = _plan_layer(layer, tokens, len(members), machine)
+        instead = _instead(layer, layer_plan, len(members), machine)
+        made.append(LayerPlan(names, layer_plan, instead))
+    return ModelPlan(tuple(made), tokens, made[0].plan.machine, report)
 
 
-def _plan_layer(layer: TensorTrainModule, tokens: int, together: int) -> Plan:
+def _without_values(model: nn.Module) -> nn.Module:
+    """Copy a model to the ``meta`` device, ties included, without a copy of its numbers."""
+    held: dict[int, Any] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                empty = torch.empty_like(param, device="meta")
+                held[id(param)] = nn.Parameter(empty, param.requires_grad)
+        for buffer in module._buffers.values():
+            if isinstance(buffer, Tensor):
+                held[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, held)
+
+
+def _setting(layer: TensorTrainModule, machine: Machine | None) -> dict[str, Any]:
+    return layer.planner_setting() | ({} if machine is None else {"machine": machine})
+
+
+def _plan_layer(
+    layer: TensorTrainModule, tokens: int, together: int, machine: Machine | None
+) -> Plan:
+    setting = _setting(layer, machine)
     if isinstance(layer, TTLinear):
-        return plan_linear(layer.at(tokens, together=together), **layer.planner_setting())
+        return plan_linear(layer.at(tokens, together=together), **setting)
     assert isinstance(layer, TTTable), "there are two formats"
     return plan_embedding(
         layer.shape,
         tokens,
-        **layer.planner_setting(),
+        **setting,
         num_embeddings=layer.num_embeddings - layer.hot_rows,
         embedding_dim=layer.embedding_dim,
     )
 
 
-def _instead(layer: TensorTrainModule, layer_plan: Plan, together: int) -> str:
+def _instead(
+    layer: TensorTrainModule, layer_plan: Plan, together: int, machine: Machine | None
+) -> str:
     if layer_plan.time_ratio <= 1 or not isinstance(layer, TTLinear):
         return ""
     here = layer.at(layer_plan.tokens, together=together)
-    better = suggest(here, **layer.planner_setting())
+    better = suggest(here, **_setting(layer, machine))
     return "dense" if better is None else f"{better.change}: {better.time_ratio:.2f}x"
 
 

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -71,3 +73,36 @@ def test_the_table_is_shown_whole():
     assert "peak" in times.splitlines()[2]
     for table in (times.splitlines()[1:-1], kept.splitlines()[1:-1]):
         assert len({len(line) for line in table}) == 1
+
+
+def test_a_dense_model_is_planned_before_it_is_converted():
+    dense = nn.Sequential(
+        nn.Embedding(5000, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1000)
+    )
+    dense.register_buffer("counts", torch.zeros(3))
+    before = {key: value.clone() for key, value in dense.state_dict().items()}
+    config = comera.TTConfig(rank=8)
+    plan = comera.plan(dense, config, tokens=512)
+    made = comera.plan(comera.tensorize_(copy.deepcopy(dense), config), tokens=512)
+    assert plan.rows() == made.rows()
+    assert plan.seconds == made.seconds
+    want = comera.compression_report(comera.tensorize_(copy.deepcopy(dense), config), tokens=512)
+    assert plan.report.layers == want.layers
+    assert want.summary() in str(plan)
+    assert [type(layer) for layer in dense] == [nn.Embedding, *[nn.Linear] * 3]
+    assert all(torch.equal(value, before[key]) for key, value in dense.state_dict().items())
+
+
+def test_a_plan_of_what_would_be_keeps_ties_and_takes_a_single_layer():
+    dense = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64), nn.Linear(64, 500, bias=False))
+    dense[2].weight = dense[0].weight
+    names = {one.names for one in comera.plan(dense, comera.TTConfig(rank=4)).layers}
+    assert names == {("1",)}
+    assert isinstance(comera.plan(nn.Linear(64, 64), comera.TTConfig(rank=4)), Plan)
+
+
+def test_a_configuration_that_is_none_or_converts_nothing_is_named():
+    with pytest.raises(TypeError, match=r"config=64 must be a comera.TTConfig; rows are said as"):
+        comera.plan(model(), 64)
+    with pytest.raises(ValueError, match="would leave every layer dense"):
+        comera.plan(nn.Sequential(nn.Linear(4, 4)), comera.TTConfig(rank=4))
