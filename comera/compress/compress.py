@@ -1,7 +1,7 @@
 """A trained model with smaller linear layers: one budget, spent where calibration data say."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from comera.compress.layer_moments import LossFn
+from comera.compress.linear_targets import own_loss
 from comera.compress.sensitivity import (
     CompressedLayer,
     LayerSensitivity,
@@ -17,6 +18,7 @@ from comera.compress.sensitivity import (
     parse_budget,
     sensitivity,
 )
+from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import WhitenedSVD
 from comera.extras import needed_by
 from comera.nn.linear import TTLinear
@@ -38,6 +40,7 @@ class Compression:
         dense_bytes: Bytes of the parameters before.
         bytes: The same afterwards.
         seconds: What it took, calibration included where it was not done before.
+        measured: The loss that ``evaluate`` gave at this size; None under a budget.
     """
 
     layers: tuple[CompressedLayer, ...]
@@ -46,6 +49,7 @@ class Compression:
     dense_bytes: int
     bytes: int
     seconds: float
+    measured: float | None = None
 
     @property
     def share(self) -> float:
@@ -83,10 +87,11 @@ class Compression:
     def summary(self) -> str:
         """Return a line of totals."""
         kept = sum(layer.rank is None for layer in self.layers)
+        loss = "" if self.measured is None else f", measured loss {self.measured:.4g}"
         return (
             f"whole model: {self.params:,} parameters of {self.dense_params:,} ({self.share:.1%}), "
             f"{show_bytes(self.bytes)} of {show_bytes(self.dense_bytes)}, "
-            f"{kept} of {len(self.layers)} layers stay dense, {self.seconds:.0f} s"
+            f"{kept} of {len(self.layers)} layers stay dense, {self.seconds:.0f} s{loss}"
         )
 
 
@@ -94,7 +99,9 @@ def compress_(
     model: nn.Module,
     calibration: Iterable[Any] | Sensitivity,
     *,
-    budget: float | str,
+    budget: float | str | None = None,
+    max_loss: float | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
     loss_fn: LossFn | None = None,
     target_modules: str | list[str] = "all-linear",
     exclude_modules: str | list[str] | None = None,
@@ -117,6 +124,11 @@ def compress_(
             the next arguments but the budget were then said to it.
         budget: Parameters of the whole model afterwards, in units of those now, in (0, 1); or their
             bytes with a unit: ``"60MB"`` (millions), ``"60MiB"`` (of 2^20).
+        max_loss: Instead of a budget: what ``evaluate`` may give. Seven sizes are tried, by
+            bisection, and the smallest that keeps to it is taken.
+        evaluate: Takes the model and returns its loss on data of your choice, in the mode that it
+            puts the model into. If None, the mean of ``loss_fn`` over the calibration batches,
+            without dropout; they are then read again for each size.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss. If None, batches are mappings
             as models of Hugging Face take them, labels included, and the model gives its loss.
         target_modules: Which layers, as :class:`~comera.TTConfig` has it.
@@ -130,9 +142,9 @@ def compress_(
         The ranks chosen and what they are predicted to cost.
 
     Raises:
-        ValueError: If the budget is out of range or out of reach, no layer matches, there is no
-            batch, a loss is not finite, a targeted layer is never called, or what is kept or was
-            found before is of other weights. The model is then unchanged.
+        ValueError: If the budget or the loss is out of range or out of reach, no layer matches,
+            there is no batch, a loss is not finite, a targeted layer is never called, or what is
+            kept or was found before is of other weights. The model is then unchanged.
 
     Example::
 
@@ -141,7 +153,11 @@ def compress_(
 
     Source: SVD-LLM (arXiv 2403.07378), with gradients and one budget for all layers.
     """
-    parse_budget(budget)
+    if (budget is None) == (max_loss is None):
+        raise ValueError(f"budget={budget!r} and max_loss={max_loss!r}: one of them must be given")
+    if budget is not None:
+        parse_budget(budget)
+    evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
         _check_unused(loss_fn, target_modules, exclude_modules, keep)
@@ -154,6 +170,11 @@ def compress_(
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
     dense_bytes = sum(param.nbytes for param in model.parameters())
+    measured = None
+    if max_loss is not None:
+        assert evaluate is not None, "it was looked at above"
+        budget, measured = smallest_share(model, layers, found, evaluate, max_loss)
+    assert budget is not None, "one of them is given"
     made = found.choose(budget)
     replacements = {
         id(layers[one.name]): _low_rank(layers[one.name], layer.whitened, one.rank)
@@ -169,7 +190,40 @@ def compress_(
         dense_bytes,
         sum(param.nbytes for param in params),
         time.monotonic() - begun,
+        measured,
     )
+
+
+def _evaluation(
+    calibration: Iterable[Any] | Sensitivity,
+    loss_fn: LossFn | None,
+    max_loss: float | None,
+    evaluate: Callable[[nn.Module], float] | None,
+) -> Callable[[nn.Module], float] | None:
+    """Return what measures the loss, if a loss is asked for."""
+    if max_loss is None:
+        if evaluate is not None:
+            raise ValueError("evaluate measures what max_loss bounds: give that instead of budget")
+        return None
+    if evaluate is not None:
+        return evaluate
+    if isinstance(calibration, Sensitivity | Iterator):
+        raise ValueError(
+            f"max_loss={max_loss} with a calibration of type {type(calibration).__name__}, which "
+            "cannot be read again for each size: pass evaluate(model)"
+        )
+
+    def mean_loss(model: nn.Module) -> float:
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            losses = [float((loss_fn or own_loss)(model, batch)) for batch in calibration]
+        finally:
+            for module, was in training.items():
+                module.training = was
+        return sum(losses) / max(1, len(losses))
+
+    return mean_loss
 
 
 def _check_unused(loss_fn: object, targets: object, exclude: object, keep: object) -> None:

@@ -1,4 +1,5 @@
 import copy
+import itertools
 
 import pytest
 import torch
@@ -193,3 +194,68 @@ def test_the_report_is_a_data_frame_and_a_table(trained):
     assert frame["name"].tolist() == ["0", "2", "4"]
     assert frame["params"].tolist() == [layer.params for layer in done.layers]
     assert done._repr_html_().count("<tr>") == 1 + len(done.layers)
+
+
+def test_a_bound_on_the_loss_gives_the_smallest_model_that_keeps_to_it(trained):
+    test = data(2048, 5)
+
+    def evaluate(model):
+        return float(loss_fn(model, test))
+
+    with torch.no_grad():
+        dense = evaluate(trained)
+    found = comera.sensitivity(trained, calibration(), loss_fn=loss_fn)
+    before = copy.deepcopy(trained.state_dict())
+    sizes = []
+    for more in (0.01, 0.2):
+        model = copy.deepcopy(trained)
+        done = comera.compress_(model, found, max_loss=dense + more, evaluate=evaluate)
+        with torch.no_grad():
+            assert evaluate(model) == pytest.approx(done.measured, rel=1e-4)
+        assert done.measured <= dense + more
+        assert f"measured loss {done.measured:.4g}" in str(done)
+        smaller = copy.deepcopy(trained)
+        comera.compress_(smaller, found, budget=done.share - 0.02)
+        with torch.no_grad():
+            assert evaluate(smaller) > dense + more
+        sizes.append(done.params)
+    assert sizes[1] < sizes[0] < sum(p.numel() for p in trained.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in trained.state_dict().items())
+
+
+def test_without_evaluate_the_calibration_batches_are_measured(trained):
+    model = copy.deepcopy(trained).train()
+    with torch.no_grad():
+        dense = sum(float(loss_fn(trained, batch)) for batch in calibration()) / 8
+    done = comera.compress_(model, calibration(), max_loss=dense + 0.05, loss_fn=loss_fn)
+    assert dense < done.measured <= dense + 0.05
+    assert model.training
+
+
+def rising():
+    calls = itertools.count()
+    return lambda model: next(calls)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "budget=None and max_loss=None: one of them must be given"),
+        ({"budget": 0.5, "max_loss": 1.0}, "budget=0.5 and max_loss=1.0: one of them"),
+        ({"budget": 0.5, "evaluate": len}, "evaluate measures what max_loss bounds"),
+        ({"max_loss": 1e-9}, "max_loss=1e-09: the dense model itself has a loss of"),
+        ({"max_loss": 1.0, "evaluate": lambda m: torch.nan}, "evaluate gave nan"),
+        (
+            {"max_loss": 0.5, "evaluate": rising()},
+            "of the parameters the loss is 7 already",
+        ),
+    ],
+)
+def test_a_loss_out_of_reach_changes_nothing(trained, settings, problem):
+    model = copy.deepcopy(trained)
+    with pytest.raises(ValueError, match=problem):
+        comera.compress_(model, calibration(), loss_fn=loss_fn, **settings)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, trained.state_dict()[key])
+    with pytest.raises(ValueError, match="a calibration of type list_iterator, which cannot be"):
+        comera.compress_(model, iter(calibration()), loss_fn=loss_fn, max_loss=1.0)
