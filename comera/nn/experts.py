@@ -45,10 +45,12 @@ class SplitExperts(nn.Module):
         (fused,) = self._fused
         between = fused._apply_gate if fused.has_gate else fused.act_fn
         output = torch.zeros_like(hidden_states)
+        # Where there are gradients an expert nobody asks has one of zeros; a graph has no ifs.
+        may_skip = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             tokens, places = torch.where(top_k_index == expert)
-            if not torch.is_grad_enabled() and not len(tokens):
-                continue  # where there are gradients, an expert nobody asked has one of zeros
+            if may_skip and not len(tokens):
+                continue
             found = down(between(up(hidden_states[tokens])))
             found = found * top_k_weights[tokens, places, None]
             output = output.index_add(0, tokens, found.to(output.dtype))

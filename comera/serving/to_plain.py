@@ -1,10 +1,13 @@
 """Turn a compressed model into one of torch's layers alone, which runs where comera is not."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
 
+from comera.names import listed
+from comera.nn.experts import split_names
 from comera.nn.forms import from_torch
 from comera.nn.module import TensorTrainModule
 from comera.nn.swap import swap_layers_
@@ -17,6 +20,8 @@ from comera.serving.frozen_layers import (
     FrozenLinear,
     FrozenTable,
 )
+
+log = logging.getLogger("comera")
 
 
 def to_plain_(model: nn.Module) -> nn.Module:
@@ -44,6 +49,13 @@ def to_plain_(model: nn.Module) -> nn.Module:
         comera.to_plain_(model)
         torch.export.save(torch.export.export(model.eval(), (tokens,)), "model.pt2")
     """
+    apart = split_names(model)
+    if apart:
+        log.warning(
+            "to_plain_: the layers of %s are torch's now, and what calls them is still of comera: "
+            "a program exported from the model runs without it, the module itself does not",
+            listed(apart),
+        )
     trained = {
         id(layer): any(param.requires_grad for param in layer.parameters())
         for layer in model.modules()

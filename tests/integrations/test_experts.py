@@ -212,3 +212,20 @@ def test_some_of_them_may_be_converted():
     assert weight.untyped_storage().nbytes() == weight.nbytes  # not that of all experts
     comera.densify_(model)
     assert torch.equal(experts_of(model)[1].gate_up_proj[[0, 2, 3]], dense[[0, 2, 3]])
+
+
+def test_plain_experts_are_exported(caplog):
+    model = comera.tensorize_(mixtral().double(), ONLY).eval()
+    name, split = experts_of(model)
+    states, index, weights = (tensor.detach() for tensor in routed(split))
+    comera.to_plain_(model)
+    assert f"the layers of {name} are torch's now" in caplog.text
+    assert not any(isinstance(layer, comera.TTLinear) for layer in model.modules())
+    with torch.no_grad():
+        wanted = split(states, index, weights)
+        program = torch.export.export(split, (states, index, weights))
+    other = 1 + (index % 3)  # other experts of other numbers of states
+    torch.testing.assert_close(program.module()(states, index, weights), wanted)
+    torch.testing.assert_close(
+        program.module()(states, other, weights), split(states, other, weights)
+    )
