@@ -28,7 +28,7 @@ class Attention(nn.Module):
                 f"d_model={d_model} is not a multiple of 2 * num_heads={2 * num_heads}: rotary "
                 "positions need heads of even width"
             )
-        self.num_heads = num_heads
+        self.head_width = d_model // num_heads
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, turns_2TE: Tensor) -> Tensor:
         q, k, v = (
-            y_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            y_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # of some heads, where split
             for y_BTD in linears(x_BTD, [self.q_proj, self.k_proj, self.v_proj])
         )
         mixed_BHTE = F.scaled_dot_product_attention(

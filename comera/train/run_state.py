@@ -41,14 +41,7 @@ def save_checkpoint(
         writes: Whether this is the process that writes; of several all call this, since each may
             hold a part of the model.
     """
-    model = unwrapped_model(step.model)
-    state = {
-        "layout": _layout(model),
-        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
-        "ranks": None if step.ranks is None else step.ranks.state_dict(),
-        "random": random_state(),
-        "extra": extra or {},
-    }
+    model, state = unwrapped_model(step.model), state_besides(step, extra)
     if not has_shared_parts(model):
         if writes:
             chain.save(step.steps_done, model, step.optimizer, state)
@@ -57,6 +50,17 @@ def save_checkpoint(
     parts = whole_state(model.state_dict()), whole_state(optimizer.state_dict())
     if writes:
         chain.save(step.steps_done, *parts, state, _names(model, optimizer))
+
+
+def state_besides(step: TrainStep, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of a training step besides that of its model and optimizer."""
+    return {
+        "layout": _layout(unwrapped_model(step.model)),
+        "scheduler": None if step.scheduler is None else step.scheduler.state_dict(),
+        "ranks": None if step.ranks is None else step.ranks.state_dict(),
+        "random": random_state(),
+        "extra": extra or {},
+    }
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
