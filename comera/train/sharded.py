@@ -49,11 +49,14 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 
 
 class Sharded:
-    """What a training step has to do for a model of :func:`shard_dense_` between its parts.
+    """What a training step has to do between its parts for a model of which parts are shared out.
+
+    By :func:`shard_dense_` or :func:`~comera.train.tensor_parallel.split_dense_`.
 
     Args:
-        model: The model. ``fully_shard`` averages the gradients of what it has shared out; those of
-            what is whole are averaged here.
+        model: The model. ``fully_shard`` averages the gradients of what it has shared out, and of
+            products that processes compute together they are what they should be; those of what is
+            whole are averaged here.
         optimizer: Its optimizer.
 
     Raises:
@@ -69,7 +72,9 @@ class Sharded:
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Average the gradients of parameters that every process holds whole."""
+        """Average the gradients of parameters that every process holds whole; split the others."""
+        for param in filter(is_sharded, self._params):
+            _split_gradient_(param)
         grads = [p.grad for p in self._params if p.grad is not None and not is_sharded(p)]
         if not grads:
             return
@@ -153,6 +158,12 @@ def _shared_like(like: Any, value: Any) -> Any:
 
 def _is_shared(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_sharded(leaf)
+
+
+def _split_gradient_(param: Any) -> None:
+    """Let a process have its part of a gradient alone: of an embedding it may have the whole."""
+    if param.grad is not None and param.grad.placements != param.placements:
+        param.grad = param.grad.redistribute(placements=param.placements)
 
 
 def _local(grad: Any) -> Tensor:
