@@ -1,5 +1,7 @@
 """How much smaller a tensorised model is, layer by layer, and what its layers cost."""
 
+import math
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,9 @@ class LayerReport:
         dense_params: Entries of the weight it stands for; the bias is not counted.
         params: Entries of cores, gates and dense rows as they are stored.
         live_params: Entries of the cores that would remain if it were truncated now.
-        bytes: Stored bytes of the above.
+        frozen_params: Entries of what :func:`comera.freeze_` makes of it: two factors at the live
+            ranks, or a dense weight where that has fewer; dense rows included.
+        bytes: Stored bytes of the above but these.
         operations: Predicted multiply-adds of a forward and backward pass at the live ranks.
         dense_operations: The same for the dense layer.
         saved_bytes: Predicted bytes kept from the forward to the backward pass.
@@ -48,6 +52,7 @@ class LayerReport:
     dense_params: int
     params: int
     live_params: int
+    frozen_params: int
     bytes: int
     operations: int
     dense_operations: int
@@ -63,6 +68,9 @@ class CompressionReport:
         tokens: Rows of the batch that operations and activations are predicted for.
         params: Parameters of the whole model, shared ones counted once.
         bytes: Bytes of these parameters.
+        frozen_bytes: The same once :func:`comera.freeze_` has contracted its layers, to be run;
+            those that it finds faster dense are not counted as dense.
+        dense_bytes: The same with all its layers dense.
         dense_params: Parameters of the model with all its layers dense.
         tt_params: Stored parameters of the tensor-train layers: cores, gates and dense rows.
         live_params: Entries their cores would keep if they were truncated now; what
@@ -76,6 +84,12 @@ class CompressionReport:
         params = list(model.parameters())
         self.params = sum(param.numel() for param in params)
         self.bytes = sum(param.numel() * param.element_size() for param in params)
+        others = self.bytes - sum(layer.bytes for layer in self.layers)
+        widths = [train.cores[0].element_size() for train in tensor_trains(model).values()]
+        frozen = [layer.frozen_params for layer in self.layers]
+        dense = [layer.dense_params for layer in self.layers]
+        self.frozen_bytes = others + sum(map(operator.mul, frozen, widths))
+        self.dense_bytes = others + sum(map(operator.mul, dense, widths))
         self.tt_params = sum(layer.params for layer in self.layers)
         self.live_params = sum(layer.live_params for layer in self.layers)
         self.tt_dense_params = sum(layer.dense_params for layer in self.layers)
@@ -99,12 +113,14 @@ class CompressionReport:
         return pd.DataFrame([vars(layer) for layer in self.layers])
 
     def summary(self) -> str:
-        """Return two lines of totals."""
+        """Return lines of totals."""
         return (
             f"whole model: {self.params:,} parameters ({show_bytes(self.bytes)}), "
             f"dense {self.dense_params:,}: {self.compression:.1f}x smaller\n"
             f"{len(self.layers)} tensor-train layers: {self.tt_params:,} parameters, "
-            f"dense {self.tt_dense_params:,}: {self.layer_compression:.1f}x smaller"
+            f"dense {self.tt_dense_params:,}: {self.layer_compression:.1f}x smaller\n"
+            f"weights in memory to be run: {show_bytes(self.bytes)} as it is, "
+            f"{show_bytes(self.frozen_bytes)} frozen, {show_bytes(self.dense_bytes)} dense"
         )
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
@@ -178,12 +194,26 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
         dense_params=dense_params,
         params=sum(param.numel() for param in stored),
         live_params=shape.size_at(ranks),
+        frozen_params=_frozen_params(layer, ranks),
         bytes=sum(param.numel() * param.element_size() for param in stored),
         operations=mine.operations if mine else 0,
         dense_operations=dense.operations if dense else 0,
         saved_bytes=mine.saved_bytes if mine else 0,
         dense_saved_bytes=dense.saved_bytes if dense else 0,
     )
+
+
+def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
+    shape: Any = layer.shape
+    rank = max(1, ranks[shape.split - 1])
+    if isinstance(layer, TTTable):
+        pairs = list(zip(shape.row_modes, shape.col_modes, strict=True))
+        parts = pairs[: shape.split], pairs[shape.split :]
+        thin = rank * sum(math.prod(v * p for v, p in part) for part in parts)
+        hot = layer.hot.numel() if isinstance(layer.hot, Tensor) else 0
+        return min(thin, layer.num_dense) + hot
+    thin = rank * sum(layer._weight_size())
+    return min(thin, layer.num_dense) if isinstance(layer, TTLinear) else thin
 
 
 def _ways(

@@ -1,9 +1,12 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import comera
 from comera import TTConfig, TTEmbedding, TTLinear, compression_report, tensorize_
+from comera.planning.printing import show_bytes
 
 
 def linear(**settings) -> TTLinear:
@@ -49,6 +52,31 @@ def test_dense_total_is_that_of_the_densified_model():
     dense = compression_report(model).dense_params
     comera.densify_(model)
     assert sum(param.numel() for param in model.parameters()) == dense
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_frozen_bytes_are_those_of_the_contracted_model(rank, dtype):
+    """At rank 40 two factors of a linear layer, and of a table, would hold more than the weight."""
+    model = nn.Sequential(
+        TTEmbedding(60, 24, rank=rank, hot_rows=4), nn.Linear(24, 36),
+        TTLinear(36, 48, rank=rank), TTLinear(48, 36, rank=rank, bias=False),
+    ).to(dtype)  # fmt: skip
+    with torch.no_grad():
+        model[2].gates[2][0] = 0.0
+    report = compression_report(model)
+    dense = comera.densify_(copy.deepcopy(model))
+    assert report.dense_bytes == sum(param.nbytes for param in dense.parameters())
+    comera.to_plain_(model)
+    assert report.frozen_bytes == sum(param.nbytes for param in model.parameters())
+    assert f"frozen, {show_bytes(report.dense_bytes)} dense" in report.summary()
+
+
+def test_a_layer_of_hot_rows_in_a_basis_is_frozen_as_counted():
+    model = nn.Sequential(TTEmbedding(600, 32, rank=2, hot_rows=50, hot_rank=3))
+    report = compression_report(model)
+    comera.to_plain_(model)
+    assert report.frozen_bytes == sum(param.nbytes for param in model.parameters())
 
 
 def test_bytes_of_cores_in_half_and_gates_in_full_precision():
