@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from comera.nn.module import tensor_trains
 from comera.optim.unwrap import AnyOptimizer
 from comera.params import is_sharded
+from comera.train.sharded_tables import share_tables_
 
 
 def shard_dense_(model: nn.Module) -> nn.Module:
@@ -19,13 +20,15 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 
     Tensor trains, biases and norms stay whole in each process: they are small, and what changes
     ranks needs them so. Blocks of an ``nn.ModuleList`` gather their matrices one after the other.
-    Every process calls this, with equal weights, before the optimizer is made.
+    Rows of dense embedding bags are looked up where they are, by
+    :class:`~comera.train.sharded_tables.RowShardedBag`. Every process calls this, with equal
+    weights, before the optimizer is made.
 
     Returns:
         The model, changed in place.
 
     Raises:
-        ValueError: If it has no dense matrices.
+        ValueError: If it has no dense matrices, or an embedding bag that cannot be shared out.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -40,6 +43,8 @@ def shard_dense_(model: nn.Module) -> nn.Module:
         )
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
+    share_tables_(model, mesh)
+    whole |= {param for param in model.parameters() if is_sharded(param)}  # fully_shard's no more
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in (block for blocks in lists for block in blocks):
         if any(p not in whole for p in block.parameters()):

@@ -45,6 +45,7 @@ def cases() -> dict[str, RunConfig]:
     folder = Path(os.environ["FOLDER"])
     text = TextData(str(folder / "text"), vocab_size=300, length=16, heldout=0.2)
     nli = NliData(*[str(folder / name) for name in ("train.jsonl", "dev.jsonl")], vocab_size=120)
+    clicks = ClickData(str(folder / "clicks.csv"), label="rating")
     ranks = TTConfig(rank=6, embedding_rank=6, order=2)
 
     def config(steps, **settings):
@@ -78,7 +79,11 @@ def cases() -> dict[str, RunConfig]:
             train=every(steps=8, clip_norm=None),
         ),
         "pairs": config(8, nli=nli),
-        "clicks": config(8, clicks=ClickData(str(folder / "clicks.csv"), label="rating")),
+        "clicks": config(8, clicks=clicks),
+        "clicks shared out": config(
+            8, clicks=clicks, parallel=ParallelConfig("fsdp"),
+            tensorize=TTConfig(rank=2, embedding_rank=2, order=2, target_modules=["tables.user"]),
+        ),
         "dense": config(8, masked_text=text, tensorize=None),
     }  # fmt: skip
 
@@ -200,7 +205,17 @@ def assert_alike(one, other):
 
 
 @pytest.mark.parametrize(
-    "name", ["stages", "shared out", "importance", "in backward", "pairs", "clicks", "dense"]
+    "name",
+    [
+        "stages",
+        "shared out",
+        "importance",
+        "in backward",
+        "pairs",
+        "clicks",
+        "clicks shared out",
+        "dense",
+    ],
 )
 def test_two_processes_train_as_one(folder, name):
     assert_alike(folder / "2" / name, folder / "1" / name)
