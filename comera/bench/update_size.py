@@ -175,7 +175,7 @@ def _only(groups: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 def _moved(layer: nn.Module, weight: Callable[[], Tensor], optimizer: Optimizer) -> Moved:
     before = weight().clone()
     teacher = torch.randn_like(before) / (3 * before.shape[0]) ** 0.5
-    changes = []
+    changes: list[Tensor] = []
     for _ in range(_STEPS):
         x = torch.randn(_ROWS, before.shape[0], device=before.device)
         layer.zero_grad()
@@ -209,14 +209,14 @@ def _hot(
     before = hot.dense_weight().detach().clone()
     teacher = 0.02 * torch.randn_like(before)
     often = 1 / torch.arange(1, rows + 1, device=before.device)
-    first = None
-    for _ in range(_STEPS):
+    start = first = 0.0
+    for number in range(_STEPS):
         read = torch.multinomial(often, _ROWS, replacement=True)
         table.zero_grad()
         # As of a mean over a batch, whatever is above the table.
         nn.functional.mse_loss(table(read), teacher[read]).backward()
         optimizer.step()
-        if first is None:
+        if not number:
             first = _rms((hot.dense_weight().detach() - before)[read])
             start = _rms(before[read])
     return start, first, _rms((hot.dense_weight().detach() - before)[read])
