@@ -19,9 +19,13 @@ _BASE = 10_000.0
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions."""
+    """Causal multi-head self-attention with rotary positions.
 
-    def __init__(self, d_model: int, num_heads: int) -> None:
+    ``qk_norm`` is an RMS norm of queries and one of keys, over the width of a head and before
+    positions, named as in Qwen3.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()
         if d_model % (2 * num_heads):
             raise ValueError(
@@ -33,12 +37,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        width = d_model // num_heads
+        self.q_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
+        self.k_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
 
     def forward(self, x_BTD: Tensor, turns_2TE: Tensor) -> Tensor:
         q, k, v = (
             y_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # of some heads, where split
             for y_BTD in linears(x_BTD, [self.q_proj, self.k_proj, self.v_proj])
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         mixed_BHTE = F.scaled_dot_product_attention(
             _turned(q, turns_2TE), _turned(k, turns_2TE), v, is_causal=True
         )
@@ -62,10 +71,12 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each behind an RMS norm and beside a residual."""
 
-    def __init__(self, d_model: int, num_heads: int, ffn_dim: int, dropout: float) -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(d_model, eps=_EPS)
-        self.self_attn = Attention(d_model, num_heads)
+        self.self_attn = Attention(d_model, num_heads, qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(d_model, eps=_EPS)
         self.mlp = FeedForward(d_model, ffn_dim)
         self.dropout = nn.Dropout(dropout)
@@ -86,6 +97,7 @@ class Decoder(nn.Module):
         num_heads: Attention heads a layer; ``d_model`` is a multiple of twice as many.
         ffn_dim: Width of the feed-forward part; LLaMA's is 8/3 of ``d_model``.
         dropout: Probability on both residual branches; LLaMA has none.
+        qk_norm: Normalise the queries and keys of every head, as Qwen3 does; LLaMA does not.
 
     Shapes:
         tokens ``(B, T)`` integers; output ``(B, T, D)``.
@@ -99,12 +111,13 @@ class Decoder(nn.Module):
         num_heads: int = 4,
         ffn_dim: int = 688,
         dropout: float = 0.0,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.head_width = d_model // num_heads
         self.embed_tokens = nn.Embedding(vocab_size, d_model)
         self.layers = nn.ModuleList(
-            Layer(d_model, num_heads, ffn_dim, dropout) for _ in range(num_layers)
+            Layer(d_model, num_heads, ffn_dim, dropout, qk_norm) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(d_model, eps=_EPS)
 

@@ -11,20 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.fused import feed_forward, self_attention
-from comera.ops.attention import score_bias
+from comera.nn.fused import feed_forward, linears, self_attention
+from comera.ops.attention import attend, score_bias
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import may_read_values
 from comera.ops.dropout import dropout_add
 
 PAD = 0
 """Token that is attended to by nobody."""
+_EPS = 1e-6
+"""What the norms of queries and keys add to the mean square."""
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; only positions in ``keep_BT`` are attended to, None for all."""
+    """Multi-head self-attention; only positions in ``keep_BT`` are attended to, None for all.
 
-    def __init__(self, d_model: int, num_heads: int, dropout: float) -> None:
+    With ``qk_norm`` an RMS norm of their own over the width of a head bounds queries and keys
+    (Henry et al., arXiv 2010.04245; Dehghani et al., arXiv 2302.05442).
+    """
+
+    def __init__(self, d_model: int, num_heads: int, dropout: float, qk_norm: bool) -> None:
         super().__init__()
         if d_model % num_heads:
             raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}")
@@ -33,23 +39,43 @@ class Attention(nn.Module):
         self.key = nn.Linear(d_model, d_model)
         self.value = nn.Linear(d_model, d_model)
         self.out = nn.Linear(d_model, d_model)
+        width = d_model // num_heads
+        self.query_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
+        self.key_norm = nn.RMSNorm(width, eps=_EPS) if qk_norm else None
 
     def forward(self, x_BTD: Tensor, keep_BT: Tensor | None) -> Tensor:
-        return self_attention(
-            x_BTD, self.query, self.key, self.value, self.out,
-            self.num_heads, keep_BT, self.dropout if self.training else 0.0,
-        )  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        if self.query_norm is None or self.key_norm is None:
+            return self_attention(
+                x_BTD, self.query, self.key, self.value, self.out, self.num_heads, keep_BT, dropout
+            )
+        # A norm stands between the factors that rank space would join.
+        q_BHTE, k_BHTE, v_BHTE = (
+            y_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for y_BTD in linears(x_BTD, [self.query, self.key, self.value])
+        )
+        q_BHTE = self.query_norm(q_BHTE).to(v_BHTE.dtype)
+        k_BHTE = self.key_norm(k_BHTE).to(v_BHTE.dtype)
+        scale = q_BHTE.shape[-1] ** -0.5
+        mixed_BHTE = attend(q_BHTE, k_BHTE, v_BHTE, keep_BT, scale, dropout)
+        return self.out(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual; layer norm before (pre) or after (post)."""
 
     def __init__(
-        self, d_model: int, num_heads: int, ffn_dim: int, dropout: float, norm: str
+        self,
+        d_model: int,
+        num_heads: int,
+        ffn_dim: int,
+        dropout: float,
+        norm: str,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.pre_norm = norm == "pre"
-        self.attention = Attention(d_model, num_heads, dropout)
+        self.attention = Attention(d_model, num_heads, dropout, qk_norm)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.fc1, self.fc2 = nn.Linear(d_model, ffn_dim), nn.Linear(ffn_dim, d_model)
         self.dropout = dropout
@@ -81,6 +107,9 @@ class Encoder(nn.Module):
         dropout: Probability, in attention and on both residual branches and the embeddings.
         num_segments: Size of the segment vocabulary; 0 for none.
         norm: ``"pre"`` or ``"post"`` layer norm.
+        qk_norm: Normalise the queries and keys of every head, so that attention scores stay
+            bounded at high learning rates. Tensor trains then attend by heads, not in the space of
+            their ranks.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
@@ -99,6 +128,7 @@ class Encoder(nn.Module):
         dropout: float = 0.1,
         num_segments: int = 0,
         norm: Literal["pre", "post"] = "pre",
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.d_model, self.max_length = d_model, max_length
@@ -108,7 +138,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = dropout
         self.blocks = nn.ModuleList(
-            Block(d_model, num_heads, ffn_dim, dropout, norm) for _ in range(num_layers)
+            Block(d_model, num_heads, ffn_dim, dropout, norm, qk_norm) for _ in range(num_layers)
         )
         self.final_norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
         self.reset_parameters()

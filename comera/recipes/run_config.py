@@ -35,6 +35,7 @@ class ModelConfig:
         ffn_dim: Width of the feed-forward layers.
         dropout: Dropout probability.
         norm: Norm before (pre) or after (post) each part of a block; a decoder's is before.
+        qk_norm: Normalise queries and keys, which bounds attention scores.
     """
 
     d_model: int = 256
@@ -43,6 +44,7 @@ class ModelConfig:
     ffn_dim: int = 1024
     dropout: float = 0.1
     norm: Literal["pre", "post"] = "pre"
+    qk_norm: bool = False
 
 
 @dataclass

@@ -174,6 +174,7 @@ def dense_model(config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
             model.num_heads,
             model.ffn_dim,
             model.dropout,
+            model.qk_norm,
         )
         return CausalLanguageModel(decoder, vocab_size)
     if config.masked_text is not None:
@@ -195,6 +196,7 @@ def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) ->
         model.dropout,
         segments,
         model.norm,
+        model.qk_norm,
     )
 
 

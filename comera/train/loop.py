@@ -138,7 +138,9 @@ def train(
             mean = float(total) / max(1, count)
             total, count = torch.zeros(()), 0
             if not math.isfinite(mean):
-                raise NonFiniteLossError(f"the loss is {mean} at or before step {step.steps_done}")
+                raise NonFiniteLossError(
+                    f"the loss is {mean} at or before step {step.steps_done},{step.watch.advice()}"
+                )
             seconds = round(clock.seconds(), 3)  # it has waited for the loss
             run_log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
             return mean
@@ -194,7 +196,8 @@ def train(
 
 
 def _figures(step: TrainStep) -> dict[str, Any]:
-    figures: dict[str, Any] = {"lr": float(step.optimizer.param_groups[0]["lr"])}
+    group = step.optimizer.param_groups[0]  # its rate without the factor of its layers
+    figures: dict[str, Any] = {"lr": float(group["lr"]) / group.get("rate_scale", 1.0)}
     if step.ranks is not None:
         size = step.ranks.size
         figures |= {

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -26,6 +27,7 @@ from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
 from comera.train.host_state import HostState
+from comera.train.rate_watch import EVERY, RateWatch
 from comera.train.sharded import Sharded, has_shared_parts
 
 log = logging.getLogger("comera")
@@ -57,11 +59,15 @@ class TrainStep:
         compile: Run forward and loss through ``torch.compile``.
         graph: Replay the step as one CUDA graph, from the fifth step on; by default on a GPU.
             False runs every step eagerly, as a CPU does in any case.
+        watch: Steps between two looks at the weights, which wait for the device: a warning names,
+            once, a learning rate at which a step replaces a weight or attention scores grow out of
+            bounds, before the loss is NaN. The first looks are sooner; 0 for none.
 
     Attributes:
         autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
         scaled: Whether tensor-train linears multiply in eight bits.
         merged: The context in which layers contract their cores together; each step enters it.
+        watch: What looks at the weights; ``watch.last`` is what it found.
 
     Raises:
         NonFiniteLossError: On the CPU, when the loss is not finite; nothing has been updated then.
@@ -98,7 +104,10 @@ class TrainStep:
         scheduler: LRScheduler | None = None,
         compile: bool = False,
         graph: bool | None = None,
+        watch: int = EVERY,
     ) -> None:
+        if watch < 0:
+            raise ValueError(f"watch={watch} must be a number of steps, or 0 for no looks")
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate} must be at least 1")
         if clip_norm is not None and not clip_norm > 0:
@@ -146,6 +155,8 @@ class TrainStep:
             ranks.check_schedule(optimizer)
             if self._group is not None:
                 ranks.process_group = self._group
+        speaks = self._group is None or dist.get_rank(self._group) == 0
+        self.watch = RateWatch(model, optimizer, watch, speaks)
         return_freed_memory()  # such as that of the dense weights, which conversion has freed
         # Last: it asks at once whether model, optimizer and processes can be captured.
         self._capture = self._make_capture(graph)
@@ -161,11 +172,13 @@ class TrainStep:
             The mean loss before the update, detached; without the rank objective. Of several
             processes, the mean of theirs.
         """
+        self.watch.before(self.steps_done + 1)
         try:
             total = self._update(batch) if self._capture is None else self._capture(batch)
         except BaseException:  # Ctrl-C too: a caller may catch whatever it is and go on
             self._break_off_()
             raise
+        self.watch.after(self.steps_done + 1)
         if self.scheduler is not None:
             self.scheduler.step()
         if self.ranks is not None:
@@ -298,8 +311,9 @@ class TrainStep:
         On a GPU looking at it would wait for the device: the training loop does so as it logs.
         """
         if may_read_values(value) and not bool(torch.isfinite(value)):
-            found = float(value)
-            raise NonFiniteLossError(f"the {what} is {found} at step {self.steps_done + 1}")
+            raise NonFiniteLossError(
+                f"the {what} is {float(value)} at step {self.steps_done + 1},{self.watch.advice()}"
+            )
 
 
 def _check_loss(loss: Tensor) -> None:

@@ -32,6 +32,23 @@ def test_logits_and_gradients_equal_transformers():
         torch.testing.assert_close(param.grad, wanted[name].grad, rtol=1e-3, atol=1e-4)
 
 
+def test_normed_queries_and_keys_are_those_of_transformers():
+    transformers = peer("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-6,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = transformers.Qwen3ForCausalLM(config)
+    for name, param in theirs.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            torch.nn.init.uniform_(param, 0.5, 1.5)
+    ours = CausalLanguageModel(Decoder(60, 32, 2, 4, 48, qk_norm=True), 60)
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randint(60, (3, 17))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_no_token_sees_those_after_it():
     tokens = torch.randint(60, (2, 9))
     changed = tokens.clone()

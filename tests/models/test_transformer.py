@@ -49,6 +49,45 @@ def test_a_batch_without_padding_needs_no_mask(kind, monkeypatch):
         model(tokens, padded=False)
 
 
+@pytest.mark.parametrize("kind", ["dense", "tt"])
+def test_normed_queries_and_keys_are_bounded(kind):
+    """As written out, whatever the size of their weights."""
+    model = Encoder(50, 16, 1, 2, 32, 12, dropout=0.0, qk_norm=True)
+    if kind == "tt":
+        comera.tensorize_(model, comera.TTConfig(rank=4, target_modules=r"blocks\..*"))
+    attention = model.blocks[0].attention
+    with torch.no_grad():
+        for norm in (attention.query_norm, attention.key_norm):
+            norm.weight.uniform_(0.5, 1.5)
+        for layer in (attention.query, attention.key):
+            (layer.cores[0] if kind == "tt" else layer.weight).mul_(1e3)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    keep = torch.ones(3, 7, dtype=torch.bool)
+    keep[1, 4:] = False
+    found = attention(x, keep)
+
+    def heads(name):
+        return getattr(attention, name)(x).unflatten(2, (2, 8)).transpose(1, 2)
+
+    def normed(name):
+        y = heads(name)
+        mean_square = y.square().mean(3, keepdim=True)
+        return y / (mean_square + 1e-6).sqrt() * getattr(attention, f"{name}_norm").weight
+
+    scores = normed("query") @ normed("key").mT / 8**0.5
+    assert scores.abs().max() < 1.5**2 * 8**0.5
+    weights = scores.masked_fill(~keep[:, None, None], -torch.inf).softmax(3)
+    want = attention.out((weights @ heads("value")).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found, want)
+    params = [x, *attention.parameters()]
+    grad = torch.randn_like(want)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, params, grad),
+        torch.autograd.grad(want, params, grad),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
 def test_post_norm_block_equals_torch():
     """The same weights in torch's own encoder layer give the same output."""
     ours = encoder("post").blocks[0]

@@ -1,0 +1,234 @@
+"""Name a learning rate that is too high before the loss is not finite.
+
+Two signs come first: a step replaces a large part of a weight, and query and key grow together
+until attention looks at one position alone (the known failure of Muon: Kimi K2, arXiv 2507.20534,
+section 2.1). Both are read from weights, every so many steps, and nothing is computed in between.
+Shape suffixes: H = heads, E = head width, D = width of the input.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.optim.unwrap import AnyOptimizer
+from comera.params import is_sharded
+
+log = logging.getLogger("comera")
+
+EVERY = 50
+"""Steps between two looks; the first ones are sooner."""
+_FIRST = (1, 5, 10, 20)
+"""Not the second: it doubles weights that were zero before the first."""
+_LARGEST_CHANGE = 1.0
+"""Share of a weight that one step may change; those that learn have some hundredths."""
+_USUAL_CHANGE = 0.03
+"""What the rate is to be set for where it is too high."""
+_LARGEST_SCORE = 30.0
+"""Standard deviation of attention scores from weights; 1/3 at the start of a run.
+
+Softmax of such scores is one position alone.
+"""
+_SAMPLE = 1 << 14
+"""Entries of a parameter from which its change is estimated."""
+_PAIRS = (("query", "key"), ("q_proj", "k_proj"))
+_NORMS = ("query_norm", "q_norm")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one look found.
+
+    Args:
+        change: Largest relative change of a weight in a step, its cores' added up; 0 for none.
+        weight: Name of the layer or parameter that has it.
+        score: Largest standard deviation of attention scores; 0 where there is no attention.
+        attention: Name of the attention that has it.
+    """
+
+    change: float
+    weight: str
+    score: float
+    attention: str
+
+
+class RateWatch:
+    """Looks at a model's weights before and after some of its steps; warns once of each sign.
+
+    Args:
+        model: The model that is trained.
+        optimizer: What trains it; weights it does not hold are not looked at.
+        every: Steps between two looks, after the first ones; 0 for none at all.
+        speaks: Whether to warn: of several processes one is enough.
+
+    Attributes:
+        last: What the last look found; None before the first.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: AnyOptimizer, every: int = EVERY, speaks: bool = True
+    ) -> None:
+        self.model, self.optimizer, self.every = model, optimizer, every
+        self._speaks = speaks
+        self.last: Seen | None = None
+        self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None
+        self._said: set[str] = set()
+
+    def advice(self) -> str:
+        """Say what may be behind a loss that is not finite, for the end of an error."""
+        rate = _rate(self.optimizer)
+        seen = self.last
+        score = (
+            ""
+            if seen is None or not seen.score
+            else (
+                f"; attention scores had a standard deviation of {seen.score:.2g} at the last look"
+            )
+        )
+        return f" at a learning rate of {rate:.2g}{score}: if the data are sound, halve the rate"
+
+    def before(self, step: int) -> None:
+        """Remember some of every weight, if the step of this number, from 1, is looked at."""
+        self._before = None
+        if self.every and (step in _FIRST or step % self.every == 0):
+            self._before = {
+                name: [(param, _some(param).clone()) for param in params]
+                for name, params in self._weights()
+            }
+
+    def after(self, step: int) -> None:
+        """Compare with what was remembered, if anything was; waits for the device then."""
+        if self._before is None:
+            return
+        self.last = self._look(self._before)
+        self._before = None
+        if self._speaks:
+            self._warn(self.last, step, _rate(self.optimizer))
+
+    @torch.no_grad()
+    def _look(self, before: dict[str, list[tuple[Tensor, Tensor]]]) -> Seen:
+        changes = {name: _changed(pairs) for name, pairs in before.items()}
+        scores = dict(_attention_scores(self.model))
+        # One copy to the host for all.
+        found = torch.stack([*changes.values(), *scores.values()]).tolist() if before else []
+        change, weight = _largest(found[: len(changes)], list(changes))
+        score, attention = _largest(found[len(changes) :], list(scores))
+        return Seen(change, weight, score, attention)
+
+    def _warn(self, seen: Seen, step: int, rate: float) -> None:
+        if seen.change > _LARGEST_CHANGE and "change" not in self._said:
+            self._said.add("change")
+            log.warning(
+                "the learning rate is too high: step %d, at a rate of %.2g, has changed %s by "
+                "%.0f %% of its size, where some percent are usual; set it to %.1g or less",
+                step, rate, seen.weight, 100 * seen.change, rate * _USUAL_CHANGE / seen.change,
+            )  # fmt: skip
+        if seen.score > _LARGEST_SCORE and "score" not in self._said:
+            self._said.add("score")
+            log.warning(
+                "the learning rate is too high: after step %d, at a rate of %.2g, attention scores "
+                "of %s have a standard deviation of %.0f, where 1/3 is usual at the start; the "
+                "loss may end in NaN. Halve the rate, or normalise queries and keys "
+                "(qk_norm=True of comera's models, model.qk_norm: true in a run)",
+                step, rate, seen.attention, seen.score,
+            )  # fmt: skip
+
+    def _weights(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """Yield layers with their cores, and dense matrices, that the optimizer holds."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        cores: set[int] = set()
+        for name, layer in tensor_trains(self.model).items():
+            own = [core for core in layer.cores if id(core) in held and id(core) not in cores]
+            cores |= {id(core) for core in layer.cores}
+            if own and all(core.numel() for core in own):
+                yield name or type(layer).__name__, own
+        for name, param in self.model.named_parameters():
+            whole = param.dim() > 1 and param.numel() and not is_sharded(param)
+            if whole and id(param) in held and id(param) not in cores:
+                yield name, [param]
+
+
+def _rate(optimizer: AnyOptimizer) -> float:
+    """Return the largest learning rate of the groups: of a tensor it is read from the device."""
+    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
+
+
+def _some(param: Tensor) -> Tensor:
+    """Return the first slices of a parameter, about as many numbers as are looked at."""
+    rows = max(1, _SAMPLE * param.shape[0] // max(1, param.numel()))
+    return param.detach()[:rows].float()
+
+
+def _changed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Add up by what share of its norm each parameter has changed; one that was zero by nothing."""
+    total = torch.zeros((), device=pairs[0][1].device)
+    for param, before in pairs:
+        if _some(param).shape != before.shape:  # cut meanwhile
+            continue
+        size = before.norm()
+        share = (_some(param) - before).norm() / size
+        total = total + torch.where(size > 0, share, 0.0)
+    return total
+
+
+def _attention_scores(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield of each attention the standard deviation of scores between normal activations.
+
+    With x and y of independent entries of variance one a head's score ``x A y / sqrt(E)`` has that
+    of ``|A| / sqrt(E)`` in the Frobenius norm, A the product of its query and key weights. Of the
+    heads the largest. Attention that normalises queries and keys is left out.
+    """
+    for name, module in model.named_modules():
+        for pair in _PAIRS:
+            query, key = (getattr(module, side, None) for side in pair)
+            normed = any(isinstance(getattr(module, norm, None), nn.Module) for norm in _NORMS)
+            if not isinstance(query, nn.Module) or not isinstance(key, nn.Module):
+                continue
+            if normed or not (_has_weight(query) and _has_weight(key)):
+                continue
+            width = _head_width(module, query)
+            if width is not None:
+                yield name, _score(_weight(query), _weight(key), width)
+
+
+def _score(query_QD: Tensor, key_KD: Tensor, width: int) -> Tensor:
+    query_HED, key_HED = query_QD.unflatten(0, (-1, width)), key_KD.unflatten(0, (-1, width))
+    query_HEE, key_HEE = query_HED @ query_HED.mT, key_HED @ key_HED.mT
+    groups = query_HEE.shape[0] // key_HEE.shape[0]  # of heads that share their keys
+    squares_H = (query_HEE * key_HEE.repeat_interleave(groups, 0)).sum((1, 2))
+    return squares_H.amax().clamp(min=0).sqrt() / math.sqrt(width)
+
+
+def _head_width(module: nn.Module, query: nn.Module) -> int | None:
+    """Return the width of a head, where the attention says it; None where it does not."""
+    rows = _weight_rows(query)
+    width, heads = getattr(module, "head_dim", None), getattr(module, "num_heads", None)
+    if not isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        width = rows // heads
+    fits = isinstance(width, int) and width > 0 and rows % width == 0
+    return width if fits else None
+
+
+def _weight_rows(layer: nn.Module) -> int:
+    return int(getattr(layer, "out_features", 0))
+
+
+def _has_weight(layer: nn.Module) -> bool:
+    if isinstance(layer, TensorTrainModule):
+        return 0 not in layer.ranks and hasattr(layer, "out_features")
+    return isinstance(layer, nn.Linear) and not is_sharded(layer.weight)
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.dense_weight() if isinstance(layer, TensorTrainModule) else layer.weight
+    return weight.detach().float()  # type: ignore[union-attr, operator]
+
+
+def _largest(values: list[float], names: list[str]) -> tuple[float, str]:
+    """Return the largest value and its name; what is not finite is larger than all others."""
+    finite = [value if math.isfinite(value) else math.inf for value in values]
+    return max(zip(finite, names, strict=True), default=(0.0, ""))
