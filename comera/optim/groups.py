@@ -1,12 +1,14 @@
 """Parameter groups for models with tensor-train layers."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from comera.nn.linear import TTLinear
 from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
 from comera.optim.projection import matrix_shape
+from comera.optim.rate_scales import contracted_scale
 
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -19,6 +21,7 @@ def param_groups(
     core_lr: float | None = None,
     weight_decay: float = 0.0,
     muon_modules: str | list[str] | None = None,
+    scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters for an optimizer, each once: rank gates have a rate of their own.
 
@@ -32,13 +35,22 @@ def param_groups(
         muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` shall step by Muon like
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
             :class:`~comera.TTConfig`. Embeddings and output layers do better without.
+        scale_rates: ``"contracted"`` multiplies the rate of each linear layer's cores by a factor
+            from its widths, modes and ranks, so that a step moves the weight they contract to by
+            as much at every width, order and rank; None leaves all cores at one rate. The factor
+            is about 1 at width 256, below it above and above it below. Tables and hot rows keep
+            their rate.
 
     Returns:
-        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; empty ones are left out.
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; empty ones are left out. With
+        ``scale_rates`` there is a group ``"cores"`` for each factor, which it has as
+        ``rate_scale``.
 
     Raises:
-        ValueError: If ``muon_modules`` names no dense layer.
+        ValueError: If ``muon_modules`` names no dense layer, or ``scale_rates`` is something else.
     """
+    if scale_rates not in ("contracted", None):
+        raise ValueError(f"scale_rates={scale_rates!r} must be 'contracted', or None for one rate")
     layers = tensor_trains(model).values()
     kind = {id(gate): "gates" for layer in layers for gate in layer.gates}
     kind |= {id(core): "cores" for layer in layers for core in layer.cores}
@@ -54,7 +66,7 @@ def param_groups(
             members.setdefault(kind.get(id(param), default), []).append(param)
     core_lr = lr if core_lr is None else core_lr
     rates = {"gates": gate_lr, "cores": core_lr, "matrices": core_lr}
-    return [
+    groups: list[dict[str, Any]] = [
         {
             "name": name,
             "params": members[name],
@@ -65,6 +77,30 @@ def param_groups(
         for name in ("cores", "gates", "matrices", "dense", "vectors")
         if name in members
     ]
+    return groups if scale_rates is None else _scaled(model, groups)
+
+
+def _scaled(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split the group of cores by the factors of their rates, in the order of their layers."""
+    scales: dict[int, float] = {}
+    for layer in tensor_trains(model).values():
+        if isinstance(layer, TTLinear):
+            scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
+            for core in layer.cores:
+                scales.setdefault(id(core), scale)
+    found = []
+    for group in groups:
+        if group["name"] != "cores":
+            found.append(group)
+            continue
+        members: dict[float, list[nn.Parameter]] = {}
+        for param in group["params"]:
+            members.setdefault(scales.get(id(param), 1.0), []).append(param)
+        found += [
+            {**group, "params": params, "lr": scale * group["lr"], "rate_scale": scale}
+            for scale, params in members.items()
+        ]
+    return found
 
 
 def galore_param_groups(
@@ -79,6 +115,7 @@ def galore_param_groups(
     gate_lr: float = 1e-3,
     core_lr: float | None = None,
     weight_decay: float = 0.0,
+    scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters as :func:`param_groups`, dense weights in a group for GaLore.
 
@@ -97,6 +134,7 @@ def galore_param_groups(
         gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
         weight_decay: Decay of dense matrices only, projected or not.
+        scale_rates: As in :func:`param_groups`.
 
     Raises:
         ValueError: If no weight is left to project.
@@ -111,7 +149,10 @@ def galore_param_groups(
             f"target_modules={target_modules!r} names no dense layer with both sides above "
             f"rank={rank}"
         )
-    groups = param_groups(model, lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay)
+    groups = param_groups(
+        model, lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay,
+        scale_rates=scale_rates,
+    )  # fmt: skip
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in projected]
     galore = {

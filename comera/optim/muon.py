@@ -24,7 +24,7 @@ log = logging.getLogger("comera")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Those of a quintic, steep at zero: singular values end between 0.7 and 1.2 (Jordan)."""
 
-_STEP_SIZE = 0.6
+STEP_SIZE = 0.6
 """Root mean square of a step of full rank, in learning rates.
 
 Adam's steps have about 0.2 (Liu et al., arXiv 2502.16982, section 2.2); cores did best at three
@@ -162,7 +162,7 @@ class MuonAdamW(torch.optim.AdamW):
             rows, cols = core_matrix(shape)
             steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), group["ns_steps"])
             steps = steps.reshape(-1, *shape)
-            steps *= group["lr"] * _STEP_SIZE * math.sqrt(max(rows, cols))
+            steps *= group["lr"] * STEP_SIZE * math.sqrt(max(rows, cols))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(steps if group["maximize"] else -steps))

@@ -33,6 +33,9 @@ class OptimizerConfig:
             ``scale``.
         dense_lr: Peak rate of the dense twin; ``lr`` if not given.
         core_lr: Peak rate of the tensor-train cores; ``lr`` if not given.
+        scale_rates: contracted multiplies the rate of each linear layer's cores by a factor from
+            its shape, so that one rate suits widths, orders and ranks alike; see
+            ``comera.param_groups``. By default all cores have one rate.
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
             one to zero in four fifths of the late stage, if that is more.
         weight_decay: Decay of dense matrices only.
@@ -62,6 +65,7 @@ class OptimizerConfig:
     lr: float | None = None
     dense_lr: float | None = None
     core_lr: float | None = None
+    scale_rates: Literal["contracted"] | None = None
     gate_lr: float | None = None
     weight_decay: float = 0.01
     betas: tuple[float, float] | tuple[float, float, float] | None = None
@@ -144,7 +148,7 @@ _CHOICES = {
     "galore_adafactor": _Choice(_galore_adafactor, {**_ADAFACTOR, **_GALORE}),
 }
 _COMMON = (
-    "name", "lr", "dense_lr", "core_lr", "gate_lr", "weight_decay", "in_backward",
+    "name", "lr", "dense_lr", "core_lr", "scale_rates", "gate_lr", "weight_decay", "in_backward",
     "warmup_share", "schedule",
 )  # fmt: skip
 
@@ -206,7 +210,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
     own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
     common = {
         key: values[key]
-        for key in ("gate_lr", "core_lr", "weight_decay")
+        for key in ("gate_lr", "core_lr", "scale_rates", "weight_decay")
         if values[key] is not None
     }
     try:

@@ -198,9 +198,9 @@ def test_adamw_is_what_it_always_was(config):
     file = Path(config.out) / "config.yaml"
     settings = yaml.safe_load(file.read_text())
     assert settings["optimizer"] == {
-        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "gate_lr": 1.25 / 4,
-        "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "in_backward": False,
-        "warmup_share": 0.05, "schedule": "linear",
+        "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "scale_rates": None,
+        "gate_lr": 1.25 / 4, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
+        "in_backward": False, "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
     for key in ("eps", "in_backward"):
         settings["optimizer"].pop(key)

@@ -1,0 +1,128 @@
+"""A step moves the weight of every layer by as much, once its rate has its factor."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.bench.update_size import spectral_norm
+from comera.nn.module import tensor_trains
+from comera.optim.muon import core_matrix
+from comera.optim.rate_scales import contracted_scale
+
+SHAPES = [
+    (64, 64, 1, 8), (64, 64, 1, 32), (64, 64, 3, 8), (256, 256, 1, 16), (256, 256, 3, 32),
+    (256, 256, 4, 8), (512, 512, 2, 32), (512, 512, 3, 48), (128, 512, 3, 16), (512, 128, 3, 16),
+]  # fmt: skip
+
+
+def made(width_in, width_out, order, rank):
+    torch.manual_seed(0)
+    return comera.TTLinear(width_in, width_out, bias=False, rank=rank, order=order)
+
+
+def moved(layer, optimizer):
+    """Return the spectral norm of what the first step changes, in units of sqrt(out / in)."""
+    before = layer.dense_weight().detach().clone()
+    x = torch.randn(256, layer.in_features)
+    teacher = torch.randn(layer.in_features, layer.out_features) / layer.in_features**0.5
+    (layer(x) - x @ teacher).square().mean().backward()
+    optimizer.step()
+    change = spectral_norm(layer.dense_weight().detach() - before)
+    return change / math.sqrt(layer.out_features / layer.in_features)
+
+
+@pytest.mark.parametrize("optimizer", [comera.MuonAdamW, torch.optim.AdamW])
+def test_one_rate_moves_all_shapes_alike(optimizer):
+    spread = {}
+    for scale_rates in (None, "contracted"):
+        found = []
+        for shape in SHAPES:
+            layer = made(*shape)
+            groups = comera.param_groups(layer, 1e-4, scale_rates=scale_rates)
+            cores = [group for group in groups if group["name"] == "cores"]
+            found.append(moved(layer, optimizer(cores)))
+        spread[scale_rates] = max(found) / min(found)
+    assert spread["contracted"] < 2.6
+    assert spread[None] > 2.5 * spread["contracted"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_factor_is_what_fresh_cores_say(shape):
+    layer = made(*shape)
+    norm = spectral_norm(layer.dense_weight().detach())
+    count = len(layer.cores)
+    squares = 0.0
+    for core in layer.cores:
+        rows, cols = core_matrix(core.shape)
+        # The step of a core, 0.6 rates in root mean square, times all other cores, of one norm.
+        squares += (0.6 * math.sqrt(max(rows, cols)) * norm ** ((count - 1) / count)) ** 2
+    wanted = 12 * math.sqrt(shape[1] / shape[0]) / math.sqrt(squares)
+    assert contracted_scale(layer) == pytest.approx(wanted, rel=1e-3)
+
+
+def model():
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Embedding(60, 32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 32),
+        nn.LayerNorm(32), nn.Linear(32, 3),
+    )  # fmt: skip
+    config = comera.TTConfig(
+        rank=6, hot_rows=10, hot_rank=4, target_modules=["0", "1", "3", "4"], init="orthogonal"
+    )
+    return comera.tensorize_(layers, config)
+
+
+def test_groups_hold_every_parameter_once_and_tables_keep_their_rate():
+    compressed = model()
+    groups = comera.param_groups(compressed, 1e-3, core_lr=2e-3, scale_rates="contracted")
+    held = [param for group in groups for param in group["params"]]
+    assert sorted(map(id, held)) == sorted(map(id, compressed.parameters()))
+    rate = {id(param): group["lr"] for group in groups for param in group["params"]}
+    for name, layer in tensor_trains(compressed).items():
+        factor = contracted_scale(layer) if isinstance(layer, comera.TTLinear) else 1
+        for core in layer.cores:
+            assert rate[id(core)] == pytest.approx(2e-3 * factor, rel=0.01), name
+    for group in groups:
+        if group["name"] == "cores":
+            assert group["lr"] == pytest.approx(2e-3 * group["rate_scale"])
+        else:
+            assert "rate_scale" not in group
+    plain = comera.param_groups(compressed, 1e-3, core_lr=2e-3)
+    assert [group["name"] for group in plain].count("cores") == 1
+    assert [g["lr"] for g in groups if g["name"] != "cores"] == [g["lr"] for g in plain[1:]]
+
+
+def test_factors_stay_after_truncation_and_in_another_process(tmp_path):
+    compressed = model()
+    groups = comera.param_groups(compressed, 1e-3, scale_rates="contracted")
+    optimizer = comera.MuonAdamW(groups)
+    compressed(torch.arange(60)).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for layer in tensor_trains(compressed).values():
+            layer.gates[0][:2] = 0
+    comera.truncate_(compressed, optimizer)
+    comera.save_model(compressed, tmp_path / "model")
+    again = comera.load_model(tmp_path / "model", model())
+    other = comera.MuonAdamW(comera.param_groups(again, 1e-3, scale_rates="contracted"))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, two in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert one["lr"] == two["lr"]
+        assert [p.shape for p in one["params"]] == [p.shape for p in two["params"]]
+
+
+def test_a_factor_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="scale_rates='mup' must be 'contracted', or None"):
+        comera.param_groups(model(), 1e-3, scale_rates="mup")
+
+
+def test_galore_takes_factors_too():
+    groups = comera.galore_param_groups(
+        nn.Sequential(model(), nn.Linear(32, 32)), 1e-3, rank=4, scale_rates="contracted"
+    )
+    assert any("rate_scale" in group for group in groups)
+    assert groups[-1]["name"] == "galore"
