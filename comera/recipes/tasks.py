@@ -233,15 +233,10 @@ def _masked_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.masked_text is not None
     data = MaskedText(TextStreams.prepare(config.masked_text, digests))
     size = config.train.batch_size
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["tokens"], batch["positions"], batch["padded"])
-        return _token_loss(logits, batch["targets"])
-
     return _text_task(
         config,
         place,
-        loss_fn,
+        masked_loss,
         lambda step: _say_padding(data.batch(step, size, config.seed)),
         _padding_said(data.valid_batches(config.train.eval_batches or 32, size)),
         _padding_said(data.test_batches(_TESTED, size)),
@@ -253,14 +248,10 @@ def _causal_text(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     assert config.causal_text is not None
     data = CausalText(TextStreams.prepare(config.causal_text, digests))
     size = config.train.batch_size
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        return _token_loss(model(batch["tokens"]), batch["targets"])
-
     return _text_task(
         config,
         place,
-        loss_fn,
+        causal_loss,
         lambda step: data.batch(step, size, config.seed),
         data.valid_batches(config.train.eval_batches, size),
         data.test_batches(None, size),
@@ -303,8 +294,39 @@ def _record(data: TextStreams | NliPairs | Clicks) -> DataRecord:
     return DataRecord(data.digests, data.prepared)
 
 
+def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of masked words, at their positions."""
+    logits = model(batch["tokens"], batch["positions"], batch["padded"])
+    return _token_loss(logits, batch["targets"])
+
+
+def causal_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of next words."""
+    return _token_loss(model(batch["tokens"]), batch["targets"])
+
+
 def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def pair_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return what a classifier says of pairs."""
+    return model(batch["tokens"], batch["segments"], batch["padded"]).float()
+
+
+def pair_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of pairs' labels."""
+    return F.cross_entropy(pair_logits(model, batch), batch["labels"])
+
+
+def click_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return what a click predictor says."""
+    return model(batch["continuous"], batch["fields"]).float()
+
+
+def click_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of clicks."""
+    return F.binary_cross_entropy_with_logits(click_logits(model, batch), batch["labels"])
 
 
 def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
@@ -318,16 +340,10 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     graph = place.device.type == "cuda" and config.train.graph is not False
     length = config.nli.length if graph else None
 
-    def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["tokens"], batch["segments"], batch["padded"]).float()
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(logits_of(model, batch), batch["labels"])
-
     def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
         right, loss, rows = 0.0, 0.0, 0.0
         for batch in place.own(batches):
-            logits = logits_of(model, batch)
+            logits = pair_logits(model, batch)
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             right += float((logits.argmax(-1) == batch["labels"]).sum())
             rows += len(logits)
@@ -339,7 +355,7 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         get_batch=lambda step: place.share_of(
             _say_padding(data.batch(step, size, config.seed, length))
         ),
-        loss_fn=loss_fn,
+        loss_fn=pair_loss,
         evaluate=partial(evaluate, dev),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
@@ -359,15 +375,10 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         "num_continuous": data.num_continuous,
     }
 
-    def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["continuous"], batch["fields"]).float()
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits_of(model, batch), batch["labels"])
-
     def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
         found = [
-            torch.stack([logits_of(model, batch), batch["labels"]]) for batch in place.own(batches)
+            torch.stack([click_logits(model, batch), batch["labels"]])
+            for batch in place.own(batches)
         ]
         mine = torch.cat(found, 1) if found else torch.empty(2, 0)
         logits, labels = place.gathered(mine.T).T
@@ -376,7 +387,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
     return Task(
         make_model=lambda: dense_model(config, sizes),
         get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
-        loss_fn=loss_fn,
+        loss_fn=click_loss,
         evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),

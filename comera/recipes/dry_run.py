@@ -1,0 +1,147 @@
+"""Two steps of a run at its true shapes on drawn data, to see that all of it fits together."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from comera.recipes.build import build_step, make_model, without_remarks
+from comera.recipes.data_record import DataRecord
+from comera.recipes.run import planned_memory, planned_model
+from comera.recipes.run_config import RunConfig
+from comera.recipes.tasks import (
+    Batch,
+    Task,
+    causal_loss,
+    click_loss,
+    masked_loss,
+    pair_loss,
+    planned_dense_model,
+)
+
+_ROWS = 2
+_STEPS = 2
+_WHERE_DATA_TELL = 1000
+"""Steps of a run that is as long as its data: schedules and stages need a number."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has found.
+
+    Attributes:
+        params: Parameters of the model at the start.
+        bytes: Memory of weights, gradients and optimizer state.
+        losses: The loss of each step; empty where that memory was not to be had, and forward and
+            backward went through the shapes alone.
+    """
+
+    params: int
+    bytes: int
+    losses: tuple[float, ...]
+
+    def __str__(self) -> str:
+        memory = f"{self.params:,} parameters, {self.bytes / (1 << 20):,.0f} MiB to train them"
+        if self.losses:
+            return f"{memory}; {len(self.losses)} steps done"
+        return f"{memory}: too much for here; forward and backward fit by their shapes"
+
+
+def dry_run(config: RunConfig, most_bytes: int) -> DryRun:
+    """Train a run for two steps of two rows each, with its model, optimizer and rank learning.
+
+    Nothing is read or written. Numbers of a step are drawn, so losses mean nothing.
+
+    Args:
+        config: The run.
+        most_bytes: Memory of weights, gradients and optimizer state up to which steps are done.
+
+    Raises:
+        ValueError: If the settings do not go together.
+    """
+    needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
+    train = dataclasses.replace(
+        config.train,
+        steps=config.train.steps or _WHERE_DATA_TELL,
+        epochs=None,
+        batch_size=_ROWS,
+        accumulate=1,
+        compile=False,
+    )
+    small = dataclasses.replace(config, train=train, device="cpu", twin=False)
+    with without_remarks():
+        if needed > most_bytes:
+            return DryRun(_backward_by_shapes(small), needed, ())
+        task = _task(small)
+        torch.manual_seed(config.seed)
+        model = make_model(small, task, torch.device("cpu"))
+    step = build_step(model, small, task)
+    params = sum(param.numel() for param in model.parameters())
+    losses = tuple(float(step(task.get_batch(number))) for number in range(_STEPS))
+    return DryRun(params, needed, losses)
+
+
+def _backward_by_shapes(config: RunConfig) -> int:
+    """Go forward and backward without memory; returns the number of parameters."""
+    model = planned_model(config)
+    with torch.device("meta"):
+        batch = _batch(config, model, 0)
+    _loss_of(config)(model, batch).backward()
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        raise ValueError(f"{missing[0]} gets no gradient")
+    return sum(param.numel() for param in model.parameters())
+
+
+def _task(config: RunConfig) -> Task:
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made[:] = [planned_dense_model(config)]
+        return made[0]
+
+    return Task(
+        make_model=make,
+        get_batch=lambda step: _batch(config, made[0], step),
+        loss_fn=_loss_of(config),
+        evaluate=lambda model: {},
+        steps=config.train.steps or _WHERE_DATA_TELL,
+        record=DataRecord({}, ""),
+        per_step=(_ROWS, "rows"),
+        lean=config.clicks is not None,
+    )
+
+
+def _loss_of(config: RunConfig) -> Any:
+    if config.clicks is not None:
+        return click_loss
+    if config.nli is not None:
+        return pair_loss
+    return masked_loss if config.masked_text is not None else causal_loss
+
+
+def _batch(config: RunConfig, model: nn.Module, step: int) -> Batch:
+    """Draw a batch of the task on torch's default device."""
+    torch.manual_seed(step)
+    if config.text is None:
+        tables = config.dlrm.table_sizes
+        continuous = next(p for n, p in model.named_parameters() if n.startswith("bottom")).shape[-1]
+        fields = torch.stack([torch.randint(n, (_ROWS,)) for n in (tables or {}).values()], 1)
+        return {
+            "continuous": torch.randn(_ROWS, continuous),
+            "fields": fields,
+            "labels": torch.randint(2, (_ROWS,)).float(),
+        }
+    shape = (_ROWS, config.text.length)
+    tokens = torch.randint(5, config.text.vocab_size, shape)
+    if config.nli is not None:
+        segments = (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
+        labels = torch.randint(3, (_ROWS,))
+        return {"tokens": tokens, "segments": segments, "labels": labels, "padded": False}
+    if config.masked_text is not None:
+        positions = torch.arange(0, shape[1], 7).expand(_ROWS, -1)
+        targets = torch.randint(5, config.text.vocab_size, positions.shape)
+        return {"tokens": tokens, "positions": positions, "targets": targets, "padded": False}
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
