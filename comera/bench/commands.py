@@ -117,7 +117,7 @@ def _session(options: Namespace, console: Console) -> Session:
         torch.set_num_threads(options.threads)
     repeats = options.get("repeats", 1)
     check_positive("repeats", repeats)
-    kept = options.malloc == "keep" and reuse_freed_memory()
+    kept = reuse_freed_memory(options.malloc == "keep")
     return Session(console, torch.device(options.device), repeats, kept)
 
 

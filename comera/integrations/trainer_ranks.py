@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.allocator import reuse_by_default
 from comera.extras import needed_by
 from comera.integrations.pretrained import attach_
 from comera.integrations.rank_steps import RankSteps, check_model
@@ -92,6 +93,8 @@ class RankCallback(TrainerCallback, ExportableState):
         self.ranks.load_state_dict(_tensors(saved["attributes"]["ranks"]))
         self._steps.begin(self._trainer.optimizer, state.max_steps - state.global_step)
         self._trainer.accelerator.backward = self._backward
+        if args.device.type == "cpu":
+            reuse_by_default()
 
     def on_train_end(self, args, state, control, **kwargs):
         """Leave the trainer's accelerator as it was."""

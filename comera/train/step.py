@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
-from comera.allocator import return_freed_memory
+from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.grouped import GroupedMerge
 from comera.nn.module import check_whole, tensor_trains
 from comera.ops.context import fp8_products, shapes_are_static
@@ -80,6 +80,9 @@ class TrainStep:
             train is sharded, as by ``fully_shard``.
 
     Note:
+        On a CPU under Linux freed memory is kept for the next tensors from here on, in the whole
+        process, unless it was said otherwise: see :func:`~comera.reuse_freed_memory`.
+
         A graph holds what the GPU was told to do, not Python: hooks, prints and choices of
         ``loss_fn`` happen while it is captured and not again. A batch must be tensors on the
         model's device, and plain values. The graph is captured anew when the stage of rank
@@ -158,6 +161,8 @@ class TrainStep:
         speaks = self._group is None or dist.get_rank(self._group) == 0
         self.watch = RateWatch(model, optimizer, watch, speaks)
         return_freed_memory()  # such as that of the dense weights, which conversion has freed
+        if self._device.type == "cpu":
+            reuse_by_default()
         # Last: it asks at once whether model, optimizer and processes can be captured.
         self._capture = self._make_capture(graph)
 
