@@ -367,6 +367,7 @@ def _train_one(
         resume=True,
         chain=config.checkpoints.chain(folder / "checkpoints"),
         title=name,
+        per_step=task.per_step,
         quiet=quiet or not processes.is_first,
         processes=processes,
     )

@@ -50,6 +50,7 @@ class Task:
             which sees a part of the data.
         steps: Optimizer steps of the whole run.
         record: What the data are.
+        per_step: What a step trains on: how many, of all processes, and what they are called.
         test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
         sizes: Sizes of the dense model that the data tell, see :func:`dense_model`.
         tokenizer: What has made tokens of text, if anything has.
@@ -64,6 +65,7 @@ class Task:
     evaluate: Callable[[nn.Module], dict[str, float]]
     steps: int
     record: DataRecord
+    per_step: tuple[int, str]
     test: Callable[[nn.Module], dict[str, float]] | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
@@ -284,6 +286,7 @@ def _text_task(
         evaluate=partial(evaluate, valid),
         steps=config.train.steps,
         record=_record(data),
+        per_step=(config.train.batch_size * data.settings.length, "tokens"),
         test=partial(evaluate, test) if test else None,
         sizes={"vocab_size": data.vocab_size},
         tokenizer=data.tokenizer,
@@ -359,6 +362,7 @@ def _nli(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         evaluate=partial(evaluate, dev),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
+        per_step=(size, "pairs"),
         test=partial(evaluate, test) if test else None,
         sizes={"vocab_size": data.vocab_size},
         tokenizer=data.tokenizer,
@@ -391,6 +395,7 @@ def _clicks(config: RunConfig, place: _Place, digests: _Digests) -> Task:
         evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
         steps=count_steps(config, data.steps_per_epoch(size)),
         record=_record(data),
+        per_step=(size, "clicks"),
         test=(lambda model: evaluate(data.test_batches(_EVALUATED), model))
         if config.clicks.test
         else None,

@@ -10,10 +10,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from comera.extras import needed_by
 from comera.files import replacing
@@ -116,15 +118,23 @@ def _drop_after(path: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
+class LeftColumn(ProgressColumn):
+    """Says what the time beside it is."""
+
+    def render(self, task: Task) -> Text:
+        """Return the word."""
+        return Text("taken" if task.finished else "left")
+
+
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """Make a bar with the step count, the latest figures and the time left."""
+    """Make a bar with the step count, the latest figures and the time left; at its end, taken."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        LeftColumn(),
         console=console,
         disable=disable,
     )

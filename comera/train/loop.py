@@ -17,6 +17,7 @@ from comera.checkpoint.chain import CheckpointChain
 from comera.train.clock import StepClock
 from comera.train.data_parallel import unwrapped_model
 from comera.train.log import RunLog, SilentLog, progress_bar
+from comera.train.pace import Pace
 from comera.train.processes import Processes
 from comera.train.run_state import restore_, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep
@@ -57,6 +58,7 @@ def train(
     resume: bool = False,
     chain: CheckpointChain | None = None,
     title: str = "train",
+    per_step: tuple[int, str] | None = None,
     quiet: bool = False,
     tensorboard: bool = True,
     processes: Processes | None = None,
@@ -81,6 +83,8 @@ def train(
             there are.
         chain: The checkpoints; None for the last two, lossless, in ``folder``.
         title: Shown beside the progress bar.
+        per_step: How much a step trains on, of all processes, and what that is called, so that the
+            progress bar shows how much that is a second: say ``(4096, "tokens")``.
         quiet: Whether to show no progress bar.
         tensorboard: Whether to write TensorBoard files.
         processes: Those that train the model together, all of which call this; None for this one
@@ -102,7 +106,8 @@ def train(
         at_end.callback(chain.close)  # whatever happened: what was handed over is written
         # The sum and number of losses since the last line of the log are part of a checkpoint, so
         # that the lines of a resumed run are those of one that was never stopped.
-        clock, saved_at = StepClock(next(step.model.parameters()).device), -1
+        device = next(step.model.parameters()).device
+        clock, saved_at = StepClock(device), -1
         result = LoopResult(0, 0.0)
         total, count = torch.zeros(()), 0
         if not resume:
@@ -156,6 +161,7 @@ def train(
                 save()
                 raise
 
+        pace = Pace(device, per_step, step.steps_done, clock.seconds())
         with _stop_signals() as stopped, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             step.model.train()
@@ -173,7 +179,8 @@ def train(
                 done = step.steps_done
                 if done % log_every == 0 or done == steps:
                     mean = note_loss()
-                    bar.update(task, figures=f"loss {mean:.4f}")
+                    speed = pace.show(done, clock.seconds())
+                    bar.update(task, figures=f"loss {mean:.4f}, {speed},")
                 bar.update(task, completed=done)
                 # Ranks are cut before the model is measured or saved, so that a figure or a
                 # checkpoint of this step is of the small model, with which the run goes on.
