@@ -37,10 +37,11 @@ from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.launchers import LauncherName
-from comera.recipes.named import described, file_of
+from comera.recipes.named import described, file_of, first_sentence
 from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
+from comera.recipes.reproduce import Scale, experiments, reproduce, try_out
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
 from comera.recipes.short_help import short_help
@@ -60,6 +61,8 @@ _ONE_PROCESS = (
     "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
     "start comera {command} once, without torchrun (or unset WORLD_SIZE)"
 )
+
+_REPRODUCE = "Train an experiment of the papers, small or at their scale."
 
 _OPTIMIZER = re.compile(r"--optimizer=(\w+)")
 
@@ -131,6 +134,8 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
         out = Path(options.out) if options.out else None
         path = file_of(options.file)
         return run_sweep(path, options.jobs, options.overwrite, console, out, options.launcher)
+    if chosen.command == "reproduce":
+        return _reproduce(chosen.reproduce, console)
     if chosen.command == "bench":
         return run_bench(chosen.bench, console)
     if chosen.command in COMMANDS:
@@ -153,6 +158,37 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
         return 0
     reuse_freed_memory()
     return 0 if run(settings, console) else INTERRUPTED
+
+
+def _reproduce(options: Namespace, console: Console) -> int:
+    """List experiments, try one out, or train what is unfinished of it."""
+    if options.name is None:
+        for name, scales in experiments().items():
+            title = first_sentence(next(iter(reversed(scales.values()))))
+            line = f"{name} ({', '.join(sorted(scales, reverse=True))}): {title}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return 0
+    changes = {}
+    for word in options.set:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
+        changes[key] = yaml.safe_load(value)
+    if options.dry_run:
+        for line in try_out(options.name, options.scale, changes):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return 0
+    return reproduce(
+        options.name,
+        options.scale,
+        out=Path(options.out),
+        changes=changes,
+        skip=options.skip,
+        minutes=options.minutes,
+        jobs=options.jobs,
+        overwrite=options.overwrite,
+        console=console,
+    )
 
 
 def _settings(chosen: Namespace) -> RunConfig:
@@ -287,6 +323,7 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
     commands.add_subcommand(
         "sweep", sweep, help="Train variants of one run over seeds, and compare them."
     )
+    commands.add_subcommand("reproduce", _reproduce_parser(), help=_REPRODUCE)
     init = ArgumentParser(
         description="Print a configuration to begin with: comera init NAME > mine.yaml"
     )
@@ -313,6 +350,60 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
     commands.add_subcommand("calibrate", measure, help="Measure this machine for the planner.")
     text = "Show what was found for CUDA kernels, and which way each operator goes."
     commands.add_subcommand("doctor", ArgumentParser(description=text), help=text)
+    return parser
+
+
+def _reproduce_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description=f"{_REPRODUCE} The same command goes on where it was stopped, and "
+        "OUT/REPRODUCTION.md collects what is finished.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "name", type=str, nargs="?", help="Name of the experiment; without it all are listed."
+    )
+    parser.add_argument(
+        "--scale",
+        type=Scale,
+        default="small",
+        help="small takes minutes on a few CPU cores, paper has the paper's shapes.",
+    )
+    parser.add_argument(
+        "--out", type=str, default="runs/reproduce", help="Folder of all experiments."
+    )
+    parser.add_argument(
+        "--set",
+        type=list[str],
+        default=[],
+        help="Settings that every run gets, such as where its data are: "
+        "--set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.",
+    )
+    parser.add_argument(
+        "--skip",
+        type=list[str],
+        default=[],
+        help="Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.",
+    )
+    parser.add_argument(
+        "--minutes", type=float | None, default=None, help="Save and stop after so long."
+    )
+    parser.add_argument(
+        "--jobs", type=int | None, default=None, help="Number of runs at a time (default: one)."
+    )
+    parser.add_argument(
+        "--overwrite",
+        type=bool,
+        default=False,
+        help="Begin those runs anew whose folders hold other settings or were begun with other "
+        "data; the others stay.",
+    )
+    parser.add_argument(
+        "--dry_run",
+        type=bool,
+        default=False,
+        help="Train nothing, but do two steps of each variant on drawn data, or go through its "
+        "shapes where memory does not suffice.",
+    )
     return parser
 
 

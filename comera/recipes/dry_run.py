@@ -126,12 +126,11 @@ def _batch(config: RunConfig, model: nn.Module, step: int) -> Batch:
     """Draw a batch of the task on torch's default device."""
     torch.manual_seed(step)
     if config.text is None:
-        tables = config.dlrm.table_sizes
-        continuous = next(p for n, p in model.named_parameters() if n.startswith("bottom")).shape[-1]
-        fields = torch.stack([torch.randint(n, (_ROWS,)) for n in (tables or {}).values()], 1)
+        tables = config.dlrm.table_sizes or {}
+        fields = [torch.randint(size, (_ROWS,)) for size in tables.values()]
         return {
-            "continuous": torch.randn(_ROWS, continuous),
-            "fields": fields,
+            "continuous": torch.randn(_ROWS, model.num_continuous),
+            "fields": torch.stack(fields, 1),
             "labels": torch.randint(2, (_ROWS,)).float(),
         }
     shape = (_ROWS, config.text.length)

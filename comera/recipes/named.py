@@ -55,10 +55,11 @@ def file_of(word: str, beside: Path = Path()) -> Path:
 
 def described() -> list[tuple[str, str]]:
     """List names, each with the first sentence of its file."""
-    return [(name, _first_sentence(folder() / f"{name}.yaml")) for name in names()]
+    return [(name, first_sentence(folder() / f"{name}.yaml")) for name in names()]
 
 
-def _first_sentence(path: Path) -> str:
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of the comment that a file begins with."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = []
     for line in lines:

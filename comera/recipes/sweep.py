@@ -25,7 +25,10 @@ from comera.recipes.search import Search, SearchConfig, read_search
 
 INTERRUPTED = 130
 
-_KEYS = ("out", "base", "seeds", "reference", "metric", "variants", "search", "submitit", "ray")
+_KEYS = (
+    "out", "base", "seeds", "reference", "metric", "variants", "published", "search", "submitit",
+    "ray",
+)  # fmt: skip
 _NEEDED = ("out", "base", "seeds", "reference", "variants")
 _NEEDED_TO_SEARCH = ("out", "base", "seeds")
 _ALONE: dict[str, Any] = {"base": {}}
@@ -85,6 +88,8 @@ def run_sweep(
     console: Console | None = None,
     out: Path | None = None,
     launcher: LauncherName = "local",
+    changes: Mapping[str, Any] | None = None,
+    skip: Sequence[str] = (),
 ) -> int:
     """Train what is unfinished of a sweep, and compare what is finished.
 
@@ -96,6 +101,8 @@ def run_sweep(
         console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
         launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
+        changes: Settings by dotted names that every run gets, whatever the file says.
+        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out this time.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -109,7 +116,7 @@ def run_sweep(
     if at_once is not None and at_once < 1:
         raise ValueError(f"jobs={at_once} must be at least 1")
     console = console or Console()
-    sweep = read_sweep(path)
+    sweep = read_sweep(path, changes or {})
     if out is not None:
         sweep = dataclasses.replace(sweep, out=out.expanduser())
     if sweep.search is not None and launcher != "local" and at_once is None:
@@ -125,7 +132,7 @@ def run_sweep(
             sweep.out.mkdir(parents=True, exist_ok=True)
             held.enter_context(lock(sweep.out))
             search = _make_search(sweep, sweep.search, overwrite)
-        return _carry_out(sweep, search, at_once, overwrite, console, launcher)
+        return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
 
 
 def _carry_out(
@@ -135,8 +142,9 @@ def _carry_out(
     overwrite: bool,
     console: Console,
     launcher: LauncherName,
+    skip: Sequence[str],
 ) -> int:
-    jobs = make_jobs(sweep)
+    jobs = _unskipped(make_jobs(sweep), skip)
     expected = len(jobs)
     if search is not None and sweep.search is not None:
         jobs += search.jobs
@@ -221,8 +229,33 @@ def make_jobs(sweep: Sweep) -> list[Job]:
     return jobs
 
 
-def read_sweep(path: Path) -> Sweep:
+def _unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
+    """Leave out runs that are not to be trained this time.
+
+    Raises:
+        ValueError: If a word stands for none, or one that stays needs the time of one that goes.
+    """
+    names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
+    known = {name for both in names.values() for name in both}
+    for word in skip:
+        if word not in known:
+            raise ValueError(
+                f"skip={word} is neither a variant nor a run{did_you_mean(word, known)}"
+            )
+    kept = [job for job in jobs if not {*names[job]} & {*skip}]
+    for job in kept:
+        for needed in job.needs:
+            if needed not in kept:
+                raise ValueError(f"{needed.name} cannot be skipped: {job.name} needs its time")
+    return kept
+
+
+def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     """Read a sweep file and check all of it, down to the settings of each variant.
+
+    Args:
+        path: The file.
+        changes: Settings by dotted names that every variant gets, whatever the file says.
 
     Raises:
         ValueError: If something is wrong; names the variant and the first such thing.
@@ -238,7 +271,10 @@ def read_sweep(path: Path) -> Sweep:
             raise ValueError(f"{path} lacks the key {key}")
     base = _base(content["base"], path.parent)
     given = content.get("variants") or (_ALONE if searched else content["variants"])
+    if changes and isinstance(given, Mapping):
+        given = {name: {**(own or {}), **changes} for name, own in given.items()}
     variants = _variants(base, given)
+    _check_published(content.get("published"), variants)
     reference = content.get("reference") or next(iter(variants))
     if not isinstance(reference, str) or reference not in variants:
         raise ValueError(f"reference={reference} is no variant{did_you_mean(reference, variants)}")
@@ -252,6 +288,19 @@ def read_sweep(path: Path) -> Sweep:
         search=_search(content["search"], base, given) if searched else None,
         given=(base, given),
     )
+
+
+def _check_published(given: Any, variants: Mapping[str, Any]) -> None:
+    """Check what a file says of figures that others have published of such variants."""
+    if given is None:
+        return
+    figures = given.get("figures") if isinstance(given, Mapping) else None
+    if not isinstance(figures, Mapping) or not isinstance(given.get("source"), str):
+        raise ValueError(f"published={given!r} must have a source, and figures by variant")
+    for name in figures:
+        if name not in variants:
+            near = did_you_mean(name, variants)
+            raise ValueError(f"published.figures.{name} is no variant{near}")
 
 
 def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
