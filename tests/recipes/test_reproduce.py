@@ -1,0 +1,99 @@
+import json
+
+import pytest
+
+from comera.recipes import reproduce as module
+from comera.recipes.cli import main
+from comera.recipes.report.comparison import Trained, compare
+from comera.recipes.report.comparison_table import write_comparison
+from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
+
+TINY = {
+    "masked_text.vocab_size": 300,
+    "masked_text.length": 16,
+    "masked_text.max_megabytes": 0.2,
+    "model.d_model": 16,
+    "model.ffn_dim": 32,
+    "train.steps": 6,
+    "train.eval_every": 3,
+    "train.eval_batches": 1,
+    "train.batch_size": 2,
+}
+
+
+def test_every_paper_has_an_experiment_in_both_scales():
+    scales = {name: set(found) for name, found in experiments().items()}
+    for name in ("comera-nli", "comera-dlrm", "comera-code", "came-shapes", "excp-pythia"):
+        assert scales[name] == {"small", "paper"}
+    assert scales["galore-llama"] == {"small"}
+    for size in ("60m", "130m", "350m", "1b"):
+        assert scales[f"galore-llama-{size}"] == {"paper"}
+    assert scales["together"] == {"small", "paper"}
+
+
+def test_an_unknown_name_or_scale_is_refused():
+    with pytest.raises(ValueError, match="did you mean comera-nli"):
+        file_of("comera-nly", "small")
+    with pytest.raises(ValueError, match="galore-llama-1b has no --scale=small, only paper"):
+        file_of("galore-llama-1b", "small")
+
+
+PAPER = [name for name, scales in experiments().items() if "paper" in scales]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_scale_goes_together(name):
+    """Forward and backward at the true shapes of every variant; steps where they take 64 MiB."""
+    lines = try_out(name, "paper", most=1 << 26)
+    assert lines
+    for line in lines:
+        assert "2 steps done" in line or "forward and backward fit" in line
+
+
+def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch):
+    folder = tmp_path / "comera-nli-paper"
+    folder.mkdir()
+    metrics = {"accuracy": 0.62, "loss": 1.0}
+    runs = [Trained("dense", seed, 1000, metrics, 10, 5.0) for seed in (0, 1)]
+    names, seeds = ["dense", "target-0.2"], [0, 1, 2]
+    write_comparison(compare(runs, names, seeds, "dense", "accuracy"), runs, folder)
+    monkeypatch.setattr(module, "processor_name", lambda: "an abacus")
+    module._note_machine(folder)
+    text = write_reproduction(tmp_path).read_text()
+    assert "Published: CoMERA, arXiv 2405.14377, table 1." in text
+    assert "| dense | 62.2 % | 2/3 | 1,000 | 1.00x | 62.00 ± 0.00 |" in text
+    assert "| target-0.2 | 61.5 % | not run |" in text
+    assert json.loads((folder / "machine.json").read_text())["machine"] in text
+    assert text.count("Not run.") == sum(map(len, experiments().values())) - 1
+
+
+@pytest.mark.slow
+def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys):
+    changes = ",".join(f"{key}={value}" for key, value in TINY.items())
+    command = ["reproduce", "came-shapes", f"--out={tmp_path}", f"--set=[{changes}]"]
+    most = [f"{name}/seed-{seed}" for name in ("adamw", "adafactor") for seed in (1, 2)]
+    assert main([*command, f"--skip=[came,{','.join(most)}]"]) == 0
+    page = tmp_path / "REPRODUCTION.md"
+    text = page.read_text()
+    assert "| adafactor |  | 1/3 |" in text
+    assert "| came |  | not run |" in text
+    assert main([*command, f"--skip=[came/seed-1,came/seed-2,{','.join(most)}]"]) == 0
+    assert "3 runs in" in capsys.readouterr().out
+    assert "| came |  | 1/3 |" in page.read_text()
+
+
+def test_a_wrong_word_is_named_before_anything_is_trained(tmp_path, capsys):
+    command = ["reproduce", "came-shapes", f"--out={tmp_path}"]
+    assert main([*command, "--skip=[cam]"]) == 1
+    assert "skip=cam is neither a variant nor a run: did you mean came?" in capsys.readouterr().out
+    assert main([*command, "--set=[train]"]) == 1
+    assert "--set=train must be KEY=VALUE" in capsys.readouterr().out
+    assert main([*command, "--set=[train.stepps=3]"]) == 1
+    assert "stepps" in capsys.readouterr().out
+
+
+def test_the_list_says_what_each_is(capsys):
+    assert main(["reproduce"]) == 0
+    out = capsys.readouterr().out
+    assert "comera-nli (small, paper): CoMERA's method on SNLI" in out
