@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from comera.models.dlrm import DLRM
 from comera.recipes.build import build_step, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run import planned_memory, planned_model
@@ -126,6 +127,7 @@ def _batch(config: RunConfig, model: nn.Module, step: int) -> Batch:
     """Draw a batch of the task on torch's default device."""
     torch.manual_seed(step)
     if config.text is None:
+        assert isinstance(model, DLRM), "it was made for clicks"
         tables = config.dlrm.table_sizes or {}
         fields = [torch.randint(size, (_ROWS,)) for size in tables.values()]
         return {
