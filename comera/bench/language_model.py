@@ -272,6 +272,8 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     axes.axhline(dense, color="#8a9299", lw=0.8, label="dense")
     axes.set(yscale="log", xlabel="fewer parameters in the linear layers", ylabel="perplexity")
     axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(frameon=False, fontsize="small")
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
