@@ -120,7 +120,7 @@ def serve(job: ServeJob) -> dict[str, Any]:
     words = job.llama.words().to(device)
     _generate(model, words, job.llama.tokens)
     first, each = _generate(model, words, job.llama.tokens)
-    found = {"load": loaded, "first": first, "each": each, "peak": peak()}
+    found = {"load": loaded, "first": first, "each": each, "peak": max(0, peak())}
     with torch.inference_mode():
         logits = model(words).logits[0, -1]
     return {**found, "logits": logits.float().tolist()}

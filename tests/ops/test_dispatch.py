@@ -308,6 +308,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
     ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
+    ("nn/experts.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
     ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
 }
 

@@ -7,6 +7,7 @@ from comera.recipes.cli import main
 from comera.recipes.report.comparison import Trained, compare
 from comera.recipes.report.comparison_table import write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
+from comera.recipes.sweep import read_sweep
 
 TINY = {
     "masked_text.vocab_size": 300,
@@ -36,6 +37,13 @@ def test_an_unknown_name_or_scale_is_refused():
         file_of("comera-nly", "small")
     with pytest.raises(ValueError, match="galore-llama-1b has no --scale=small, only paper"):
         file_of("galore-llama-1b", "small")
+
+
+@pytest.mark.slow
+def test_small_scale_can_be_read_whole():
+    for scales in experiments().values():
+        if "small" in scales:
+            assert len(read_sweep(scales["small"]).variants) > 1
 
 
 PAPER = [name for name, scales in experiments().items() if "paper" in scales]

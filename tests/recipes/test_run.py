@@ -35,7 +35,8 @@ _ONE_SECTION = "exactly one of the sections masked_text, causal_text, nli and cl
 CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-    if not path.stem.endswith("-sweep")  # many runs, see test_sweep.py
+    # Those are many runs: see test_sweep.py and test_reproduce.py.
+    if not path.stem.endswith("-sweep") and path.parent.name != "reproduce"
 ]
 
 
