@@ -19,7 +19,7 @@ reused = faults(5)
 assert reused < 18432, reused  # less than one buffer's pages for five buffers
 assert not comera.reuse_freed_memory(False)
 returned = faults(5)
-assert returned > 3 * 18432, (reused, returned)  # the pages of each anew
+assert returned > reused + 18000, (reused, returned)  # the pages of one at least anew
 """
 
 
