@@ -25,6 +25,15 @@ def this_process():
     return Processes(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
+def said(call):
+    """The message of the ``ValueError`` that a call raises: to be sent to the test."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def _process(rank, count, find, path):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{path}/store", count)

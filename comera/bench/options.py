@@ -280,19 +280,24 @@ def add_kernels(parser: ArgumentParser) -> None:
     parser.add_argument("--markdown", type=str, help="Write a dated table into this file.")
 
 
-def add_optimizers(parser: ArgumentParser) -> None:
-    """Add the options of ``comera bench optimizers``: a language model of 58 million parameters."""
-    parser.add_argument("--layers", type=int, default=8, help="Number of blocks of the model.")
-    parser.add_argument("--width", type=int, default=512, help="Width of the model.")
+def _add_decoder(parser: ArgumentParser, *, layers: int, width: int, ffn: int, heads: int) -> None:
+    """Add the shape of a language model."""
+    parser.add_argument("--layers", type=int, default=layers, help="Number of blocks of the model.")
+    parser.add_argument("--width", type=int, default=width, help="Width of the model.")
     parser.add_argument(
-        "--ffn", type=int, default=1376, help="Hidden width of the feed-forward parts."
+        "--ffn", type=int, default=ffn, help="Hidden width of the feed-forward parts."
     )
     parser.add_argument(
-        "--heads", type=int, default=8, help="Number of attention heads of a block."
+        "--heads", type=int, default=heads, help="Number of attention heads of a block."
     )
     parser.add_argument(
         "--vocab", type=int, default=32000, help="Number of tokens of the vocabulary."
     )
+
+
+def add_optimizers(parser: ArgumentParser) -> None:
+    """Add the options of ``comera bench optimizers``: a language model of 58 million parameters."""
+    _add_decoder(parser, layers=8, width=512, ffn=1376, heads=8)
     parser.add_argument("--length", type=int, default=128, help="Number of tokens of a sequence.")
     parser.add_argument("--batch", type=int, default=4, help="Number of sequences in a batch.")
     parser.add_argument("--rank", type=int, default=128, help="Rank of the subspaces of GaLore.")
@@ -308,17 +313,7 @@ def add_optimizers(parser: ArgumentParser) -> None:
 
 def add_serve(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench serve``: a language model of 134 million parameters."""
-    parser.add_argument("--layers", type=int, default=12, help="Number of blocks of the model.")
-    parser.add_argument("--width", type=int, default=768, help="Width of the model.")
-    parser.add_argument(
-        "--ffn", type=int, default=2048, help="Hidden width of the feed-forward parts."
-    )
-    parser.add_argument(
-        "--heads", type=int, default=12, help="Number of attention heads of a block."
-    )
-    parser.add_argument(
-        "--vocab", type=int, default=32000, help="Number of tokens of the vocabulary."
-    )
+    _add_decoder(parser, layers=12, width=768, ffn=2048, heads=12)
     parser.add_argument("--rank", type=int, default=64, help="Bound on the ranks.")
     parser.add_argument(
         "--prompt", type=int, default=64, help="Number of tokens that the model is given."

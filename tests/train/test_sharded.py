@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import comera
-from tests.processes import in_two_processes
+from tests.processes import in_two_processes, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -78,14 +78,6 @@ def own_loop(rank, folder):
     )
     train(again, resumed, rank, range(STEPS, 2 * STEPS))
     return whole(sharded), whole(replicated), whole(again)
-
-
-def said(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def refusals(rank):

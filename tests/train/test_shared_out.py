@@ -13,7 +13,7 @@ import comera
 from comera.checkpoint.distributed import gathered
 from comera.params import is_sharded
 from comera.train.sharded import shard_dense_, whole_state
-from tests.processes import in_two_processes
+from tests.processes import in_two_processes, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -64,14 +64,6 @@ def train(step, get):
 
 def weights(model):
     return {name: value.detach().clone() for name, value in whole_state(model.state_dict()).items()}
-
-
-def said(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def refusals():

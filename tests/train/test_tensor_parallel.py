@@ -9,7 +9,7 @@ from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.params import is_sharded
 from comera.train.sharded import whole_state
 from comera.train.tensor_parallel import split_dense_
-from tests.processes import in_two_processes
+from tests.processes import in_two_processes, said
 
 pytestmark = pytest.mark.slow  # two interpreters have to start
 
@@ -51,14 +51,6 @@ def train(model, make):
 
 
 MAKES = {"muon": comera.MuonAdamW, "adamw": torch.optim.AdamW}
-
-
-def said(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def _found(rank):
