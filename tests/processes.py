@@ -1,5 +1,6 @@
 """Processes that talk over gloo."""
 
+import contextlib
 import gc
 
 import torch
@@ -20,6 +21,20 @@ def in_processes(count, find, path):
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
+def in_worlds(stages, path):
+    """What each of ``(count, find)`` returns in so many processes, one stage after the other.
+
+    Interpreters start once, as many as the largest stage has: starting them takes longer than most
+    of what they do.
+    """
+    started = max(count for count, _ in stages)
+    mp.start_processes(_stages, (stages, str(path)), nprocs=started, start_method="spawn")
+    return [
+        [torch.load(path / f"{k}-{rank}.pt", weights_only=False) for rank in range(count)]
+        for k, (count, _) in enumerate(stages)
+    ]
+
+
 def this_process():
     """What ``joined`` yields in one that torchrun has started."""
     return Processes(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
@@ -36,8 +51,22 @@ def said(call):
 
 def _process(rank, count, find, path):
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", count)
+    with _world(rank, count, f"{path}/store"):
+        torch.save(find(rank), f"{path}/{rank}.pt")
+
+
+def _stages(rank, stages, path):
+    torch.set_num_threads(1)
+    for number, (count, find) in enumerate(stages):
+        if rank < count:
+            with _world(rank, count, f"{path}/store-{number}"):
+                torch.save(find(rank), f"{path}/{number}-{rank}.pt")
+
+
+@contextlib.contextmanager
+def _world(rank, count, path):
+    store = dist.FileStore(path, count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    torch.save(find(rank), f"{path}/{rank}.pt")
+    yield
     gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
     dist.destroy_process_group()

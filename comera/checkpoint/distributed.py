@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint
 
@@ -21,7 +22,8 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
     """Gather the whole state of model and optimizer on the CPU of rank 0; every rank must call it.
 
     For ``fully_shard`` and ``DistributedDataParallel``; names are those of the model without them,
-    so the checkpoint can be loaded with any number of processes, and with one::
+    so the checkpoint can be loaded with any number of processes, and with one that no launcher has
+    started, which is rank 0 too::
 
         parts = gathered(model, optimizer)
         if parts is not None:
@@ -36,13 +38,15 @@ def gathered(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, 
     else:
         states = get_state_dict(model, optimizer, options=options)
         parts = dict(zip(("model", "optimizer"), states, strict=True))
-    return parts if dist.get_rank() == 0 else None
+    return parts if _is_first() else None
 
 
 def scatter_(
     model: nn.Module, optimizer: Optimizer | None = None, saved: Checkpoint | None = None
 ) -> None:
     """Load what :func:`gathered` was saved from into every process; every rank must call it.
+
+    Tensor trains take the ranks that were saved, whatever they have.
 
     Args:
         model: The model that :func:`gathered` was called with, or one like it.
@@ -52,15 +56,22 @@ def scatter_(
     Raises:
         ValueError: If rank 0 has none.
     """
-    if dist.get_rank() == 0 and saved is None:
+    if _is_first() and saved is None:
         raise ValueError("rank 0 needs the checkpoint: scatter_(model, optimizer, chain.load())")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    _make_room_(model, saved.model if saved is not None else {})
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    # Copies of the dicts, in which torch puts the parts that are shared out.
+    weights, moments = tree_map(
+        lambda leaf: leaf, (saved.model, saved.optimizer or {}) if saved is not None else ({}, {})
+    )
+    _make_room_(model, weights)
     # One after the other: set_state_dict takes an empty dict of weights for none to be loaded.
-    set_model_state_dict(model, saved.model if saved is not None else {}, options=options)
+    set_model_state_dict(model, weights, options=options)
     if optimizer is not None:
-        states = (saved.optimizer if saved is not None else None) or {}
-        set_optimizer_state_dict(model, optimizer, states, options=options)
+        set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
@@ -70,7 +81,8 @@ def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
     """
     like = {name: (x.shape, x.dtype) for name, x in saved.items() if isinstance(x, torch.Tensor)}
     gathered_shapes: list[Any] = [like]
-    dist.broadcast_object_list(gathered_shapes)
+    if dist.is_initialized():
+        dist.broadcast_object_list(gathered_shapes)
     device = next(model.parameters()).device
     for prefix, module in getattr(model, "module", model).named_modules():
         for key, buffer in module._buffers.items():

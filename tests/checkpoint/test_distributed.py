@@ -1,20 +1,21 @@
 """Two processes on this machine, sharded and replicated, against one."""
 
 import faulthandler
-import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.distributed import gathered, scatter_
+from tests.processes import in_two_processes
 
 WORLD = 2
-SECONDS = 120
+SECONDS = 300
 
 
 def make_model(seed=0):
@@ -46,19 +47,8 @@ def whole(model):
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
 
 
-def _process(rank, path, work, *given):
-    faulthandler.dump_traceback_later(SECONDS, exit=True)  # says where, if they wait for each other
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    work(rank, path, *given)
-    gc.collect()  # a DistributedDataParallel that outlives its group can wait for it forever
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _save_and_resume(rank, path, wrap):
-    chain = CheckpointChain(f"{path}/chain", mode="lossless", background=False)
+def save_and_resume(rank, path, wrap):
+    chain = CheckpointChain(path / wrap.__name__, mode="lossless", background=False)
     model = wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in (2, 4):
@@ -76,18 +66,18 @@ def _save_and_resume(rank, path, wrap):
     assert all(torch.equal(a, b) for a, b in zip(whole(model), weights, strict=True))
     if rank == 0:
         names = getattr(model, "module", model).state_dict()
-        torch.save(dict(zip(names, weights, strict=True)), f"{path}/resumed.pt")
+        torch.save(dict(zip(names, weights, strict=True)), path / f"{wrap.__name__}.pt")
     chain.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [sharded, replicated])
-def test_processes_go_on_from_what_they_gathered(tmp_path, wrap):
-    multiprocessing.spawn(_process, (str(tmp_path), _save_and_resume, wrap), WORLD)
-    weights = torch.load(tmp_path / "resumed.pt")
+def test_processes_go_on_from_what_they_gathered(results, wrap):
+    folder, _ = results
+    weights = torch.load(folder / f"{wrap.__name__}.pt")
     alone = make_model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    saved = CheckpointChain(tmp_path / "chain").load()  # in one process
+    saved = CheckpointChain(folder / wrap.__name__).load()  # in one process
     alone.load_state_dict(saved.model)
     names = {name: k for k, name in enumerate(alone.state_dict())}
     state = {names[name]: entries for name, entries in saved.optimizer["state"].items()}
@@ -108,24 +98,44 @@ class Tables(nn.Module):
         return torch.cat([self.scattered(indices), self.moved(indices)])
 
 
-def _move_rows_and_resume(rank, path):
+def move_rows_and_resume(rank, path, wrap):
     indices = torch.arange(60)
+    model = Tables()
+    comera.update_hot_rows_(model.moved, (indices > 40).float())
+    rows = model(indices)
+    parts = gathered(wrap(model))
+    with CheckpointChain(
+        path / f"rows {wrap.__name__}", mode="lossless", background=False
+    ) as chain:
+        if parts is not None:
+            chain.save(1, **parts)
+        again = wrap(Tables(seed=1))
+        scatter_(again, saved=chain.load() if rank == 0 else None)
+    return again(indices).detach(), rows.detach()
+
+
+def _found(rank):
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # says where, if they wait for each other
+    folder, found = Path(os.environ["FOLDER"]), {}
     for wrap in (sharded, replicated):
-        model = Tables()
-        comera.update_hot_rows_(model.moved, (indices > 40).float())
-        rows = model(indices)
-        parts = gathered(wrap(model))
-        with CheckpointChain(f"{path}/{wrap.__name__}", mode="lossless", background=False) as chain:
-            if parts is not None:
-                chain.save(1, **parts)
-            again = wrap(Tables(seed=1))
-            scatter_(again, saved=chain.load() if rank == 0 else None)
-        assert torch.equal(again(indices), rows)
+        save_and_resume(rank, folder, wrap)
+        found[wrap.__name__] = move_rows_and_resume(rank, folder, wrap)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOLDER", str(folder))
+        return folder, in_two_processes(_found, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.slow
-def test_tables_keep_their_rows_where_they_were_moved_to(tmp_path):
-    multiprocessing.spawn(_process, (str(tmp_path), _move_rows_and_resume), WORLD)
+@pytest.mark.parametrize("wrap", [sharded, replicated])
+def test_tables_keep_their_rows_where_they_were_moved_to(results, wrap):
+    for found in results[1]:
+        assert torch.equal(*found[wrap.__name__])
 
 
 def test_a_lossy_chain_knows_the_weights_of_gathered_moments(tmp_path):

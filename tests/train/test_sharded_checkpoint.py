@@ -1,5 +1,7 @@
-"""Checkpoints of which each process writes its part: from 1, 2 and 4 processes to 1, 2 and 4."""
+"""Checkpoints in parts, and gathered ones in a lossy chain: from 1, 2, 4 processes to 1, 2, 4."""
 
+import functools
+import itertools
 import os
 from pathlib import Path
 
@@ -10,18 +12,26 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import comera
+from comera.checkpoint.distributed import gathered, scatter_
 from comera.params import is_sharded
 from comera.train.sharded import shard_dense_, whole_state
 from comera.train.sharded_checkpoint import load_parts, save_parts
-from tests.processes import in_processes
+from tests.processes import in_worlds
 
 pytestmark = pytest.mark.slow  # interpreters have to start
 
 EARLY, LATE, STEPS = 3, 4, 12
 SAVED = {"before the cut": 5, "after it": 9}
+COUNTS = (1, 2, 4)
+OPTIMIZERS = {
+    "muon": comera.MuonAdamW,
+    "adamw": torch.optim.AdamW,
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+}
+"""All that step parts of matrices."""
 
 
-def make_step():
+def make_step(name="muon"):
     """The same at the start, in any number of processes."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -30,7 +40,7 @@ def make_step():
     )  # fmt: skip
     if dist.is_initialized():
         shard_dense_(model)
-    optimizer = comera.MuonAdamW(comera.param_groups(model, 1e-2, gate_lr=0.3))
+    optimizer = OPTIMIZERS[name](comera.param_groups(model, 1e-2, gate_lr=0.3))
     ranks = comera.TwoStage(model, 0.6, EARLY, LATE)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
     return comera.TrainStep(model, loss_fn, optimizer, ranks, clip_norm=1.0, scheduler=scheduler)
@@ -45,13 +55,13 @@ def train(step, until):
     while step.steps_done < until:
         rows = torch.randint(0, 60, (16,), generator=torch.Generator().manual_seed(step.steps_done))
         step(rows[rank::count])
-        if step.ranks.due:
+        if step.ranks is not None and step.ranks.due:
             step.ranks.finish_(step.optimizer)
     return step
 
 
-def ending(step):
-    """Weights and moments at the end."""
+def state_of(step):
+    """Weights and moments."""
     moments = whole_state(step.optimizer.state_dict())["state"]
     weights = whole_state(step.model.state_dict())
     return {
@@ -66,61 +76,117 @@ def ending(step):
 
 
 def save_all(folder, count):
-    step = make_step()
-    for name, number in SAVED.items():
-        train(step, number)
-        save_parts(folder / f"{count} {name}", step, {"count": count, "row": torch.arange(3)})
-    train(step, STEPS)
-    return ending(step)
-
-
-def resume_all(folder, count):
-    """Of what each number of processes has saved."""
+    """Parts, and gathered ones in a lossy chain whose second checkpoint builds on its first."""
     found = {}
-    for name, number in SAVED.items():
-        step = make_step()
-        extra = load_parts(folder / f"{count} {name}", step)
-        assert (extra["count"], extra["row"].tolist()) == (count, [0, 1, 2])
-        assert step.steps_done == number
-        train(step, STEPS)
-        found[f"{count} {name}"] = ending(step)
+    for name in OPTIMIZERS:
+        step = make_step(name)
+        with comera.CheckpointChain(folder / f"{count} {name}") as chain:
+            for when, number in SAVED.items():
+                train(step, number)
+                extra = {"count": count, "row": torch.arange(3)}
+                save_parts(folder / f"{count} {name} {when}", step, extra)
+                parts = gathered(step.model, step.optimizer)
+                if parts is not None:
+                    chain.save(number, **parts)
+        found[name] = state_of(train(step, STEPS))
     return found
 
 
-def _in_four(rank):
+def resume_all(folder):
+    """Of what each number of processes has saved."""
+    found = {}
+    for count, name in itertools.product(COUNTS, OPTIMIZERS):
+        for when, number in SAVED.items():
+            step = make_step(name)
+            extra = load_parts(folder / f"{count} {name} {when}", step)
+            assert (extra["count"], extra["row"].tolist()) == (count, [0, 1, 2])
+            assert step.steps_done == number
+            found[count, name, when] = state_of(train(step, STEPS))
+        found[count, name, "chain"] = resume_chain(folder / f"{count} {name}", name)
+    return found
+
+
+def resume_chain(folder, name):
+    """What is there at once, and after some more steps."""
+    step, saved = make_step(name), None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with comera.CheckpointChain(folder) as chain:
+            saved = chain.load()
+    scatter_(step.model, step.optimizer, saved)
+    loaded = state_of(step)
+    if saved is not None:
+        for key, value in saved.model.items():
+            assert torch.equal(loaded[key], value), key
+    on = comera.TrainStep(step.model, loss_fn, step.optimizer, clip_norm=1.0)
+    return loaded, state_of(train(on, 3))
+
+
+def _save(rank):
+    return save_all(Path(os.environ["FOLDER"]), dist.get_world_size())
+
+
+def _save_and_resume(rank):
     folder = Path(os.environ["FOLDER"])
-    whole = save_all(folder, 4)
-    files = {path.name for path in (folder / "4 after it").glob("*.distcp")}
+    saved = _save(rank)
+    files = {path.name for path in (folder / "4 muon after it").glob("*.distcp")}
     assert {name.split("_")[2] for name in files} == {"0", "1", "2", "3"}  # each has written
-    return {"whole": whole, **resume_all(folder, 1), **resume_all(folder, 4)}
+    return saved, resume_all(folder)
 
 
-def _in_two(rank):
+def _resume(rank):
     folder = Path(os.environ["FOLDER"])
-    whole = save_all(folder, 2)
     step = make_step()
     with pytest.raises(ValueError, match="holds a checkpoint: give each a folder of its own"):
-        save_parts(folder / "2 after it", step)
-    load_parts(folder / "2 after it", step)
+        save_parts(folder / "2 muon after it", step)
+    load_parts(folder / "2 muon after it", step)
     assert is_sharded(step.optimizer.state[step.model[3].weight]["exp_avg"])
-    return {"whole": whole, **resume_all(folder, 1), **resume_all(folder, 4)}
+    return resume_all(folder)
 
 
-def test_any_number_of_processes_goes_on_from_what_any_other_has_saved(tmp_path, monkeypatch):
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    alone = save_all(tmp_path, 1)
-    assert sum(map(torch.Tensor.numel, alone.values())) < sum(  # ranks were cut
-        map(torch.Tensor.numel, ending(train(make_step(), 1)).values())
-    )
-    found = []
-    for count, work in ((4, _in_four), (2, _in_two)):
-        (tmp_path / f"processes {count}").mkdir()
-        found += in_processes(count, work, tmp_path / f"processes {count}")
-    found += [resume_all(tmp_path, 4), resume_all(tmp_path, 2)]
-    for name, resumed in ((name, value) for each in found for name, value in each.items()):
-        assert resumed.keys() == alone.keys(), name
-        for key, value in alone.items():
-            torch.testing.assert_close(resumed[key], value, rtol=1e-3, atol=1e-3, msg=name)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What ends one that was never stopped, by number of processes, and what was resumed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOLDER", str(folder))
+        whole = {1: save_all(folder, 1)}
+        stages = [(2, _save), (4, _save_and_resume), (2, _resume)]
+        two, four, resumed_by_two = in_worlds(stages, tmp_path_factory.mktemp("processes"))
+        whole |= {2: two[0], 4: four[0][0]}
+        by = {1: [resume_all(folder)], 2: resumed_by_two, 4: [found for _, found in four]}
+    return whole, by
+
+
+def assert_close(found, wanted, what):
+    assert found.keys() == wanted.keys(), what
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-3, msg=f"{what}: {key}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_any_number_of_processes_goes_on_from_parts_of_any_other(results, name, count):
+    whole, by = results
+    alone = whole[1][name]
+    entries = sum(map(torch.Tensor.numel, alone.values()))
+    assert entries < sum(map(torch.Tensor.numel, state_of(train(make_step(name), 1)).values()))
+    assert_close(whole[count][name], alone, f"{name} of {count}")
+    for found, of, when in itertools.product(by[count], COUNTS, SAVED):
+        assert_close(found[of, name, when], alone, f"{name} from {of} {when} to {count}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("of", COUNTS)
+def test_any_number_of_processes_goes_on_from_a_lossy_chain_of_any_other(results, name, of):
+    """As one process does from the same files, which hold less than was trained."""
+    _, by = results
+    ((loaded, trained),) = (found[of, name, "chain"] for found in by[1])
+    for count in COUNTS:
+        for mine, later in (found[of, name, "chain"] for found in by[count]):
+            assert mine.keys() == loaded.keys()
+            assert all(torch.equal(mine[key], value) for key, value in loaded.items())
+            assert_close(later, trained, f"{name} from {of} to {count}")
+    assert any(not torch.equal(loaded[key], value) for key, value in trained.items())
 
 
 def test_what_is_no_such_checkpoint(tmp_path):

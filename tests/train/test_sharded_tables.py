@@ -11,7 +11,7 @@ from comera.models.dlrm import DLRM
 from comera.params import is_sharded
 from comera.train.sharded import shard_dense_, whole_state
 from comera.train.sharded_tables import RowShardedBag
-from tests.processes import in_processes
+from tests.processes import in_worlds
 
 pytestmark = pytest.mark.slow  # interpreters have to start
 
@@ -97,17 +97,24 @@ def _found(rank):
     return found
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of so many processes found."""
+    counts = (2, 4)
+    stages = [(count, _found) for count in counts]
+    return dict(zip(counts, in_worlds(stages, tmp_path_factory.mktemp("worlds")), strict=True))
+
+
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_recommender_trains_as_in_one_process(tmp_path, count):
+def test_a_recommender_trains_as_in_one_process(results, count):
     losses, weights = train(make_model())
     assert losses[-1] < 0.95 * losses[0]
     assert sum(map(torch.Tensor.numel, weights.values())) < sum(  # ranks were cut
         param.numel() for param in make_model().state_dict().values()
     )
-    results = in_processes(count, _found, tmp_path)
     held = {2: [[31, 2], [30, 1]], 4: [[16, 1], [16, 1], [16, 1], [13, 0]]}
-    assert [found["rows"] for found in results] == held[count]
-    for found in results:
+    assert [found["rows"] for found in results[count]] == held[count]
+    for found in results[count]:
         assert found["tables"]["item"] is found["tables"]["city"] is RowShardedBag
         assert found["tables"]["user"] is comera.TTEmbeddingBag
         dense = {name for name, p in make_model().named_parameters() if p.dim() == 2}
@@ -116,7 +123,10 @@ def test_a_recommender_trains_as_in_one_process(tmp_path, count):
         assert there == pytest.approx(losses, rel=1e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(learned[name], weight, rtol=1e-3, atol=1e-3)
-    for rank, found in enumerate(results if count == 2 else []):
+
+
+def test_what_a_shared_table_takes_and_what_it_refuses(results):
+    for rank, found in enumerate(results[2]):
         assert found["mean"] < 1e-6
         texts = found["said"]
         assert "the processes ask for [2, 3] bags" in texts["uneven"], rank
