@@ -49,6 +49,7 @@ from comera.bench.options import (
 from comera.bench.peak import LayerShape, TableShape
 from comera.bench.peak_memory import Subject, memory
 from comera.bench.ranking import ranking
+from comera.bench.scaling import scaling
 from comera.bench.serve_job import ServedLlama
 from comera.bench.serve_speed import serving
 from comera.bench.session import Session
@@ -212,6 +213,9 @@ def _run_truncation(session: Session, options: Namespace) -> None:
 def _run_traffic(session: Session, options: Namespace) -> None:
     check_positive("batch", options.batch)
     traffic(session, encoders_of(options), options.batch)
+    if options.processes:
+        processes = numbers_of("processes", options.processes)
+        scaling(session, encoders_of(options), options.batch, processes)
 
 
 def _run_optimizers(session: Session, options: Namespace) -> None:
@@ -309,7 +313,7 @@ _BENCHMARKS: Mapping[
         _run_truncation,
     ),
     "traffic": (
-        "Count the bytes that several processes exchange in a training step.",
+        "Count the bytes that several processes exchange in a training step, and time it.",
         add_traffic,
         _run_traffic,
     ),

@@ -160,6 +160,10 @@ def add_traffic(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=int, default=2, help="Number of sequences in a batch; changes no bytes."
     )
+    parser.add_argument(
+        "--processes", nargs="+", type=str, metavar="N", default=[],
+        help="Also time steps of so many processes on this CPU, with --batch sequences each.",
+    )  # fmt: skip
     _add_encoders(parser)
 
 

@@ -30,10 +30,10 @@ from comera.surgery.truncate import truncate_
 from comera.train.step import TrainStep
 
 _PROCESSES = (2, 4, 8)
-_MIB = 2**20
+MIB = 2**20
 
 
-class _Exchanged(TorchDispatchMode):
+class Exchanged(TorchDispatchMode):
     """Adds up the bytes of all tensors that are given to collective operations."""
 
     def __init__(self) -> None:
@@ -55,16 +55,7 @@ def traffic(session: Session, encoders: Encoders, batch: int) -> None:
     Of N processes each sends 2 (N - 1) / N times their bytes in a ring.
     """
     data = encoders.batch(batch, session.device)
-    dense, whole = (encoders.model(kind, session.device) for kind in ("dense", "comera"))
-    cut = encoders.model("comera", session.device)
-    cores = sum(core.numel() for layer in tensor_trains(cut).values() for core in layer.cores)
-    prune_to_(tensor_trains(cut), TARGET * cores)
-    truncate_(cut)
-    models = {
-        "dense": (dense, None),
-        "comera, rank objective": (whole, learned_ranks(whole)),
-        f"comera, cores cut to {TARGET:g}": (cut, None),
-    }
+    models = models_of(encoders, session.device)
     table, dense_bytes = Table(), 0
     for name in ("", "parameters", "operations", "MiB averaged", "dense / this"):
         table.add_column(name, justify="left" if not name else "right")
@@ -75,10 +66,9 @@ def traffic(session: Session, encoders: Encoders, batch: int) -> None:
             found = _exchanged(model, ranks, data)
             dense_bytes = dense_bytes or found.bytes
             ratio = dense_bytes / found.bytes
-            sent = [2 * (n - 1) / n * found.bytes for n in _PROCESSES]
             table.add_row(
-                name, f"{count(model):,}", str(found.calls), f"{found.bytes / _MIB:.2f}",
-                f"{ratio:.1f}x", *(f"{size / _MIB:.2f}" for size in sent),
+                name, f"{count(model):,}", str(found.calls), f"{found.bytes / MIB:.2f}",
+                f"{ratio:.1f}x", *(f"{sent(found, n) / MIB:.2f}" for n in _PROCESSES),
             )  # fmt: skip
             session.results.append(
                 {
@@ -89,13 +79,38 @@ def traffic(session: Session, encoders: Encoders, batch: int) -> None:
     session.show_table(f"{encoders}, float32, exchanged in a training step", table)
 
 
-def _exchanged(model: nn.Module, ranks: TwoStage | None, data: Batch) -> _Exchanged:
-    """Train three steps, and count the third: buckets are as they stay from the second on."""
+def models_of(
+    encoders: Encoders, device: torch.device
+) -> dict[str, tuple[nn.Module, TwoStage | None]]:
+    """Make the models that are compared, by name, with rank learning where there is any."""
+    dense, whole, cut = (encoders.model(kind, device) for kind in ("dense", "comera", "comera"))
+    cores = sum(core.numel() for layer in tensor_trains(cut).values() for core in layer.cores)
+    prune_to_(tensor_trains(cut), TARGET * cores)
+    truncate_(cut)
+    return {
+        "dense": (dense, None),
+        "comera, rank objective": (whole, learned_ranks(whole)),
+        f"comera, cores cut to {TARGET:g}": (cut, None),
+    }
+
+
+def parallel_step(model: nn.Module, ranks: TwoStage | None) -> TrainStep:
+    """Make a training step whose gradients are averaged over all processes."""
     optimizer = torch.optim.AdamW(param_groups(model, LEARNING_RATE), fused=True)
-    step = TrainStep(DistributedDataParallel(model), loss_fn, optimizer, ranks, graph=False)
+    return TrainStep(DistributedDataParallel(model), loss_fn, optimizer, ranks, graph=False)
+
+
+def sent(found: Exchanged, processes: int) -> float:
+    """Return the bytes that each of so many processes sends in a ring."""
+    return 2 * (processes - 1) / processes * found.bytes
+
+
+def _exchanged(model: nn.Module, ranks: TwoStage | None, data: Batch) -> Exchanged:
+    """Train three steps, and count the third: buckets are as they stay from the second on."""
+    step = parallel_step(model, ranks)
     for _ in range(2):
         step(data)
-    with _Exchanged() as found:
+    with Exchanged() as found:
         step(data)
     return found
 
