@@ -36,8 +36,10 @@ class RankCallback(Callback):
     state are cut, before checkpoints of that step are written, and training goes on. Checkpoints
     hold where rank learning was, and the random state of the host and of GPUs:
     ``trainer.fit(module, ckpt_path=...)``, with everything made as the first time, goes on as if it
-    had not been interrupted, where the data loader does. ``configure_optimizers`` makes its groups
-    by :func:`comera.param_groups`, or the gates would be decayed: a line of the log says so.
+    had not been interrupted, where the data loader does. Of several processes, by
+    ``strategy="ddp"``, each then has the random state of the first. ``configure_optimizers`` makes
+    its groups by :func:`comera.param_groups`, or the gates would be decayed: a line of the log says
+    so.
 
     Args:
         ranks: A :class:`~comera.TwoStage` or :class:`~comera.ImportancePruning` of the module, or
