@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from comera.recipes.tasks import Task
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_
 from comera.train.step import TrainStep
+from comera.train.tensor_parallel import split_dense_
 
 log = logging.getLogger("comera")
 
@@ -73,9 +75,9 @@ def build_step(
     Of several processes all call this, each with a model of the same weights.
     """
     group = None if processes is None else processes.group
-    sharded = group is not None and config.parallel.kind == "fsdp"
-    if sharded:
-        shard_dense_(model)  # makes other parameters, which the optimizer has to hold
+    share_out = None if group is None else _SHARE_OUT.get(config.parallel.kind)
+    if share_out is not None:
+        share_out(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
     optimizer = make_optimizer(model, settings, config.width)
     falling = _rate(settings, task.steps)
@@ -87,7 +89,7 @@ def build_step(
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     return TrainStep(
         model
-        if group is None or sharded or in_backward
+        if group is None or share_out is not None or in_backward
         else nn.parallel.DistributedDataParallel(model),
         task.loss_fn,
         OptimizerInBackward(optimizer, process_group=group) if in_backward else optimizer,
@@ -99,6 +101,15 @@ def build_step(
         compile=config.train.compile,
         graph=config.train.graph,
     )
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    # Torch warns that what a model returns must not be written to, which no loss here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    return shard_dense_(model)
+
+
+_SHARE_OUT = {"fsdp": _shard, "tensor": split_dense_}
 
 
 def _constant(step: int) -> float:

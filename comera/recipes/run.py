@@ -24,8 +24,9 @@ from comera.recipes.build import build_step, find_device, make_model, without_re
 from comera.recipes.data_record import DataRecord, changed_data
 from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock, trains_on
 from comera.recipes.optimizers import make_optimizer, twin_of
+from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
-from comera.recipes.run_config import RunConfig, check_processes
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
@@ -35,6 +36,7 @@ from comera.saved.model_folder import save_state
 from comera.train.loop import LoopResult, evaluated, train
 from comera.train.processes import Processes
 from comera.train.sharded import whole_state
+from comera.train.tensor_parallel import plan_split
 
 _log = logging.getLogger("comera")
 
@@ -97,7 +99,9 @@ def run(
         FolderInUseError: If another process trains into the folder; a RuntimeError.
         OtherProcessError: If one of the processes has failed; a RuntimeError.
     """
-    processes = processes or Processes()
+    processes = dataclasses.replace(
+        processes or Processes(), one_batch=config.parallel.kind == "tensor"
+    )
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
     check_processes(config, processes.count)
@@ -113,7 +117,7 @@ def run(
     )  # fmt: skip
     digests = processes.in_turn(lambda: data_digests(config))
     # Before anything is made of the data; what does not fit is said before anything is written.
-    processes.from_first(lambda: _check_early(config, DataRecord(digests)))
+    processes.from_first(lambda: _check_early(config, DataRecord(digests), processes.count))
     with contextlib.ExitStack() as held:
         processes.from_first(lambda: _take(held, config))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
@@ -144,10 +148,10 @@ def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | N
         return outcomes
 
 
-def _check_early(config: RunConfig, record: DataRecord) -> None:
+def _check_early(config: RunConfig, record: DataRecord, count: int) -> None:
     """Check what can be told before data are prepared and the folder is locked."""
     check_data(config, record)
-    planned_memory(config)
+    planned_memory(config, count)
     check_folder(config)  # before there is anything in it
 
 
@@ -251,16 +255,19 @@ def plan(config: RunConfig) -> tuple[CompressionReport, ModelPlan | None, int | 
     return report, layers, math.floor(config.ranks.target * report.live_params)
 
 
-def planned_memory(config: RunConfig) -> list[MemoryReport]:
+def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
     """Count what a run's model and then its twin will keep in memory; nothing is allocated.
 
     Raises:
-        ValueError: If the optimizer or the target of rank learning does not suit them.
+        ValueError: If the optimizer or the target of rank learning does not suit them, or they
+            cannot be split among ``count`` processes as the run asks for.
     """
     found = []
     for name, settings in _jobs(config):
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
+        if config.parallel.kind == "tensor" and count > 1:
+            plan_split(model, count)
         if settings.ranks is not None:
             _check_target(model, settings.ranks, settings.rank_section)
         chosen = settings.optimizer_for(settings.train.steps)

@@ -182,11 +182,12 @@ class ParallelConfig:
 
     Args:
         kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small.
+            dense matrices out among the processes, and keeps whole what is small; ``tensor`` splits
+            the products of a causal language model's dense layers among them.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
-    kind: Literal["ddp", "fsdp"] = "ddp"
+    kind: Literal["ddp", "fsdp", "tensor"] = "ddp"
     timeout_minutes: float = 60.0
 
 
@@ -341,53 +342,6 @@ class RunConfig:
             if self.tensorize is None:
                 raise ValueError(f"the section {self.rank_section} needs a section tensorize")
             self.ranks.check(self.train.steps)
-
-
-def check_processes(config: RunConfig, count: int) -> None:
-    """Raise ``ValueError`` where so many processes cannot train a run."""
-    size, device = config.train.batch_size, config.device
-    if size % count:
-        raise ValueError(
-            f"train.batch_size={size} is that of all processes together, and {count} processes "
-            f"cannot have equal parts of it: give {size // count * count or count} or "
-            f"{(size // count + 1) * count}"
-        )
-    if config.train.accumulate > size // count:
-        raise ValueError(
-            f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
-            f"{size // count} rows that each of {count} processes has of it"
-        )
-    if config.parallel.kind == "fsdp":
-        _check_sharded(config)
-    if count > 1 and ":" in device:
-        raise ValueError(
-            f"device={device!r} is one GPU for {count} processes: give device=cuda, and each takes "
-            "one of its own"
-        )
-
-
-_OF_SHARDS = ("adamw", "muon", "sgd")
-"""Optimizers that step a part of a matrix as they step the whole one."""
-
-
-def _check_sharded(config: RunConfig) -> None:
-    way_out = "or keep the model whole in every process: parallel.kind=ddp"
-    optimizer = config.optimizer_for(config.train.steps)
-    if optimizer.name not in _OF_SHARDS:
-        raise ValueError(
-            f"optimizer.name={optimizer.name} needs whole matrices, which parallel.kind=fsdp does "
-            f"not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
-        )
-    if optimizer.in_backward:
-        raise ValueError(
-            "optimizer.in_backward=true would step before gradients are averaged under "
-            f"parallel.kind=fsdp: leave it out, {way_out}"
-        )
-    if config.train.compile:
-        raise ValueError(
-            "train.compile=true has not been tried under parallel.kind=fsdp: leave it out, "
-            f"{way_out}"
-        )
 
 
 def check_device(name: str) -> None:

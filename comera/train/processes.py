@@ -34,12 +34,15 @@ class Processes:
         count: Number of processes.
         local_rank: Its number among those of its machine.
         group: The process group; None for a process that no launcher started.
+        one_batch: Whether they compute the products of one batch together, so that each has all of
+            it and draws the numbers that one process would; else each has rows of its own.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     group: dist.ProcessGroup | None = None
+    one_batch: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -47,12 +50,12 @@ class Processes:
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
-        """Return the rows of a batch that are this process': every ``count``-th.
+        """Return the rows of a batch that are this process': every ``count``-th, or all.
 
         So a batch that is split into equal parts along its rows has the same rows in part k,
         whatever the number of processes. A batch of ``count`` times as many rows is expected.
         """
-        if self.count == 1:
+        if self.count == 1 or self.one_batch:
             return batch
 
         def own(leaf: Any) -> Any:
@@ -63,11 +66,12 @@ class Processes:
         return tree_map(own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
-        """Set torch's random state for a step, another in every process; alone do nothing.
+        """Set torch's random state for a step, another in every process, where they train on
+        rows of their own; else do nothing.
 
         Depends on nothing from before, so that a run goes on the same after it was cut.
         """
-        if self.count > 1:
+        if self.count > 1 and not self.one_batch:
             words = np.random.SeedSequence([seed % 2**64, step, self.rank]).generate_state(1, "u8")
             torch.manual_seed(int(words[0]) >> 1)
 

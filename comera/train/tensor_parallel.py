@@ -44,6 +44,32 @@ def split_dense_(model: nn.Module) -> nn.Module:
     from torch.distributed.tensor.parallel import parallelize_module
 
     count = dist.get_world_size()
+    plan = plan_split(model, count)
+    left = [
+        name
+        for name, module in model.named_modules()
+        if type(module) in _SPLIT and _stays_whole(model, module)
+    ]
+    if left and dist.get_rank() == 0:
+        _log.info(
+            "%d dense layers have a bias or a tied weight and stay whole: %s",
+            len(left),
+            listed(left),
+        )
+    mesh = init_device_mesh(next(model.parameters()).device.type, (count,))
+    return parallelize_module(model, mesh, plan)
+
+
+def plan_split(model: nn.Module, count: int) -> dict[str, Any]:
+    """Return how :func:`split_dense_` splits a model among so many processes, by layers' names.
+
+    Args:
+        model: The model, on any device, ``meta`` too.
+        count: Number of processes.
+
+    Raises:
+        ValueError: As :func:`split_dense_` does.
+    """
     parts = list(_parts(model))
     if not parts:
         raise ValueError(
@@ -64,15 +90,7 @@ def split_dense_(model: nn.Module) -> nn.Module:
             "the model has no dense layers without bias to split: leave it whole in every process, "
             "in DistributedDataParallel (parallel.kind=ddp)"
         )
-    left = [n for n, m in model.named_modules() if n in whole and type(m) in _SPLIT]
-    if left and dist.get_rank() == 0:
-        _log.info(
-            "%d dense layers have a bias or a tied weight and stay whole: %s",
-            len(left),
-            listed(left),
-        )
-    mesh = init_device_mesh(next(model.parameters()).device.type, (count,))
-    return parallelize_module(model, mesh, plan)
+    return plan
 
 
 _SPLIT = (nn.Linear, nn.Embedding)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -37,7 +38,10 @@ from tests.texts import write_functions
 pytestmark = pytest.mark.slow  # interpreters have to start
 
 STEPS, SAVED = 30, 10
-"""Of the run through all stages: it is in its first stage when it is saved first."""
+"""Of the runs through all stages: they are in their first stage when they are saved first."""
+
+STAGED = ("stages", "shared out", "split")
+"""Runs through all stages, which are resumed too."""
 
 
 def cases() -> dict[str, RunConfig]:
@@ -47,14 +51,17 @@ def cases() -> dict[str, RunConfig]:
     nli = NliData(*[str(folder / name) for name in ("train.jsonl", "dev.jsonl")], vocab_size=120)
     clicks = ClickData(str(folder / "clicks.csv"), label="rating")
     ranks = TTConfig(rank=6, embedding_rank=6, order=2)
+    small = ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32, dropout=0.0)
 
     def config(steps, **settings):
         loop = {"steps": steps, "batch_size": 8, "eval_batches": 3, "log_every": 2}
+        always = {
+            "model": small, "tensorize": ranks, "train": TrainConfig(**loop, save_every=0)
+        }  # fmt: skip
         return RunConfig(
-            model=ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32, dropout=0.0),
             dlrm=DlrmConfig(embedding_dim=4, bottom=[8], top=[8]),
             checkpoints=CheckpointConfig(keep_last=None),
-            **{"tensorize": ranks, "train": TrainConfig(**loop, save_every=0)} | settings,
+            **always | settings,
         )
 
     every = functools.partial(TrainConfig, batch_size=8, eval_batches=3, log_every=2)
@@ -66,9 +73,23 @@ def cases() -> dict[str, RunConfig]:
         ),
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
-            tensorize=dataclasses.replace(ranks, exclude_modules=["fc1", "attention"]),
+            tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
             optimizer=OptimizerConfig(gate_lr=0.05), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
+        ),
+        "split": config(
+            STEPS, causal_text=text, two_stage=TwoStageConfig(target=0.6), twin=True,
+            tensorize=dataclasses.replace(
+                ranks,
+                exclude_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"],
+            ),
+            model=dataclasses.replace(small, num_heads=4),
+            optimizer=OptimizerConfig(gate_lr=0.05), parallel=ParallelConfig("tensor"),
+            train=every(steps=STEPS, save_every=SAVED, accumulate=2),
+        ),
+        "split with dropout": config(
+            8, causal_text=text, tensorize=None, parallel=ParallelConfig("tensor"),
+            model=dataclasses.replace(small, dropout=0.3),
         ),
         "importance": config(
             16, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
@@ -117,9 +138,9 @@ def said(call):
 def _found(rank):
     processes = this_process()
     count = processes.count
-    names = list(cases()) if count == 2 else ["stages", "shared out"]
+    names = list(cases()) if count == 2 else STAGED
     outcomes = {name: trained(name, f"{count}/{name}", processes) for name in names}
-    for name in ("stages", "shared out"):
+    for name in STAGED:
         outcomes[f"{name} resumed"] = trained(name, f"{count}/{name} from 1", processes)
     if count > 2:
         return {"outcomes": outcomes}
@@ -129,8 +150,14 @@ def _found(rank):
     outcomes["dropout"] = trained_with_dropout(processes)
     lossy = CheckpointConfig("lossy", keep_last=None)
     outcomes["lossy"] = trained("shared out", "2/lossy", processes, checkpoints=lossy)
+    processes.from_first(lambda: cut_back("2/split", "2/shared out from split"))
+    outcomes["other kind"] = trained(
+        "split", "2/shared out from split", processes, parallel=ParallelConfig("fsdp")
+    )
     optimizer = OptimizerConfig("came")
     problems = {
+        "heads": said(lambda: trained("split", "x", processes, model=ModelConfig(num_heads=1))),
+        "text": said(lambda: trained("dense", "x", processes, parallel=ParallelConfig("tensor"))),
         "came": said(lambda: trained("shared out", "came", processes, optimizer=optimizer)),
         "odd": said(lambda: trained("dense", "odd", processes, train=TrainConfig(9, batch_size=9))),
         "other data": said(
@@ -169,11 +196,11 @@ def folder(tmp_path_factory):
         for name in cases():
             trained(name, f"1/{name}")
         for count in (2, 4):
-            for name in ("stages", "shared out"):
+            for name in STAGED:
                 cut_back(f"1/{name}", f"{count}/{name} from 1")
             found = in_processes(count, _found, tmp_path_factory.mktemp("processes"))
             torch.save(found, folder / f"{count}.pt")
-        for name in ("stages", "shared out"):
+        for name in STAGED:
             cut_back(f"4/{name}", f"1/{name} from 4")
             trained(name, f"1/{name} from 4")
         cut_back("2/lossy", "1/lossy from 2")
@@ -209,6 +236,8 @@ def assert_alike(one, other):
     [
         "stages",
         "shared out",
+        "split",
+        "split with dropout",
         "importance",
         "in backward",
         "pairs",
@@ -222,16 +251,20 @@ def test_two_processes_train_as_one(folder, name):
 
 
 def test_four_processes_and_the_twin_train_as_one(folder):
-    assert_alike(folder / "4/stages", folder / "1/stages")
-    assert_alike(folder / "4/shared out", folder / "1/shared out")
-    for count in "24":
-        assert_alike(folder / count / "stages/dense", folder / "1/stages/dense")
+    for name in STAGED:
+        assert_alike(folder / "4" / name, folder / "1" / name)
+    for count, name in itertools.product("24", ("stages", "split")):
+        assert_alike(folder / count / name / "dense", folder / "1" / name / "dense")
 
 
-@pytest.mark.parametrize("name", ["stages", "shared out"])
+@pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize(("count", "of"), [(2, 1), (4, 1), (1, 4)])
 def test_a_run_is_resumed_by_another_number_of_processes(folder, name, count, of):
     assert_alike(folder / f"{count}/{name} from {of}", folder / f"1/{name}")
+
+
+def test_a_run_that_was_split_is_resumed_as_one_that_is_shared_out(folder):
+    assert_alike(folder / "2/shared out from split", folder / "1/split")
 
 
 def test_lossy_checkpoints_of_what_is_shared_out_are_read_by_one_process(folder):
@@ -263,6 +296,10 @@ def test_what_one_process_finds_wrong_is_said_by_all(folder):
     assert "give 8 or 10" in first["odd"]
     assert first["came"].startswith("ValueError: optimizer.name=came needs whole matrices")
     assert "parallel.kind=ddp" in first["came"]
+    assert "has 1 heads, which 2 processes cannot have equal parts of" in first["heads"]
+    assert second["heads"] == f"OtherProcessError: process 0: {first['heads'][12:]}"
+    assert first["text"] == second["text"]
+    assert "splits the products of the model of causal_text, and this run has" in first["text"]
     assert first["held"].startswith("FolderInUseError")
     assert second["held"].startswith("OtherProcessError: process 0: FolderInUseError: ")
     problem = "it has read other data than process 0 (1 file: a.txt changed): give every machine"
