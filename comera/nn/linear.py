@@ -1,6 +1,7 @@
 """A linear layer whose weight is a tensor train with trainable ranks."""
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -148,11 +149,12 @@ class TTLinear(TensorTrainModule):
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
-        cores = listed(self.cores)
-        shapes = [core.shape for core in cores]
-        trained = [core.requires_grad for core in cores]
-        parts = *cores, *listed(self.gates), self.bias
-        return *map(id, parts), shapes, trained, cores[0].dtype, cores[0].device
+        cores, gates = listed(self.cores), self.gates._parameters.values()
+        like, bias = cores[0], self.bias
+        return (
+            *map(id, cores), *map(id, gates), id(bias), like.dtype, like.device,
+            *map(_shape, cores), *map(_is_trained, cores),
+        )  # fmt: skip
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""
@@ -275,6 +277,8 @@ class TTLinear(TensorTrainModule):
             f"bias={self.bias is not None}, {self._describe_ranks()}"
         )
 
+
+_shape, _is_trained = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
 
 _LINEAR = Ways(
     "linear",

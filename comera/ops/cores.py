@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
 from comera.ops.operator import operator
@@ -254,7 +253,7 @@ def is_open(gate_R: Tensor, threshold: float | Tensor) -> Tensor:
 
 def open_gate(gate_R: Tensor, threshold: float) -> Tensor:
     """Return the gate where :func:`is_open`, and zero where not; NaN stays, to be seen."""
-    return F.threshold(gate_R, threshold, 0.0)
+    return torch.threshold(gate_R, threshold, 0.0)
 
 
 def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:

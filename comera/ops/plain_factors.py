@@ -31,7 +31,9 @@ def plain_factors(group: Chains) -> tuple[Tensor, Tensor]:
         more = group.width - right_GRO.shape[1]
         if more:
             left_GIR = F.pad(left_GIR, (0, more))
-            right_GRO = torch.cat([right_GRO, *_rows_below(right_GRO, more, group.biases)], 1)
+            right_GRO = torch.cat([right_GRO, _rows_below(right_GRO, more, group.biases)], 1)
+        if group.factor_dtype == left_GIR.dtype:
+            return left_GIR, right_GRO
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 
@@ -70,12 +72,11 @@ def _from_right(cores_GLNK: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _rows_below(right_GRO: Tensor, more: int, biases: Sequence[Tensor]) -> list[Tensor]:
+def _rows_below(right_GRO: Tensor, more: int, biases: Sequence[Tensor]) -> Tensor:
     """Return the rows that pad right factors: zeros, of which a bias takes the last."""
     layers, _, width = right_GRO.shape
-    zeros = right_GRO.new_zeros(layers, more - bool(biases), width)
     if not biases:
-        return [zeros]
-    bias_G1O = torch.stack(list(biases))[:, None].to(right_GRO.dtype)
-    bias_G1O = F.pad(bias_G1O, (0, width - bias_G1O.shape[2]))
-    return [zeros, bias_G1O] if more > 1 else [bias_G1O]
+        return right_GRO.new_zeros(layers, more, width)
+    bias_G1O = torch.stack(list(biases)).unsqueeze(1).to(right_GRO.dtype)
+    missing = width - bias_G1O.shape[2]
+    return F.pad(bias_G1O, (0, missing, more - 1, 0)) if missing or more > 1 else bias_G1O

@@ -53,21 +53,23 @@ def plain_linear(
     check_width(x_BI, left_IR)
     biases = [] if bias_O is None else [bias_O]
     x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, [left_IR, right_RO], biases)
-    x = x_BI if x_BI.dim() == 2 else x_BI.reshape(-1, in_features)
-    t = torch.mm(x, left_IR)
+    flat = x_BI.dim() == 2
+    t = torch.mm(x_BI if flat else x_BI.reshape(-1, in_features), left_IR)
     y = torch.addmm(biases[0], t, right_RO) if biases else torch.mm(t, right_RO)
-    return y if x_BI.dim() == 2 else y.view(*x_BI.shape[:-1], out_features)
+    return y if flat else y.view(*x_BI.shape[:-1], out_features)
 
 
 def _factors(
     cores: Sequence[Tensor], gates: Sequence[Tensor], split: int, threshold: float
 ) -> tuple[Tensor, Tensor]:
     """Contract cores to ``(I, R)`` and ``(R, O)``, narrow dtypes in that of the gates."""
-    opened, last = [open_gate(gate, threshold) for gate in gates], cores[-1]
+    last = cores[-1]
+    narrow = last.dtype if last.dtype != gates[0].dtype else None
     with without_autocast(last):
-        gated = [*multiply_pairs(cores[:-1], opened), last.to(opened[0].dtype)]
+        gated = multiply_pairs(cores[:-1], [open_gate(gate, threshold) for gate in gates])
+        gated.append(last if narrow is None else last.to(gates[0].dtype))
         left, right = _from_left(gated[:split]), _from_right(gated[split:])
-    return left.to(last.dtype), right.to(last.dtype)
+    return (left, right) if narrow is None else (left.to(narrow), right.to(narrow))
 
 
 def _from_left(cores: Sequence[Tensor]) -> Tensor:
