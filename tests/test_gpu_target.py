@@ -48,6 +48,7 @@ TESTED = {
     "ttm": "test_lookup",
     "ttm_warps": "test_warp_lookup",
     "feed_forward": "test_feed_forward",
+    "feed_forward_gated": "test_gated",
 }
 """What names of kernels begin with, by the files that run them alone."""
 

@@ -29,17 +29,19 @@ from comera.ops.context import machine_of, static_shapes
 from comera.ops.cores import contract_chain
 from comera.ops.factors import Factors
 from comera.ops.linear.feed_forward import factorized_feed_forward
+from comera.ops.linear.gated_feed_forward import gated_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.table.lookup import lookup
 from comera.ops.table.table_factors import contract_table
 from comera.planning.machine import Machine
 
-OPERATORS = ("contract", "lookup", "linear", "feed_forward", "attend")
+OPERATORS = ("contract", "lookup", "linear", "feed_forward", "gated", "attend")
 
 GROUPS = {
     "contract": "contract_cores",
     "lookup": "lookup",
     "feed_forward": "feed_forward",
+    "gated": "gated_feed_forward",
     "attend": "attend",
 }
 """Groups of ways, as ``comera.ops.dispatch`` has them, by operator; linear layers have one way."""
@@ -152,6 +154,7 @@ def cases(
         "lookup": lambda: _lookups(device, dtype, indices, table, rank),
         "linear": lambda: _linears(device, dtype, tokens, widths, rank),
         "feed_forward": lambda: _feed_forwards(device, dtype, tokens, widths, rank),
+        "gated": lambda: _gated(device, dtype, tokens, widths, rank),
         "attend": lambda: _attentions(device, dtype, tokens, rank),
     }
     for name in operators:
@@ -356,13 +359,10 @@ def _feed_forwards(
 ) -> Iterator[Case]:  # fmt: skip
     """Make cases beside four linear layers of torch's and its GELU, which keep all they make."""
     width, hidden = max(widths, key=lambda pair: pair[1])
-    pair = []
-    for wide, high in ((width, hidden), (hidden, width)):
-        layer = TTLinear(wide, high, rank=rank, device=device, dtype=dtype)
-        with torch.no_grad():
-            left, right, has_bias = layer.factors()
-        left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
-        pair.append(Factors(left, right, has_bias))
+    pair = [
+        _factors(wide, high, rank, device, dtype)
+        for wide, high in ((width, hidden), (hidden, width))
+    ]
     weights = [factor for factors in pair for factor in factors[:2]]
     for count in tokens:
         nbytes = 2 * count * width * dtype.itemsize
@@ -385,6 +385,50 @@ def _feed_forwards(
             f"feed-forward {width} -> {hidden} -> {width}, rank {rank}, {count:,} tokens",
             (ours, plain), inputs, copies, (nbytes, 2.5 * nbytes), (flops, 3 * flops),
         )  # fmt: skip
+
+
+def _gated(
+    device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
+    widths: Sequence[tuple[int, int]], rank: int,
+) -> Iterator[Case]:  # fmt: skip
+    """Make cases beside six linear layers of torch's, its SiLU and its product."""
+    width, hidden = max(widths, key=lambda pair: pair[1])
+    sizes = (width, hidden), (width, hidden), (hidden, width)
+    trio = [_factors(wide, high, rank, device, dtype) for wide, high in sizes]
+    weights = [factor for factors in trio for factor in factors[:2]]
+
+    def layer(x: Tensor, factors: Factors) -> Tensor:
+        return F.linear(F.linear(x, factors.left.T), factors.right.T, factors.right[-1])
+
+    for count in tokens:
+        nbytes = 2 * count * width * dtype.itemsize
+        copies = copies_of(device, nbytes)
+        xs = [torch.randn(count, width).to(device, dtype).requires_grad_() for _ in range(copies)]
+
+        def ours(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            return [gated_feed_forward(xs[k], *trio)]
+
+        def plain(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            gate, up, down = trio
+            return [layer(F.silu(layer(xs[k], gate)) * layer(xs[k], up), down)]
+
+        def inputs(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
+            return [xs[k], *weights]
+
+        flops = 6 * count * weights[0].shape[1] * (width + hidden)
+        yield from _both_ways(
+            f"gated feed-forward {width} -> {hidden} -> {width}, rank {rank}, {count:,} tokens",
+            (ours, plain), inputs, copies, (nbytes, 2.5 * nbytes), (flops, 3 * flops),
+        )  # fmt: skip
+
+
+def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype) -> Factors:
+    """Make the factors of a layer, as leaves."""
+    layer = TTLinear(wide, high, rank=rank, device=device, dtype=dtype)
+    with torch.no_grad():
+        left, right, has_bias = layer.factors()
+    left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
+    return Factors(left, right, has_bias)
 
 
 _HEADS, _POSITIONS = 12, 128

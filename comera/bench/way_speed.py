@@ -28,6 +28,7 @@ from comera.ops.dispatch import TABLE, Case, Way, Ways, forget_times
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import factorized_feed_forward
+from comera.ops.linear.gated_feed_forward import gated_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
 from comera.planning.printing import show_seconds
@@ -276,6 +277,19 @@ def _feed_forward(
     return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
 
+def _gated(
+    rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    sizes = (width, hidden), (width, hidden), (hidden, width)
+    trio = [_factors(wide, high, rank, device, dtype) for wide, high in sizes]
+    weights = [factor for factors in trio for factor in factors[:2]]
+
+    def run(x: Tensor) -> object:
+        return torch.autograd.grad(gated_feed_forward(x, *trio), [x, *weights], x.detach())
+
+    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
+
+
 def _linears(
     rows: int, width: int, out: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> list[Any]:
@@ -355,6 +369,8 @@ TRIALS: tuple[Trial, ...] = (
         for rows in (256, 1024, 4096, 16384)
     ),
     Trial("feed_forward", partial(_feed_forward, 4096, 4096, 11008, 30)),
+    *(Trial("gated_feed_forward", partial(_gated, rows, 768, 2048, 30)) for rows in (1024, 4096)),
+    Trial("gated_feed_forward", partial(_gated, 4096, 4096, 11008, 30)),
     *(
         Trial("linears", partial(_linears, rows, *sizes))
         for rows in (32, 1024, 4096)

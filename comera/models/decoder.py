@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.fused import linears
+from comera.nn.fused import gated_feed_forward, linears
 
 _EPS = 1e-6
 """What the RMS norms add to the mean square, so that rows of zeros stay finite."""
@@ -64,8 +64,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = linears(x_BTD, [self.gate_proj, self.up_proj])
-        return self.down_proj(F.silu(gate) * up)
+        return gated_feed_forward(x_BTD, self.gate_proj, self.up_proj, self.down_proj)
 
 
 class Layer(nn.Module):

@@ -17,10 +17,10 @@ from comera.nn.module import is_hooked
 from comera.ops.attention import attend
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.factors import last_of_each
 from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
-from comera.ops.linear.tt_linear import factorized_linears
+from comera.ops.linear.gated_feed_forward import gated_feed_forward as gated_by_factors
+from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
 
 
@@ -63,6 +63,24 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
     if trains is None or products_are_fp8():
         return second(getattr(F, activation)(first(x)))
     return factorized_feed_forward(x, trains[0].factors(), trains[1].factors(), activation)
+
+
+def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+    """Compute ``down(silu(gate(x)) * up(x))``; tensor trains keep nothing of the hidden width.
+
+    They compute both hidden activations again in the backward pass, as :func:`feed_forward` does.
+
+    Args:
+        x: ``(*, in_features)``.
+        gate: The layer from the width of x to the hidden width whose output opens and closes.
+        up: The layer from the width of x to the hidden width of what passes.
+        down: The layer from the hidden width to the output width.
+    """
+    trains = _factorized_layers(x, [gate, up, down])
+    if trains is None or products_are_fp8():
+        opened, passing = linears(x, [gate, up])
+        return down(F.silu(opened) * passing)
+    return gated_by_factors(x, *(train.factors() for train in trains))
 
 
 def self_attention(
@@ -159,11 +177,11 @@ def _factored_attention(
         x_BTD.flatten(0, 1), [pair.left for pair in pairs], [pair.right for pair in pairs]
     )
     scores, values = head_factors(*rights[:3], lefts[3], num_heads)
-    t_q, t_k, t_v = _times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
+    t_q, t_k, t_v = times_left(x, lefts[:3], bias).split([r.shape[0] for r in rights[:3]], 1)
     q_BTHR = affine(t_q, scores).view(batch, length, num_heads, t_k.shape[1])
     k_B1TR, v_B1TR = (t.unflatten(0, (batch, length))[:, None] for t in (t_k, t_v))
     mixed_BHTR = attend(q_BTHR.transpose(1, 2), k_B1TR, v_B1TR, keep_BT, scale, dropout)
-    t_o = _times_left(mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1), [values], bias)
+    t_o = times_left(mixed_BHTR.transpose(1, 2).flatten(2).flatten(0, 1), [values], bias)
     return affine(t_o, rights[3]).unflatten(0, (batch, length))
 
 
@@ -182,14 +200,6 @@ def _attention_of_heads(
     q, k, v = map(heads, linears(x_BTD, inner))
     mixed_BHTE = attend(q, k, v, keep_BT, (x_BTD.shape[2] // num_heads) ** -0.5, dropout)
     return out(mixed_BHTE.transpose(1, 2).flatten(-2))
-
-
-def _times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return all ``x @ left`` side by side, ones in the last column of each if there is a bias."""
-    left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
-    if not bias:
-        return affine(x, left)
-    return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:

@@ -108,7 +108,7 @@ def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
     for name, value in small.items():
         monkeypatch.setattr(way_speed, name, value)
     first, *rest = trial.make.args
-    if trial.group in ("feed_forward", "lookup", "linears"):
+    if trial.group in ("feed_forward", "gated_feed_forward", "lookup", "linears"):
         first = 64
     elif trial.group == "contract_cores":
         first = 2

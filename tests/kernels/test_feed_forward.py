@@ -93,7 +93,7 @@ def test_kernels_equal_the_reference(activation, bias, emulated, started):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("thread_order")
 def test_kernels_equal_the_reference_in_any_order_of_threads(name, high, monkeypatch):
-    monkeypatch.setattr(feed_forward_kernel, "_block_rows", lambda x: high)
+    monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
     layers = Layers(name)
     assert_near(layers.run(), layers.want(), torch.bfloat16, factor=2)
 

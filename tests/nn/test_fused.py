@@ -5,8 +5,9 @@ from torch.nn import functional as F
 
 import comera
 from comera.nn import linear
-from comera.nn.fused import feed_forward, last_of_each, linears, self_attention
+from comera.nn.fused import feed_forward, gated_feed_forward, linears, self_attention
 from comera.ops.dispatch import TABLE
+from comera.ops.factors import last_of_each
 
 
 def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):
@@ -61,6 +62,14 @@ def test_feed_forward_equals_its_layers(kind, activation):
     first, second = some(kind, 1, width_out=60)[0], some(kind, 1, width_in=60)[0]
     want = second(getattr(F, activation)(first(x)))
     assert_equal(feed_forward(x, first, second, activation), want, inputs_of(x, [first, second]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_feed_forward_equals_its_layers(kind):
+    x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    (gate, up), (down,) = some(kind, 2, width_out=60), some(kind, 1, width_in=60)
+    want = down(F.silu(gate(x)) * up(x))
+    assert_equal(gated_feed_forward(x, gate, up, down), want, inputs_of(x, [gate, up, down]))
 
 
 def test_an_unknown_activation_is_named():

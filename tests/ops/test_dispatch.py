@@ -86,6 +86,8 @@ READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
     "factorized_feed_forward": (T,) * 10,
     "factorized_feed_forward_backward": (T,) * 10,
+    "gated_hidden": (T,) * 10,
+    "gated_hidden_backward": (T,) * 10,
     # A graph takes one operator, and a card one launch where there are kernels.
     "contract_groups": ("plain", "one operator", "plain", "plain", "one operator", "one operator",
     "plain", *("one operator",) * 3),

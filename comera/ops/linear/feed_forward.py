@@ -127,8 +127,8 @@ def _by_torch(
     t1 = product(x, left1).contiguous()  # as all results are promised to be
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     set_ones_(t1, bias)
-    (hidden,) = _buffers(x, right1.shape[1], 1)
-    for rows in _slices(x, right1.shape[1]):
+    (hidden,) = hidden_buffers(x, right1.shape[1], 1)
+    for rows in hidden_slices(x, right1.shape[1]):
         h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
         store_product_(t2[rows], value(h, out=h), left2)
     set_ones_(t2, bias)
@@ -189,14 +189,14 @@ def _gradients_by_torch(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
-    slices = list(_slices(x, right1.shape[1]))
+    slices = list(hidden_slices(x, right1.shape[1]))
     # What several pieces are summed up in; one is not worth a cast there and back.
     wide = x.dtype if len(slices) == 1 else torch.promote_types(x.dtype, torch.float32)
     turned = on_cpu_alone(x) is None  # there a narrow gradient is made faster that way
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
     grad_left2 = grad_right1 = None
-    hidden, active, grad = _buffers(x, right1.shape[1], 3)
+    hidden, active, grad = hidden_buffers(x, right1.shape[1], 3)
     for rows in slices:
         count = t1[rows].shape[0]
         h = product_into(hidden[:count], t1[rows], right1)
@@ -244,12 +244,14 @@ def _backward(ctx, grad_y: Tensor | None, *_):
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _slices(x: Tensor, hidden: int) -> Iterator[slice]:
+def hidden_slices(x: Tensor, hidden: int) -> Iterator[slice]:
+    """Cut the rows of a batch into the pieces of which a hidden activation exists at a time."""
     rows = _rows_at_a_time(x, hidden)
     return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
 
 
-def _buffers(x: Tensor, hidden: int, count: int) -> list[Tensor]:
+def hidden_buffers(x: Tensor, hidden: int, count: int) -> list[Tensor]:
+    """Return tensors of the hidden width that hold the largest of these pieces."""
     rows = _rows_at_a_time(x, hidden)
     return [x.new_empty(rows, hidden) for _ in range(count)]
 

@@ -1,0 +1,125 @@
+"""A gated feed-forward by kernels that never store what is of the hidden width."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
+from comera.ops.linear.gated_feed_forward import _gated_hidden
+from tests.kernels.numbers import assert_near, distance
+
+CASES = {  # rows, hidden width, ranks of gate, up and down
+    "a few rows": (5, 128, 8, 8, 8),
+    "several blocks": (40, 256, 32, 32, 32),
+    "ranks apart": (17, 128, 24, 8, 16),
+    "the first stage last": (20, 512, 32, 16, 32),
+}
+
+
+class Hidden:
+    """The arguments of the operator, and a gradient to go back with."""
+
+    def __init__(self, name, device="cpu", seed=0, rows=None):
+        made = torch.Generator().manual_seed(seed)
+        M, H, rank_g, rank_u, rank_2 = CASES[name]
+        M = rows or M
+
+        def random(*shape, scale=1.0):
+            numbers = scale * torch.randn(shape, generator=made)
+            return numbers.bfloat16().to(device)
+
+        self.leaves = [
+            random(M, rank_g), random(M, rank_u), random(rank_g, H, scale=rank_g**-0.5),
+            random(rank_u, H, scale=rank_u**-0.5), random(H, rank_2, scale=H**-0.5),
+        ]  # fmt: skip
+        self.grad = random(M, rank_2)
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
+    def run(self):
+        assert gated_kernel.refuses(*self.leaves) is None
+        t2 = _gated_hidden(*self.leaves)
+        return [t2, *torch.autograd.grad(t2, self.leaves, self.grad)]
+
+    def want(self):
+        """In float64, everything stored."""
+        wide = [leaf.detach().cpu().double().requires_grad_() for leaf in self.leaves]
+        t_gate, t_up, gate, up, left2 = wide
+        t2 = (F.silu(t_gate @ gate) * (t_up @ up)) @ left2
+        return [t2, *torch.autograd.grad(t2, wide, self.grad.cpu().double())]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    names, launch = [], gated_kernel.launch
+    monkeypatch.setattr(gated_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
+    return names
+
+
+@pytest.mark.parametrize("name", list(CASES)[:3])
+def test_kernels_equal_the_reference(name, emulated, started):
+    hidden = Hidden(name)
+    assert_near(hidden.run(), hidden.want(), torch.bfloat16, factor=2)
+    assert started == [
+        "feed_forward_gated_16", "feed_forward_gated_back_rows_16",
+        "feed_forward_gated_back_hidden", "feed_forward_gated_back_sums",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("high", [16, 32, 64])
+@pytest.mark.usefixtures("thread_order")
+def test_kernels_equal_the_reference_in_any_order_of_threads(high, monkeypatch):
+    monkeypatch.setattr(gated_kernel, "block_rows", lambda x: high)
+    hidden = Hidden("several blocks", rows=70)
+    assert_near(hidden.run(), hidden.want(), torch.bfloat16, factor=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 1000, 4096, 9000])
+def test_kernels_equal_the_reference_on_a_card(rows):
+    hidden = Hidden("several blocks", "cuda", torch.seed(), rows)
+    found = hidden.run()
+    assert_near([t.cpu() for t in found], hidden.want(), torch.bfloat16, factor=2)
+    assert all(map(torch.equal, found, hidden.run()))
+
+
+def test_what_does_not_fit_is_computed_by_torch(emulated):
+    t_gate, t_up, gate, up, left2 = Hidden("a few rows").leaves
+    refuses = gated_kernel.refuses
+    assert refuses(t_gate.float(), t_up, gate, up, left2) == choose.NOT_BF16
+    wide = torch.empty(5, 40).bfloat16()
+    assert "40 wide" in refuses(t_gate, wide, gate, up, left2)
+    assert "width of 96" in refuses(t_gate, t_up, gate[:, :96], up[:, :96], left2[:96])
+    assert "empty" in refuses(t_gate[:0], t_up[:0], gate, up, left2)
+
+
+BUGS = {
+    "no barrier before a gated stage is filled": (r"__syncthreads\(\);  // the gated stage", "//"),
+    "no barrier before parts replace stages": (r"__syncthreads\(\);  // the gated stages", "//"),
+    "a stage read before it is there": (
+        r"arrived<STAGES - 2>\(\);\n    __syncthreads\(\);  // the gated",
+        "arrived<STAGES - 1>();\n    __syncthreads();  // the gated",
+    ),
+    "what passes forgotten": (r"da\[n\]\[e\] \* of_u\[n\]\[e\] \* slope", "da[n][e] * slope"),
+    "slopes of hidden columns forgotten": (r"d0 \* u0 \* slope\[0\]", "d0 * u0"),
+    "a gradient of the other layer": (r"of == 1 \? gate_grad", "of == 2 ? gate_grad"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, plant, monkeypatch):
+    pattern, instead = BUGS[bug]
+    mutant, count = re.subn(pattern, instead, nvrtc.text(gated_kernel.FILE), count=1)
+    assert count == 1
+    plant(mutant, "")
+    hidden = Hidden("the first stage last", rows=80)
+    off = []
+    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
+        monkeypatch.setattr(emulate, "order", order)
+        pairs = zip(hidden.run(), hidden.want(), strict=True)
+        off += [distance(one, other) for one, other in pairs]
+    assert not all(far <= 8e-3 for far in off)  # NaN is caught too
