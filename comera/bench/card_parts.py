@@ -20,7 +20,8 @@ from torch import nn
 from comera.bench import kernel_speed
 from comera.bench.encoders import Encoders, learned_ranks, train_step
 from comera.bench.in_turn import in_turn
-from comera.bench.kernel_speed import GROUPS, OPERATORS, Case, floor_of
+from comera.bench.kernel_case import Case
+from comera.bench.kernel_speed import GROUPS, OPERATORS, floor_of
 from comera.bench.linear_speed import count, forward_backward
 from comera.bench.peak import Job as PeakJob
 from comera.bench.table_speed import train_step as table_step
@@ -56,6 +57,7 @@ class Sizes:
         rank: Rank of operators.
         table: Rows and width of a table.
         eager: Widths of single layers.
+        host: Width and rows of one so small that the host's time is all it takes.
         steps: Steps of a training run.
     """
 
@@ -68,6 +70,7 @@ class Sizes:
     rank: int
     table: tuple[int, int]
     eager: tuple[int, ...]
+    host: tuple[int, int]
     steps: int
 
 
@@ -85,6 +88,7 @@ FULL = Sizes(
     rank=30,
     table=(30522, 768),
     eager=(768, 1024, 2048, 4096, 8192),
+    host=(64, 4),
     steps=200,
 )
 TINY = Sizes(
@@ -97,6 +101,7 @@ TINY = Sizes(
     rank=4,
     table=(60, 16),
     eager=(16,),
+    host=(16, 2),
     steps=3,
 )
 """For a look at all parts on any machine: of these times nothing is to be learnt."""
@@ -281,14 +286,16 @@ def _forget_peak(device: torch.device) -> int | None:
 
 def _layers(device: torch.device, sizes: Sizes) -> Iterator[Job]:
     for precision in PRECISIONS[:2]:
-        for width in sizes.eager:
-            what = f"width {width}, {precision}"
-            yield Job(what, partial(_layer, device, sizes, width, precision))
+        for width, tokens in (sizes.host, *((width, sizes.tokens[0]) for width in sizes.eager)):
+            what = f"width {width}, {tokens} tokens, {precision}"
+            yield Job(what, partial(_layer, device, sizes, width, tokens, precision))
 
 
-def _layer(device: torch.device, sizes: Sizes, width: int, precision: str) -> list[Row]:
+def _layer(
+    device: torch.device, sizes: Sizes, width: int, tokens: int, precision: str
+) -> list[Row]:
     """Time one layer there and back, as the host starts it and in a graph."""
-    dtype, tokens = _dtype_of(precision), sizes.tokens[0]
+    dtype = _dtype_of(precision)
     layer = TTLinear(width, width, rank=sizes.rank, device=device, dtype=dtype)
     dense = nn.Linear(width, width, device=device, dtype=dtype)
     x = torch.randn(tokens, width).to(device, dtype).requires_grad_()

@@ -8,7 +8,7 @@ Shape suffixes: N = entries, V = left and W = right part of a row's number, P an
 part of the width, R = bond between the factors, M = tokens, I = width in, O = width out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from comera.bench.feed_forward_cases import feed_forwards, gated_feed_forwards
 from comera.bench.in_turn import copies_of, in_turn
+from comera.bench.kernel_case import Case, both_ways
 from comera.bench.numerics import compare
 from comera.bench.session import Session, machine_facts, machine_line
 from comera.files import replacing
@@ -27,9 +29,6 @@ from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import machine_of, static_shapes
 from comera.ops.cores import contract_chain
-from comera.ops.factors import Factors
-from comera.ops.linear.feed_forward import factorized_feed_forward
-from comera.ops.linear.gated_feed_forward import gated_feed_forward
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.table.lookup import lookup
 from comera.ops.table.table_factors import contract_table
@@ -48,30 +47,6 @@ GROUPS = {
 
 _OURS, _PLAIN = "comera", "plain torch"
 _TABLE_MODES = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
-
-_Run = Callable[[int], list[Tensor]]
-"""Runs on the input of a number and returns what is compared."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operator at one size.
-
-    Attributes:
-        title: The operator and its size in words.
-        ours: Runs the operator.
-        plain: Runs torch operations in its place.
-        copies: How many inputs there are.
-        nbytes: Bytes read and written at least, for each of them.
-        flops: Operations of each of them.
-    """
-
-    title: str
-    ours: _Run
-    plain: _Run
-    copies: int
-    nbytes: float
-    flops: float
 
 
 @dataclass(frozen=True)
@@ -153,8 +128,8 @@ def cases(
         "contract": lambda: _contractions(device, dtype, widths, rank, layers),
         "lookup": lambda: _lookups(device, dtype, indices, table, rank),
         "linear": lambda: _linears(device, dtype, tokens, widths, rank),
-        "feed_forward": lambda: _feed_forwards(device, dtype, tokens, widths, rank),
-        "gated": lambda: _gated(device, dtype, tokens, widths, rank),
+        "feed_forward": lambda: feed_forwards(device, dtype, tokens, widths, rank),
+        "gated": lambda: gated_feed_forwards(device, dtype, tokens, widths, rank),
         "attend": lambda: _attentions(device, dtype, tokens, rank),
     }
     for name in operators:
@@ -202,39 +177,6 @@ def _write(session: Session, rows: Sequence[Row], dtype: torch.dtype, path: Path
     session.print(f"wrote {path}")
 
 
-def _both_ways(
-    title: str,
-    forward: tuple[_Run, _Run],
-    inputs: Callable[[int], Sequence[Tensor]],
-    copies: int,
-    nbytes: tuple[float, float],
-    flops: tuple[float, float],
-) -> Iterator[Case]:
-    """Make a case of the forward pass and one of both passes, whose results are gradients.
-
-    Args:
-        title: Title of both rows.
-        forward: By the operator and by torch operations.
-        inputs: What gradients are wanted of, by the number of the input.
-        copies: Inputs.
-        nbytes: Bytes of the forward pass and of both passes.
-        flops: Operations, likewise.
-    """
-    with torch.no_grad():
-        grads = [torch.randn_like(y) for y in forward[0](0)]
-
-    def alone(run: _Run) -> _Run:
-        return torch.no_grad()(run)
-
-    def both(run: _Run) -> _Run:
-        return lambda k: list(torch.autograd.grad(run(k), list(inputs(k)), grads))
-
-    ours, plain = forward
-    yield Case(f"{title}, forward", alone(ours), alone(plain), copies, nbytes[0], flops[0])
-    title = f"{title}, forward + backward"
-    yield Case(title, both(ours), both(plain), copies, nbytes[1], flops[1])
-
-
 def _contractions(
     device: torch.device, dtype: torch.dtype, widths: Sequence[tuple[int, int]], rank: int,
     layers: int,
@@ -275,7 +217,7 @@ def _contractions(
     params = list(model.parameters())
     once = sum(t.numel() * t.element_size() for t in (*params, *factors))
     flops = 2 * sum(factor.numel() for factor in factors) * rank
-    yield from _both_ways(
+    yield from both_ways(
         f"contract the cores of {len(trains)} layers, rank {rank}", (ours, plain),
         lambda k: params, 1, (once, 3 * once), (flops, 3 * flops),
     )  # fmt: skip
@@ -311,7 +253,7 @@ def _lookups(
 
         factor_bytes = (left_VPR.numel() + right_WRQ.numel()) * dtype.itemsize
         flops = 2 * count * P * Q * R
-        yield from _both_ways(
+        yield from both_ways(
             f"look up {count:,} rows of {rows:,} x {width}, rank {rank}", (ours, plain),
             lambda k: [left_VPR, right_WRQ], copies,
             (nbytes + factor_bytes, 2 * nbytes + 3 * factor_bytes), (flops, 3 * flops),
@@ -347,88 +289,10 @@ def _linears(
 
             backward = count * (O + 2 * I) * dtype.itemsize
             flops = 2 * count * rank * (I + O)
-            yield from _both_ways(
+            yield from both_ways(
                 f"linear {I} -> {O}, rank {rank}, {count:,} tokens", (ours, plain), inputs, copies,
                 (nbytes, nbytes + backward), (flops, 3 * flops),
             )  # fmt: skip
-
-
-def _feed_forwards(
-    device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
-    widths: Sequence[tuple[int, int]], rank: int,
-) -> Iterator[Case]:  # fmt: skip
-    """Make cases beside four linear layers of torch's and its GELU, which keep all they make."""
-    width, hidden = max(widths, key=lambda pair: pair[1])
-    pair = [
-        _factors(wide, high, rank, device, dtype)
-        for wide, high in ((width, hidden), (hidden, width))
-    ]
-    weights = [factor for factors in pair for factor in factors[:2]]
-    for count in tokens:
-        nbytes = 2 * count * width * dtype.itemsize
-        copies = copies_of(device, nbytes)
-        xs = [torch.randn(count, width).to(device, dtype).requires_grad_() for _ in range(copies)]
-
-        def ours(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            return [factorized_feed_forward(xs[k], pair[0], pair[1], "gelu")]
-
-        def plain(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            (left1, right1, _), (left2, right2, _) = pair
-            hidden = F.gelu(F.linear(F.linear(xs[k], left1.T), right1.T, right1[-1]))
-            return [F.linear(F.linear(hidden, left2.T), right2.T, right2[-1])]
-
-        def inputs(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            return [xs[k], *weights]
-
-        flops = 4 * count * weights[0].shape[1] * (width + hidden)
-        yield from _both_ways(
-            f"feed-forward {width} -> {hidden} -> {width}, rank {rank}, {count:,} tokens",
-            (ours, plain), inputs, copies, (nbytes, 2.5 * nbytes), (flops, 3 * flops),
-        )  # fmt: skip
-
-
-def _gated(
-    device: torch.device, dtype: torch.dtype, tokens: Sequence[int],
-    widths: Sequence[tuple[int, int]], rank: int,
-) -> Iterator[Case]:  # fmt: skip
-    """Make cases beside six linear layers of torch's, its SiLU and its product."""
-    width, hidden = max(widths, key=lambda pair: pair[1])
-    sizes = (width, hidden), (width, hidden), (hidden, width)
-    trio = [_factors(wide, high, rank, device, dtype) for wide, high in sizes]
-    weights = [factor for factors in trio for factor in factors[:2]]
-
-    def layer(x: Tensor, factors: Factors) -> Tensor:
-        return F.linear(F.linear(x, factors.left.T), factors.right.T, factors.right[-1])
-
-    for count in tokens:
-        nbytes = 2 * count * width * dtype.itemsize
-        copies = copies_of(device, nbytes)
-        xs = [torch.randn(count, width).to(device, dtype).requires_grad_() for _ in range(copies)]
-
-        def ours(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            return [gated_feed_forward(xs[k], *trio)]
-
-        def plain(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            gate, up, down = trio
-            return [layer(F.silu(layer(xs[k], gate)) * layer(xs[k], up), down)]
-
-        def inputs(k: int, xs: list[Tensor] = xs) -> list[Tensor]:
-            return [xs[k], *weights]
-
-        flops = 6 * count * weights[0].shape[1] * (width + hidden)
-        yield from _both_ways(
-            f"gated feed-forward {width} -> {hidden} -> {width}, rank {rank}, {count:,} tokens",
-            (ours, plain), inputs, copies, (nbytes, 2.5 * nbytes), (flops, 3 * flops),
-        )  # fmt: skip
-
-
-def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype) -> Factors:
-    """Make the factors of a layer, as leaves."""
-    layer = TTLinear(wide, high, rank=rank, device=device, dtype=dtype)
-    with torch.no_grad():
-        left, right, has_bias = layer.factors()
-    left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
-    return Factors(left, right, has_bias)
 
 
 _HEADS, _POSITIONS = 12, 128
@@ -466,7 +330,7 @@ def _attentions(
             return trios[k]
 
         flops = 4 * batch * _HEADS * positions**2 * rank
-        yield from _both_ways(
+        yield from both_ways(
             f"attend with {_HEADS} heads on shared keys of {rank}, {batch} x {positions}",
             (ours, plain), inputs, copies, (nbytes, 3 * nbytes), (flops, 3.5 * flops),
         )  # fmt: skip
