@@ -20,7 +20,8 @@ from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.gated_feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.tt_linear import factorized_linears, times_left
+from comera.ops.linear.thin import times_left
+from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.product import affine
 
 

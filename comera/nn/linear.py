@@ -1,7 +1,6 @@
 """A linear layer whose weight is a tensor train with trainable ranks."""
 
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,11 +149,8 @@ class TTLinear(TensorTrainModule):
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
         cores, gates = listed(self.cores), self.gates._parameters.values()
-        like, bias = cores[0], self.bias
-        return (
-            *map(id, cores), *map(id, gates), id(bias), like.dtype, like.device,
-            *map(_shape, cores), *map(_is_trained, cores),
-        )  # fmt: skip
+        like, sizes = cores[0], [(core.shape, core.requires_grad) for core in cores]
+        return *map(id, (*cores, *gates, self.bias)), *sizes, like.dtype, like.device
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""
@@ -277,8 +273,6 @@ class TTLinear(TensorTrainModule):
             f"bias={self.bias is not None}, {self._describe_ranks()}"
         )
 
-
-_shape, _is_trained = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
 
 _LINEAR = Ways(
     "linear",

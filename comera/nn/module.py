@@ -65,13 +65,8 @@ def listed(params: nn.ParameterList) -> list[Tensor]:
     Quicker than the list's own way, which looks each up by name: layers do this in every pass.
     """
     found = list(params._parameters.values())
-    for param in found:
-        if param is None:
-            break
-    else:
-        if len(found) == len(params):
-            return found  # type: ignore[return-value]
-    return [params[k] for k in range(len(params))]
+    whole = len(found) == len(params) and all(param is not None for param in found)
+    return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
 
 
 class SharedGates(NamedTuple):

@@ -32,8 +32,6 @@ def plain_factors(group: Chains) -> tuple[Tensor, Tensor]:
         if more:
             left_GIR = F.pad(left_GIR, (0, more))
             right_GRO = torch.cat([right_GRO, _rows_below(right_GRO, more, group.biases)], 1)
-        if group.factor_dtype == left_GIR.dtype:
-            return left_GIR, right_GRO
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import Factors
-from comera.ops.kernels import gated_kernel
+from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import ACTIVATIONS, hidden_buffers, hidden_slices
-from comera.ops.linear.tt_linear import times_left
+from comera.ops.linear.thin import times_left
 from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product_into, store_product_
 
+_FILE = "feed_forward_gated"
 _silu, _silu_back = ACTIVATIONS["silu"]
 
 
@@ -80,11 +81,22 @@ _TIMES = Times("gated_feed_forward", _case)
 _FORWARD = Ways("gated_hidden", _sample, _TIMES)
 
 
-@_FORWARD.way("kernel", gated_kernel.refuses, kernel="gated_feed_forward")
-def _by_kernel(
-    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
-) -> Tensor:
-    return gated_kernel.forward(t_gate, t_up, right_gate, right_up, left2)
+def _kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
+    if t_gate.dtype != torch.bfloat16:
+        return choose.NOT_BF16
+    reason = choose.kernel_refuses(_FILE, t_gate)
+    if reason is not None:
+        return reason
+    from comera.ops.kernels import gated_kernel  # where a kernel may run
+
+    return gated_kernel.refuses(t_gate, *given[:4])
+
+
+@_FORWARD.way("kernel", _kernel_refuses, kernel="gated_feed_forward")
+def _by_kernel(*given: Tensor) -> Tensor:
+    from comera.ops.kernels import gated_kernel
+
+    return gated_kernel.forward(*given)
 
 
 @_FORWARD.way("torch")
@@ -121,11 +133,11 @@ def _gated_hidden_backward(
 _BACKWARD = Ways("gated_hidden_backward", lambda new: (*_sample(new), new(1024, 32)), _TIMES)
 
 
-def _back_refuses(*given: Any) -> str | None:
-    return gated_kernel.refuses(*given[:5])
+@_BACKWARD.way("kernel", _kernel_refuses, kernel="gated_feed_forward")
+def _gradients_by_kernel(*given: Tensor) -> tuple[Tensor, ...]:
+    from comera.ops.kernels import gated_kernel
 
-
-_BACKWARD.way("kernel", _back_refuses, kernel="gated_feed_forward")(gated_kernel.backward)
+    return gated_kernel.backward(*given)
 
 
 @_BACKWARD.way("torch")

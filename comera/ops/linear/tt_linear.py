@@ -253,14 +253,6 @@ def _beside(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return all ``x @ left`` side by side, ones in the last column of each if there is a bias."""
-    left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
-    if not bias:
-        return affine(x, left)
-    return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))
-
-
 def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
     """Contract all cores of a tensor train to its ``(out, in)`` matrix; differentiable."""
     left = contract_chain(cores[:split])
