@@ -110,7 +110,11 @@ class Bench:
     ) -> None:
         self.model, self.tested, self.healing = model, tested, healing
         self.calibration, self.folder = calibration, folder
-        self.layers = linear_targets(model, "all-linear", None)
+        self.layers = {
+            name: layer
+            for name, layer in linear_targets(model, "all-linear", None).items()
+            if isinstance(layer, nn.Linear)
+        }
         self._moments: dict[str, Moments] | None = None
         self._found: Sensitivity | None = None
         self.file = folder / "points.json"

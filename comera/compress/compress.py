@@ -1,4 +1,4 @@
-"""A trained model with smaller linear layers: one budget, spent where calibration data say."""
+"""A trained model with smaller layers: one budget, spent where calibration data say."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import LossFn
-from comera.compress.linear_targets import own_loss
+from comera.compress.linear_targets import Layer, own_loss, weight_OI
 from comera.compress.sensitivity import (
     CompressedLayer,
     LayerSensitivity,
@@ -18,9 +19,10 @@ from comera.compress.sensitivity import (
     parse_budget,
     sensitivity,
 )
-from comera.compress.target_loss import smallest_share
-from comera.compress.whitened import WhitenedSVD
+from comera.compress.target_loss import measured_loss, smallest_share
+from comera.compress.whitened import balanced
 from comera.extras import needed_by
+from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.swap import swap_layers_
 from comera.planning.printing import show_bytes, table_html, text_table
@@ -107,21 +109,24 @@ def compress_(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
+    grad_every: int = 1,
+    correct: bool | Iterable[Any] | None = None,
 ) -> Compression:
-    """Replace linear layers of a trained model in place by low-rank ones that cost least loss.
+    """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
-    Of each layer the second moments of inputs and of the loss' gradients are gathered over the
+        Of each layer the second moments of inputs and of the loss' gradients are gathered over the
     calibration data; they weigh errors of its weight by what these do to the loss, and make the
     directions of all layers comparable. One price for a parameter then chooses the ranks, and which
-    layers stay dense. The result has :class:`~comera.TTLinear` layers of order 1 with open gates,
-    which can be trained on, and saved as any other.
+    layers stay dense. At last left factors are fitted to the inputs that they get with the layers
+    before them replaced. The result has :class:`~comera.TTLinear` layers of order 1 with open
+    gates, which can be trained on, and saved as any other.
 
     Args:
         model: Any model with ``nn.Linear`` layers.
         calibration: Batches as ``loss_fn`` takes them, of the kind of data the model is for. Some
-            ten thousand rows (tokens) are enough; they are read once. Or what
-            :func:`~comera.sensitivity` found with them for this model or the one it is a copy of;
-            the next arguments but the budget were then said to it.
+            ten thousand rows (tokens) are enough. Or what :func:`~comera.sensitivity` found with
+            them for this model or the one it is a copy of; the next arguments but the budget were
+            then said to it.
         budget: Parameters of the whole model afterwards, in units of those now, in (0, 1); or their
             bytes with a unit: ``"60MB"`` (millions), ``"60MiB"`` (of 2^20).
         max_loss: Instead of a budget: what ``evaluate`` may give. Seven sizes are tried, by
@@ -131,12 +136,21 @@ def compress_(
             without dropout; they are then read again for each size.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss. If None, batches are mappings
             as models of Hugging Face take them, labels included, and the model gives its loss.
-        target_modules: Which layers, as :class:`~comera.TTConfig` has it.
+        target_modules: Which layers, as :class:`~comera.TTConfig` has it. An ``nn.Embedding`` that
+            is named, or ``"all"``, becomes a :class:`~comera.TTEmbedding` of low rank, its rows
+            weighed by how often the data read them. Rows that they never read are weighed
+            together by how often such rows are to be expected, and become what the basis of the
+            others makes of them.
         exclude_modules: Which not, likewise. Layers whose weight another module holds too, as an
             output layer tied to its embedding, are left alone.
         keep: A file for what calibration has found, written every two minutes and at its end.
             A call that finds it skips as many batches as it has seen: all, if it is complete.
         progress: Whether to show a bar.
+        grad_every: Of so many batches one runs backward too, the others forward only.
+        correct: Whether to fit left factors of linear layers, in order, to the inputs that they get
+            with the layers before them replaced: two passes forward for each batch. Or the batches
+            to do so with. If None, it is done where ``calibration`` can be read again: not with
+            what :func:`~comera.sensitivity` found, nor with an iterator.
 
     Returns:
         The ranks chosen and what they are predicted to cost.
@@ -158,14 +172,17 @@ def compress_(
     if budget is not None:
         parse_budget(budget)
     evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)
+    again = _correction(calibration, correct)
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
-        _check_unused(loss_fn, target_modules, exclude_modules, keep)
+        unused = None if again is not None else loss_fn
+        _check_unused(unused, target_modules, exclude_modules, keep, grad_every)
         found = calibration
     else:
         found = sensitivity(
             model, calibration, loss_fn=loss_fn, target_modules=target_modules,
             exclude_modules=exclude_modules, keep=keep, progress=progress,
+            grad_every=grad_every,
         )  # fmt: skip
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
@@ -176,12 +193,25 @@ def compress_(
         budget, measured = smallest_share(model, layers, found, evaluate, max_loss)
     assert budget is not None, "one of them is given"
     made = found.choose(budget)
-    replacements = {
-        id(layers[one.name]): _low_rank(layers[one.name], layer.whitened, one.rank)
+    factors = {
+        one.name: layer.whitened.factors(one.rank)
         for one, layer in zip(made, found.layers, strict=True)
         if one.rank is not None
     }
-    swap_layers_(model, replacements)
+    if again is not None:
+        fitted = {
+            one.name: FittedLayer(layer, found_layer.whitened, one.rank)
+            for one, found_layer in zip(made, found.layers, strict=True)
+            if one.rank is not None and isinstance(layer := layers[one.name], nn.Linear)
+        }
+        correct_factors(model, layers, fitted, again, loss_fn or own_loss)
+        factors |= {name: balanced(one.left_OR, one.right_RI) for name, one in fitted.items()}
+    swap_layers_(
+        model, {id(layers[name]): _low_rank(layers[name], *both) for name, both in factors.items()}
+    )
+    if max_loss is not None and again is not None:
+        assert evaluate is not None, "it was looked at above"
+        measured = measured_loss(evaluate, model)
     params = list(model.parameters())
     return Compression(
         made,
@@ -226,9 +256,27 @@ def _evaluation(
     return mean_loss
 
 
-def _check_unused(loss_fn: object, targets: object, exclude: object, keep: object) -> None:
+def _correction(
+    calibration: Iterable[Any] | Sensitivity, correct: bool | Iterable[Any] | None
+) -> Iterable[Any] | None:
+    """Return the batches to correct layers with, or None."""
+    if not isinstance(correct, bool | None):
+        return correct
+    can = not isinstance(calibration, Sensitivity | Iterator)
+    if correct and not can:
+        raise ValueError(
+            f"correct=True with a calibration of type {type(calibration).__name__}, which cannot "
+            "be read again: pass the batches, correct=loader"
+        )
+    return calibration if can and correct is not False else None  # type: ignore[return-value]
+
+
+def _check_unused(
+    loss_fn: object, targets: object, exclude: object, keep: object, grad_every: int
+) -> None:
     said = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     said["target_modules"] = None if targets == "all-linear" else targets
+    said["grad_every"] = None if grad_every == 1 else grad_every
     wrong = [name for name, value in said.items() if value is not None]
     if wrong:
         raise ValueError(
@@ -237,33 +285,46 @@ def _check_unused(loss_fn: object, targets: object, exclude: object, keep: objec
         )
 
 
-def _same(model: nn.Module, found: LayerSensitivity) -> nn.Linear:
+def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
     """Return the layer of the model that has been looked at, if it is still the same."""
     try:
         layer = model.get_submodule(found.name)
     except AttributeError:
-        layer = None  # type: ignore[assignment]
+        layer = None
     weight = found.whitened.weight_OI
-    if type(layer) is not nn.Linear or layer.weight.shape != weight.shape:
+    if (
+        not isinstance(layer, nn.Linear | nn.Embedding)
+        or type(layer) not in (nn.Linear, nn.Embedding)
+        or weight_OI(layer).shape != weight.shape
+    ):
         raise ValueError(
-            f"{found.name} is no linear layer with a weight of {tuple(weight.shape)} in this "
-            "model, and was one when sensitivity looked"
+            f"{found.name} is no linear layer or table with a weight of {tuple(weight.shape)} in "
+            "this model, and was one when sensitivity looked"
         )
-    if not torch.equal(layer.weight, weight.to(layer.weight)):
+    if not torch.equal(weight_OI(layer), weight.to(layer.weight)):
         raise ValueError(f"the weight of {found.name} has changed since sensitivity looked")
     return layer
 
 
 @torch.no_grad()
-def _low_rank(layer: nn.Linear, found: WhitenedSVD, rank: int) -> TTLinear:
+def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTEmbedding:
+    """Return a layer of two factors in the place of a dense one."""
+    place, rank = ("meta", layer.weight.dtype), len(right_RI)
+    if isinstance(layer, nn.Embedding):
+        rows, width = layer.weight.shape
+        table = TTEmbedding(
+            rows, width, layer.padding_idx, None, 2.0, False, layer.sparse, *place,
+            shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
+        ).to_empty(device=layer.weight.device)  # fmt: skip
+        table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
+        table.freeze_like_(layer)
+        return table.train(layer.training)
     out_features, in_features = layer.weight.shape
-    left, right = found.factors(rank)
     made = TTLinear(
-        in_features, out_features, layer.bias is not None, "meta", layer.weight.dtype,
-        rank=rank, order=1,
-    ).to_empty(device=layer.weight.device)  # fmt: skip
-    made.set_cores_([right.T[None].contiguous(), left.T[:, :, None].contiguous()])
+        in_features, out_features, layer.bias is not None, *place, rank=rank, order=1
+    ).to_empty(device=layer.weight.device)
     if layer.bias is not None:
         made.bias.copy_(layer.bias)  # type: ignore[union-attr]
+    made.set_cores_([right_RI.T[None], left_OR.T[:, :, None]])
     made.freeze_like_(layer)
     return made.train(layer.training)

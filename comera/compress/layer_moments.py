@@ -1,4 +1,4 @@
-"""Second moments of what goes into linear layers and of the loss' gradient at what comes out.
+"""Second moments of what goes into layers and of the loss' gradient at what comes out.
 
 Shape suffixes: N = rows, I = input width, O = output width.
 """
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from comera.compress.linear_targets import Layer, weight_OI
 from comera.files import replacing
 
 log = logging.getLogger("comera")
@@ -26,43 +27,74 @@ log = logging.getLogger("comera")
 _SAVE_EVERY = 120.0
 """Seconds between two states of the file that an interrupted calibration goes on from."""
 
+_BLOCK = 256
+"""Least width of a block of a symmetric matrix: smaller products run no faster."""
+
 LossFn = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch, and returns the mean loss."""
 
 
 @dataclass
 class Moments:
-    """Means over the rows that a linear layer has seen.
+    """Means over the rows that a linear layer, or the indices that a table, has seen.
 
     Attributes:
-        inputs_II: Of ``x x^T``.
+        inputs_II: Of ``x x^T``; for a table its diagonal, ``(I,)``: the share of reads of each row.
         grads_OO: Of ``g g^T``, g being the gradient of a row's own loss by the layer's output.
         rows: How many rows there were.
+        grad_rows: How many of them had a gradient.
     """
 
     inputs_II: Tensor
     grads_OO: Tensor
     rows: int = 0
+    grad_rows: int = 0
 
-    def add(self, x_NI: Tensor, grad_NO: Tensor) -> None:
-        """Take in the rows of one call, with the gradient of the mean loss."""
-        count = x_NI.shape[0]
-        if not count:
-            return
-        kept, new = self.rows / (self.rows + count), 1 / (self.rows + count)
-        self.inputs_II.addmm_(x_NI.T, x_NI, beta=kept, alpha=new)
-        # The gradient of a mean over N rows is an N-th of that of a row's own loss.
-        self.grads_OO.addmm_(grad_NO.T, grad_NO, beta=kept, alpha=new * count**2)
-        self.rows += count
+    def add_inputs(self, square_II: Tensor, count: int) -> None:
+        """Take in the sum of ``x x^T`` over the rows of one call."""
+        if count:
+            self.rows += count
+            self.inputs_II.mul_(1 - count / self.rows).add_(square_II, alpha=1 / self.rows)
+
+    def add_reads(self, indices: Tensor, padding: int | None) -> None:
+        """Take in the rows that one call has read."""
+        counts = torch.bincount(indices.flatten(), minlength=len(self.inputs_II))
+        if padding is not None:
+            counts[padding] = 0  # reads as zeros, whatever the table holds
+        self.add_inputs(counts.to(self.inputs_II.dtype), indices.numel())
+
+    def add_grads(self, grad_NO: Tensor) -> None:
+        """Take in the gradient of the mean loss by the rows of one call."""
+        count = grad_NO.shape[0]
+        if count:
+            self.grad_rows += count
+            # The gradient of a mean over N rows is an N-th of that of a row's own loss.
+            share = count / self.grad_rows
+            add_square_(self.grads_OO, grad_NO, beta=1 - share, alpha=share * count)
+
+
+def add_square_(total_KK: Tensor, rows_NK: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
+    """Make ``total`` the symmetric ``beta * total + alpha * rows^T rows``.
+
+    Of two blocks that mirror each other one is multiplied, which saves up to half of the work.
+    """
+    width = len(total_KK)
+    blocks = max(1, min(4, width // _BLOCK))
+    ends = [width * (k + 1) // blocks for k in range(blocks)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        strip = total_KK[start:end, :end]
+        strip.addmm_(rows_NK[:, start:end].T, rows_NK[:, :end], beta=beta, alpha=alpha)
+        total_KK[:start, start:end] = strip[:, :start].T
 
 
 def gather_moments(
     model: nn.Module,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, Layer],
     batches: Iterable[Any],
     loss_fn: LossFn,
     keep: str | Path | None = None,
     progress: bool = False,
+    grad_every: int = 1,
 ) -> dict[str, Moments]:
     """Run batches forward and backward and collect :class:`Moments` of layers, batch by batch.
 
@@ -78,22 +110,26 @@ def gather_moments(
             already, of the same weights, is gone on from: as many batches are skipped as it has
             seen, and all of them if it was complete.
         progress: Whether to show a bar.
+        grad_every: Of so many batches one also runs backward, the first to begin with.
 
     Returns:
         Moments in float32 or wider, by name.
 
     Raises:
-        ValueError: If there is no batch, a loss is no finite number, a layer is never called, or
-            the file is of other layers or weights.
+        ValueError: If there is no batch, a loss is no finite number, a layer is never called,
+            ``grad_every`` is below one, or the file is of other layers or weights.
     """
+    if grad_every < 1:
+        raise ValueError(f"grad_every={grad_every} must be 1 or more: of so many batches one")
     found = {name: _empty(layer) for name, layer in layers.items()}
     seen, complete = _read(keep, layers, found) if keep and Path(keep).exists() else (0, False)
     if complete:
         return found
     saved = time.monotonic()
-    with _measured(model), torch.enable_grad():
+    with evaluating(model):
         for batch in _shown(itertools.islice(batches, seen, None), batches, seen, progress):
-            with _watched(layers, found) as first:
+            backward = seen % grad_every == 0
+            with torch.set_grad_enabled(backward), _watched(layers, found) as first:
                 loss = loss_fn(model, batch)
                 if loss.numel() != 1 or not bool(torch.isfinite(loss)):
                     raise ValueError(
@@ -107,7 +143,7 @@ def gather_moments(
                 saved = time.monotonic()
     if not seen:
         raise ValueError("calibration has no batch; some hundred sequences are enough")
-    idle = [name for name, moments in found.items() if not moments.rows]
+    idle = [name for name, moments in found.items() if not moments.grad_rows]
     if idle:
         raise ValueError(f"loss_fn never called {', '.join(idle)}: exclude what it does not reach")
     if keep:
@@ -128,7 +164,7 @@ def _shown(left: Iterator[Any], batches: Iterable[Any], seen: int, progress: boo
 
 def _write(
     path: str | Path,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, Layer],
     found: Mapping[str, Moments],
     seen: int,
     complete: bool,
@@ -137,6 +173,7 @@ def _write(
         "batches": seen,
         "complete": complete,
         "rows": {name: moments.rows for name, moments in found.items()},
+        "grad_rows": {name: moments.grad_rows for name, moments in found.items()},
         "weights": {name: _digest(layer.weight) for name, layer in layers.items()},
     }
     tensors = {f"{name}.inputs_II": moments.inputs_II for name, moments in found.items()}
@@ -146,7 +183,7 @@ def _write(
 
 
 def _read(
-    path: str | Path, layers: Mapping[str, nn.Linear], found: Mapping[str, Moments]
+    path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, Moments]
 ) -> tuple[int, bool]:
     """Fill in what a file has; returns how many batches it has seen, and whether those are all."""
     try:
@@ -165,6 +202,7 @@ def _read(
                 moments.inputs_II.copy_(file.get_tensor(f"{name}.inputs_II"))
                 moments.grads_OO.copy_(file.get_tensor(f"{name}.grads_OO"))
                 moments.rows = about["rows"][name]
+                moments.grad_rows = about["grad_rows"][name]
     except (SafetensorError, KeyError):
         raise ValueError(f"{path} is no file of moments: remove it, or name another") from None
     log.info("%s: %d batches of calibration were done before", path, about["batches"])
@@ -176,18 +214,19 @@ def _digest(weight: Tensor) -> int:
     return zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
-def _empty(layer: nn.Linear) -> Moments:
-    weight = layer.weight
+def _empty(layer: Layer) -> Moments:
+    weight = weight_OI(layer)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     out_features, in_features = weight.shape
+    is_table = isinstance(layer, nn.Embedding)
     return Moments(
-        torch.zeros(in_features, in_features, dtype=dtype, device=weight.device),
+        torch.zeros(*(1 if is_table else 2) * (in_features,), dtype=dtype, device=weight.device),
         torch.zeros(out_features, out_features, dtype=dtype, device=weight.device),
     )
 
 
 @contextmanager
-def _measured(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Have the model evaluate, with parameters that ask for no gradient."""
     training = {module: module.training for module in model.modules()}
     wanted = {param: param.requires_grad for param in model.parameters()}
@@ -204,25 +243,32 @@ def _measured(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(
-    layers: Mapping[str, nn.Linear], found: Mapping[str, Moments]
-) -> Iterator[list[Tensor]]:
+def _watched(layers: Mapping[str, Layer], found: Mapping[str, Moments]) -> Iterator[list[Tensor]]:
     """Add what passes each layer to its moments; yields where the graph of autograd begins.
 
     No parameter asks for a gradient: the first layers' outputs are made to ask for one.
     """
     first: list[Tensor] = []
+    squares = _Squares()
 
     def watch(moments: Moments) -> Callable[..., None]:
         def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            x_NI = args[0].detach().flatten(0, -2).to(moments.inputs_II.dtype)
+            idle: Tensor | None = None  # where the output is zero, whatever the weight is
+            if isinstance(layer, nn.Embedding):
+                moments.add_reads(args[0], layer.padding_idx)
+                if layer.padding_idx is not None:
+                    idle = (args[0] == layer.padding_idx).unsqueeze(-1)
+            else:
+                moments.add_inputs(*squares.of(args[0], moments.inputs_II.dtype))
 
             def take(grad: Tensor) -> None:
-                moments.add(x_NI, grad.flatten(0, -2).to(moments.grads_OO.dtype))
+                grad = grad if idle is None else grad.masked_fill(idle, 0)
+                moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
-            if not output.requires_grad:
-                first.append(output.requires_grad_())
-            output.register_hook(take)
+            if torch.is_grad_enabled():
+                if not output.requires_grad:
+                    first.append(output.requires_grad_())
+                output.register_hook(take)
 
         return after
 
@@ -232,3 +278,23 @@ def _watched(
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Squares:
+    """Sums of ``x x^T``, computed once for neighbours that get the same input, as q, k and v do."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Tensor, int, torch.dtype] | None = None
+        self._square_II = torch.empty(0)
+
+    def of(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """Return the sum over the rows of an input, ``(I, I)``, and how many they are."""
+        x_NI = x.detach().flatten(0, -2).to(dtype)
+        known = self._key
+        if known is None or known[0] is not x or known[1:] != (x._version, dtype):
+            width = x_NI.shape[1]
+            if self._square_II.shape != (width, width) or self._square_II.dtype != dtype:
+                self._square_II = x_NI.new_zeros(width, width)
+            add_square_(self._square_II, x_NI, beta=0.0)
+            self._key = x, x._version, dtype
+        return self._square_II, len(x_NI)

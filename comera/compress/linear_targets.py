@@ -1,4 +1,4 @@
-"""The linear layers of a model that can be compressed, and the loss where none is given."""
+"""The layers of a model that can be compressed, and the loss where none is given."""
 
 import logging
 from collections.abc import Mapping
@@ -12,30 +12,44 @@ from comera.nn.targets import find_targets, other_holders, tied_groups
 
 log = logging.getLogger("comera")
 
+Layer = nn.Linear | nn.Embedding
+
+
+def weight_OI(layer: Layer) -> Tensor:
+    """Return what a layer multiplies inputs with; those of a table have a single one in them."""
+    return layer.weight.T if isinstance(layer, nn.Embedding) else layer.weight
+
 
 def linear_targets(
     model: nn.Module, targets: str | list[str], exclude: str | list[str] | None
-) -> dict[str, nn.Linear]:
-    """Find the layers to compress; those that share their weight are named and left out.
+) -> dict[str, Layer]:
+    """Find the layers to compress; those that cannot be are named and left out.
 
     Raises:
         ValueError: If none is left, or the model is itself one.
     """
     config = TTConfig(target_modules=targets, exclude_modules=exclude, init="svd")
-    found: dict[str, nn.Linear] = {}
-    shared: list[str] = []
-    linear = find_targets(model, config, lambda module, _: isinstance(module, nn.Linear))
-    for names, modules in tied_groups(linear):
+    found: dict[str, Layer] = {}
+    dense: dict[str, list[str]] = {}
+    for names, modules in tied_groups(find_targets(model, config, None)):
+        layer, why = modules[0], ""
         if len(modules) > 1 or other_holders(model, modules):
-            shared += names
+            why = "another module holds the weight"
+        elif not isinstance(layer, nn.Linear | nn.Embedding):
+            why = f"a {type(layer).__name__} is not what it can make smaller"
+        elif isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
+            why = "rows that share a basis cannot be scaled one by one (max_norm, ...)"
         else:
-            found[names[0]] = modules[0]  # type: ignore[assignment]
-    if shared:
-        log.warning("compress_ leaves %s dense: another module holds the weight", listed(shared))
+            found[names[0]] = layer
+        if why:
+            dense.setdefault(why, []).extend(names)
+    for why, names in dense.items():
+        log.warning("compress_ leaves %s dense: %s", listed(names), why)
     if "" in found:
-        raise ValueError("the model is itself a linear layer: put it into a module to replace it")
+        raise ValueError("the model is itself a linear layer or a table: put it into a module to replace it")
     if not found:
-        raise ValueError("every targeted layer shares its weight with another module")
+        reasons = "; ".join(f"{listed(names)}: {why}" for why, names in dense.items())
+        raise ValueError(f"none of the targeted layers can be compressed ({reasons})")
     return found
 
 

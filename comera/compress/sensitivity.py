@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
 from comera.compress.layer_moments import LossFn, gather_moments
-from comera.compress.linear_targets import linear_targets, own_loss
+from comera.compress.linear_targets import linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
 from comera.planning.printing import show_bytes, table_html, text_table
@@ -249,6 +249,7 @@ def sensitivity(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
+    grad_every: int = 1,
 ) -> Sensitivity:
     """Look at what each linear layer of a trained model can do without; nothing is changed.
 
@@ -260,6 +261,7 @@ def sensitivity(
         exclude_modules: The same.
         keep: The same.
         progress: The same.
+        grad_every: The same.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.
@@ -277,11 +279,13 @@ def sensitivity(
     Source: as :func:`compress_`.
     """
     layers = linear_targets(model, target_modules, exclude_modules)
-    moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
+    moments = gather_moments(
+        model, layers, calibration, loss_fn or own_loss, keep, progress, grad_every
+    )
     params = list(model.parameters())
     # A layer's moments go as its decomposition comes, which is no larger.
     made = tuple(
-        LayerSensitivity(name, whitened_svd(layer.weight, moments.pop(name)))
+        LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
         for name, layer in layers.items()
     )
     return Sensitivity(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from comera.compress.linear_targets import Layer
 from comera.compress.sensitivity import CompressedLayer, Sensitivity
 
 log = logging.getLogger("comera")
@@ -18,7 +19,7 @@ _TRIES = 7
 
 def smallest_share(
     model: nn.Module,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, Layer],
     found: Sensitivity,
     evaluate: Callable[[nn.Module], float],
     max_loss: float,
@@ -41,7 +42,7 @@ def smallest_share(
     Raises:
         ValueError: If the dense model's loss is higher, or no smaller size has been found.
     """
-    best = _measured(evaluate, model)
+    best = measured_loss(evaluate, model)
     if not best <= max_loss:
         raise ValueError(
             f"max_loss={max_loss}: the dense model itself has a loss of {best:.6g} in evaluate"
@@ -53,7 +54,7 @@ def smallest_share(
     for _ in range(_TRIES):
         share = (low + high) / 2
         with _truncated(layers, found, found.choose(share)):
-            loss = _measured(evaluate, model)
+            loss = measured_loss(evaluate, model)
         log.info("compress_: at %.1f %% of the parameters the loss is %.6g", 100 * share, loss)
         if loss <= max_loss:
             high, best = share, loss
@@ -66,7 +67,12 @@ def smallest_share(
     return high, best
 
 
-def _measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+def measured_loss(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return what ``evaluate`` gives, without gradients.
+
+    Raises:
+        ValueError: If it is not finite.
+    """
     with torch.no_grad():
         loss = float(evaluate(model))
     if not math.isfinite(loss):
@@ -76,7 +82,7 @@ def _measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float
 
 @contextmanager
 def _truncated(
-    layers: Mapping[str, nn.Linear], found: Sensitivity, made: Sequence[CompressedLayer]
+    layers: Mapping[str, Layer], found: Sensitivity, made: Sequence[CompressedLayer]
 ) -> Iterator[None]:
     """Put products of factors into weights for a while."""
     before = {name: layer.weight.data for name, layer in layers.items()}
@@ -84,8 +90,9 @@ def _truncated(
         for one, layer in zip(made, found.layers, strict=True):
             if one.rank is not None:
                 left, right = layer.whitened.factors(one.rank)
-                weight = layers[one.name].weight
-                weight.data = (left @ right).to(weight.dtype)
+                product, weight = left @ right, layers[one.name].weight
+                is_table = isinstance(layers[one.name], nn.Embedding)
+                weight.data = (product.T if is_table else product).to(weight.dtype)
         yield
     finally:
         for name, data in before.items():

@@ -42,20 +42,46 @@ class WhitenedSVD:
     dual_KK: Tensor
     losses_K: Tensor
 
+    @property
+    def is_tall(self) -> bool:
+        """Whether the smaller side is that of the inputs."""
+        out_features, in_features = self.weight_OI.shape
+        return out_features > in_features
+
     @torch.no_grad()
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return ``(O, rank)`` and ``(rank, I)``, equally large; their product is the weight."""
+        return balanced(*self._thin(rank))
+
+    @torch.no_grad()
+    def spread_factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return ``(O, rank)`` and ``(rank, I)`` with the same product.
+
+        What the right one makes of the layer's inputs is uncorrelated and has mean squares of one,
+        but for directions whose loss is zero.
+        """
+        left, right = self._thin(rank)
+        if self.is_tall:
+            return left, right
+        sizes = (2 * self.losses_K[:rank]).sqrt().to(left)
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        return left * sizes, right / sizes[:, None]
+
+    def _thin(self, rank: int) -> tuple[Tensor, Tensor]:
         span, dual = self.span_KK[:, :rank], self.dual_KK[:, :rank]
         weight = self.weight_OI.detach().to(span.dtype)
-        tall = weight.shape[0] > weight.shape[1]
-        left, right = (weight @ dual, span.T) if tall else (span, dual.T @ weight)
-        sizes = left.norm(dim=0), right.norm(dim=1)
-        scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
-        return left * scale, right / scale[:, None]
+        return (weight @ dual, span.T) if self.is_tall else (span, dual.T @ weight)
 
     def loss(self, rank: int) -> float:
         """Return by how much the loss is predicted to rise if so many directions are kept."""
         return float(self.losses_K[rank:].sum())
+
+
+def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale two factors so that each column of the one is as large as that row of the other."""
+    sizes = left_OR.norm(dim=0), right_RI.norm(dim=1)
+    scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
+    return left_OR * scale, right_RI / scale[:, None]
 
 
 @torch.no_grad()
@@ -89,26 +115,50 @@ def whitened_svd(
         values, vectors = torch.linalg.eigh(mine @ mine.T)
         span = vectors.flip(1).to(dtype)
         return WhitenedSVD(weight, span, span, values.flip(0).clamp_min(0))
-    inputs = _damped(moments.inputs_II, damping)
+    inputs = _damped(_expected(moments), damping)
     grads = _damped(moments.grads_OO, grad_damping)
     near, far = (inputs, grads) if out_features > in_features else (grads, inputs)
-    root = _cholesky(near)
-    values, vectors = torch.linalg.eigh(root.T @ (mine @ far @ mine.T) @ root)
+    root = _cholesky(near) if near.dim() > 1 else near.sqrt().diag()
+    weighed = mine @ far if far.dim() > 1 else mine * far
+    values, vectors = torch.linalg.eigh(root.T @ (weighed @ mine.T) @ root)
     vectors = vectors.flip(1)
     span = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     losses = values.flip(0).clamp_min(0) / 2
     return WhitenedSVD(weight, span.to(dtype), (root @ vectors).to(dtype), losses)
 
 
+def _expected(moments: Moments) -> Tensor:
+    """Return the moments of inputs; of a table how often each row is to be expected.
+
+    Rows that were never read share, one like the other, the reads that go to such rows by the
+    estimate of Good and Turing: as many as went to rows that were read once.
+    """
+    shares = moments.inputs_II
+    if shares.dim() > 1:
+        return shares
+    counts = (shares.double() * moments.rows).round()
+    unseen = counts == 0
+    lost = int(unseen.sum())
+    if not lost or not moments.rows:
+        return shares
+    others = min(0.5, float((counts == 1).sum()) / moments.rows)
+    return torch.where(unseen, others / lost, (1 - others) * shares.double())
+
+
 def _damped(moments: Tensor, damping: float) -> Tensor:
-    """Return moments in float64 with a share of their mean variance added."""
+    """Return moments in float64 with a share of their mean variance added.
+
+    They are a matrix, or its diagonal where the others are zero.
+    """
     wide = moments.double()  # a copy unless it is float64 already
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(
             "moments with NaN or infinite entries: inputs or gradients of calibration overflow"
         )
-    same = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    mean = wide.diagonal().mean()
+    is_matrix = wide.dim() > 1
+    same = torch.ones_like(wide.diagonal() if is_matrix else wide)
+    mean = (wide.diagonal() if is_matrix else wide).mean()
+    same = same.diag() if is_matrix else same
     if not mean > 0:  # a layer that sees nothing but zeros, or that the loss does not depend on
         return same * _SMALLEST**2
     return wide + damping * mean * same

@@ -1,0 +1,150 @@
+"""Layers made smaller that make up for what layers before them, made smaller, let through.
+
+A layer was approximated for the inputs of the dense model. Once the layers before it are replaced
+it gets others. Its left factor is then fitted anew, by least squares, so that what it makes of the
+inputs it now gets comes close to what the dense layer makes of those it had. Each batch passes the
+dense model and then the smaller one; in the latter every layer takes the batch into its sums,
+solves for its factor and answers with that, so that the layers after it see what it will let
+through. Sources: the sequential update of SVD-LLM (arXiv 2403.07378), towards the dense model's
+outputs as in GPTAQ (arXiv 2504.02692), and recursive least squares.
+
+Shape suffixes: N = rows, I = input width, O = output width, R = rank.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera.compress.layer_moments import LossFn, evaluating
+from comera.compress.whitened import WhitenedSVD
+from comera.names import listed
+
+log = logging.getLogger("comera")
+
+_PRIOR_ROWS = 512
+"""As so many rows of data counts the factor that was found for the dense model's inputs."""
+
+
+class FittedLayer:
+    """A linear layer as two factors, of which the left one follows the data.
+
+    What ``right_RI`` makes of the dense model's inputs has mean squares of one. So the factor found
+    for these counts as a multiple of the unit matrix beside the sums of the data: their matrix has
+    no eigenvalue below it, and least squares are well posed however few rows there are.
+
+    Args:
+        layer: The dense layer; its bias stays.
+        found: The decomposition of its weight.
+        rank: How many directions are kept.
+    """
+
+    def __init__(self, layer: nn.Linear, found: WhitenedSVD, rank: int) -> None:
+        self.first_OR, self.right_RI = found.spread_factors(rank)
+        self.left_OR, self.bias = self.first_OR, layer.bias
+        same = torch.eye(rank, dtype=self.left_OR.dtype, device=self.left_OR.device)
+        self.inner_RR, self.cross_RO = _PRIOR_ROWS * same, torch.zeros_like(self.left_OR.T)
+
+    def __call__(self, x: Tensor, wanted: Tensor | None) -> Tensor:
+        """Return the layer's output, ``(*, O)``, fitted to what is wanted as well, if that is."""
+        z_NR = F.linear(x.to(self.right_RI.dtype), self.right_RI).flatten(0, -2)
+        if wanted is not None:
+            missing_NO = wanted.flatten(0, -2).to(z_NR.dtype) - z_NR @ self.first_OR.T
+            if self.bias is not None:
+                missing_NO -= self.bias
+            self.inner_RR.addmm_(z_NR.T, z_NR)
+            self.cross_RO.addmm_(z_NR.T, missing_NO)
+            root = torch.linalg.cholesky(self.inner_RR.double())
+            change = torch.cholesky_solve(self.cross_RO.double(), root)
+            self.left_OR = self.first_OR + change.T.to(self.first_OR)
+        made = F.linear(z_NR, self.left_OR, self.bias)
+        return made.unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
+@torch.no_grad()
+def correct_factors(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    fitted: Mapping[str, FittedLayer],
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+) -> None:
+    """Fit left factors to what the dense model's layers answer, batch by batch, forward only.
+
+    The model is left as it was.
+
+    Args:
+        model: The dense model.
+        layers: Its layers, by name, at least those to be fitted.
+        fitted: What will replace them; their ``left_OR`` change.
+        batches: What ``loss_fn`` takes.
+        loss_fn: Called for what it makes the model do.
+
+    Raises:
+        ValueError: If there is no batch, or an output is not finite.
+    """
+    layers = {name: layers[name] for name in fitted}
+    count = 0
+    strays: set[str] = set()
+    with evaluating(model):
+        for batch in batches:
+            outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+            with _recorded(layers, outputs):
+                loss_fn(model, batch)
+            with _replaced(layers, fitted, outputs, strays):
+                loss_fn(model, batch)
+            count += 1
+    if not count:
+        raise ValueError("there is no batch to correct the layers with")
+    if strays:
+        log.warning(
+            "compress_ did not correct %s by all batches: with other layers replaced, the model "
+            "gives it other rows", listed(sorted(strays)),
+        )  # fmt: skip
+
+
+@contextmanager
+def _recorded(layers: Mapping[str, nn.Module], outputs: Mapping[str, list[Tensor]]) -> Iterator:
+    """Collect what layers answer, call by call."""
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda layer, args, output: outputs[name].append(output)
+
+    handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _replaced(
+    layers: Mapping[str, nn.Module],
+    fitted: Mapping[str, FittedLayer],
+    outputs: Mapping[str, list[Tensor]],
+    strays: set[str],
+) -> Iterator[None]:
+    """Let factors answer in the place of layers, and learn from what these answered."""
+
+    def forward(name: str) -> Callable[[Tensor], Tensor]:
+        def answer(x: Tensor) -> Tensor:
+            wanted = outputs[name].pop(0) if outputs[name] else None
+            if wanted is None or wanted.shape[:-1] != x.shape[:-1]:
+                strays.add(name)
+                wanted = None
+            return fitted[name](x, wanted)
+
+        return answer
+
+    for name, layer in layers.items():
+        layer.forward = forward(name)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.forward
