@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import LossFn
 from comera.compress.linear_targets import Layer, own_loss, weight_OI
+from comera.compress.orders import better_train
 from comera.compress.sensitivity import (
     CompressedLayer,
     LayerSensitivity,
     Sensitivity,
+    check_order,
     parse_budget,
     sensitivity,
 )
@@ -26,6 +28,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.swap import swap_layers_
 from comera.planning.printing import show_bytes, table_html, text_table
+from comera.shapes import TTShape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,6 +114,7 @@ def compress_(
     progress: bool = False,
     grad_every: int = 1,
     correct: bool | Iterable[Any] | None = None,
+    order: int | str = 1,
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
@@ -151,6 +155,9 @@ def compress_(
             with the layers before them replaced: two passes forward for each batch. Or the batches
             to do so with. If None, it is done where ``calibration`` can be read again: not with
             what :func:`~comera.sensitivity` found, nor with an iterator.
+        order: 1 makes two factors of each layer. ``"auto"`` tries tensor trains of order 2 and 3 in
+            the place of those of linear layers, at no larger size, and takes them where they are
+            predicted to raise the loss by less. Trained weights hardly ever come out so.
 
     Returns:
         The ranks chosen and what they are predicted to cost.
@@ -178,11 +185,12 @@ def compress_(
         unused = None if again is not None else loss_fn
         _check_unused(unused, target_modules, exclude_modules, keep, grad_every)
         found = calibration
+        check_order(order, all(layer.moments is not None for layer in found.layers))
     else:
         found = sensitivity(
             model, calibration, loss_fn=loss_fn, target_modules=target_modules,
             exclude_modules=exclude_modules, keep=keep, progress=progress,
-            grad_every=grad_every,
+            grad_every=grad_every, order=order,
         )  # fmt: skip
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
@@ -193,23 +201,26 @@ def compress_(
         budget, measured = smallest_share(model, layers, found, evaluate, max_loss)
     assert budget is not None, "one of them is given"
     made = found.choose(budget)
-    factors = {
-        one.name: layer.whitened.factors(one.rank)
-        for one, layer in zip(made, found.layers, strict=True)
-        if one.rank is not None
-    }
+    trains: dict[str, tuple[CompressedLayer, TTShape, list[Tensor]]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    fitted: dict[str, FittedLayer] = {}
+    for one, about in zip(made, found.layers, strict=True):
+        layer, is_linear = layers[one.name], isinstance(layers[one.name], nn.Linear)
+        train = better_train(about, one) if order == "auto" and is_linear and one.rank else None
+        if train is not None:
+            trains[one.name] = train
+        elif one.rank is not None and again is not None and isinstance(layer, nn.Linear):
+            fitted[one.name] = FittedLayer(layer, about.whitened, one.rank)
+        elif one.rank is not None:
+            factors[one.name] = about.whitened.factors(one.rank)
     if again is not None:
-        fitted = {
-            one.name: FittedLayer(layer, found_layer.whitened, one.rank)
-            for one, found_layer in zip(made, found.layers, strict=True)
-            if one.rank is not None and isinstance(layer := layers[one.name], nn.Linear)
-        }
         correct_factors(model, layers, fitted, again, loss_fn or own_loss)
         factors |= {name: balanced(one.left_OR, one.right_RI) for name, one in fitted.items()}
-    swap_layers_(
-        model, {id(layers[name]): _low_rank(layers[name], *both) for name, both in factors.items()}
-    )
-    if max_loss is not None and again is not None:
+    new = {name: _low_rank(layers[name], *both) for name, both in factors.items()}
+    new |= {name: _train(layers[name], shape, cores) for name, (_, shape, cores) in trains.items()}
+    swap_layers_(model, {id(layers[name]): layer for name, layer in new.items()})
+    made = tuple(trains[one.name][0] if one.name in trains else one for one in made)
+    if max_loss is not None and (again is not None or trains):
         assert evaluate is not None, "it was looked at above"
         measured = measured_loss(evaluate, model)
     params = list(model.parameters())
@@ -309,22 +320,31 @@ def _same(model: nn.Module, found: LayerSensitivity) -> Layer:
 @torch.no_grad()
 def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTEmbedding:
     """Return a layer of two factors in the place of a dense one."""
-    place, rank = ("meta", layer.weight.dtype), len(right_RI)
+    rank = len(right_RI)
     if isinstance(layer, nn.Embedding):
         rows, width = layer.weight.shape
         table = TTEmbedding(
-            rows, width, layer.padding_idx, None, 2.0, False, layer.sparse, *place,
-            shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
+            rows, width, layer.padding_idx, sparse=layer.sparse, device="meta",
+            dtype=layer.weight.dtype, shape=((rows, 1), (1, width)), rank=rank, scatter_rows=False,
         ).to_empty(device=layer.weight.device)  # fmt: skip
         table.set_cores_([right_RI.T[None, :, None], left_OR.T[:, None, :, None]])
         table.freeze_like_(layer)
         return table.train(layer.training)
     out_features, in_features = layer.weight.shape
+    shape = TTShape((in_features,), (out_features,), (rank,))
+    return _train(layer, shape, [right_RI.T[None], left_OR.T[:, :, None]])
+
+
+@torch.no_grad()
+def _train(layer: Layer, shape: TTShape, cores: list[Tensor]) -> TTLinear:
+    """Return a layer of these cores in the place of a dense one."""
+    out_features, in_features = layer.weight.shape
+    bias = getattr(layer, "bias", None)
     made = TTLinear(
-        in_features, out_features, layer.bias is not None, *place, rank=rank, order=1
+        in_features, out_features, bias is not None, "meta", layer.weight.dtype, shape=shape
     ).to_empty(device=layer.weight.device)
-    if layer.bias is not None:
-        made.bias.copy_(layer.bias)  # type: ignore[union-attr]
-    made.set_cores_([right_RI.T[None], left_OR.T[:, :, None]])
+    if bias is not None:
+        made.bias.copy_(bias)  # type: ignore[union-attr]
+    made.set_cores_(cores)
     made.freeze_like_(layer)
     return made.train(layer.training)

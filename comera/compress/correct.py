@@ -55,13 +55,15 @@ class FittedLayer:
         if wanted is not None:
             missing_NO = wanted.flatten(0, -2).to(z_NR.dtype) - z_NR @ self.first_OR.T
             if self.bias is not None:
-                missing_NO -= self.bias
+                missing_NO -= self.bias.to(z_NR.dtype)
             self.inner_RR.addmm_(z_NR.T, z_NR)
             self.cross_RO.addmm_(z_NR.T, missing_NO)
             root = torch.linalg.cholesky(self.inner_RR.double())
             change = torch.cholesky_solve(self.cross_RO.double(), root)
             self.left_OR = self.first_OR + change.T.to(self.first_OR)
-        made = F.linear(z_NR, self.left_OR, self.bias)
+        made = z_NR @ self.left_OR.T
+        if self.bias is not None:
+            made += self.bias.to(made.dtype)
         return made.unflatten(0, x.shape[:-1]).to(x.dtype)
 
 

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule
+from comera.optim.muon import MuonAdamW
 
 Outputs = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch, and returns its answers: logits, or whatever is to be matched."""
 
 _WARM = 0.05
 """Share of the training in which the learning rate rises."""
+
+_AT_ONCE = 1 << 21
+"""Logits whose divergence is computed in one go, so that it stays in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ def heal_(
     """Train the tensor-train layers of a model in place to answer as the dense model does.
 
     Both see the same batches, which need no labels. Only cores and biases of tensor-train layers
-    are trained, with AdamW; all else stays as it is, and so do gates and ranks. The rate rises for
-    a twentieth of the way and falls to nothing at the end.
+    are trained, with :class:`~comera.MuonAdamW`; all else stays as it is, and so do gates and
+    ranks. The rate rises for a twentieth of the way and falls to nothing at the end. Under
+    ``torch.autocast`` both models compute in its dtype; cores and optimizer keep theirs.
 
     Args:
         model: The compressed model; what dropout it has stays off.
@@ -98,7 +102,7 @@ def heal_(
     answers, apart = outputs or _logits, distance or _divergence
     wanted = {param: param.requires_grad for param in model.parameters()}
     training = {module: module.training for module in (*model.modules(), *dense.modules())}
-    optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = MuonAdamW(_groups(model, params), lr, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.zero_grad()
     found: list[float] = []
     begun = time.monotonic()
@@ -127,7 +131,8 @@ def heal_(
                     "the answers"
                 )
             loss.backward()
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
             optimizer.step()
             optimizer.zero_grad()
             found.append(value)
@@ -155,6 +160,18 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
             "tensorize_ it first"
         )
     return params
+
+
+def _groups(model: nn.Module, params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Tell cores, which Muon steps, from what AdamW does: biases and rows that are kept dense."""
+    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    cores = {id(core) for layer in layers for core in layer.cores}
+    parts = [[p for p in params if (id(p) in cores) is muon] for muon in (True, False)]
+    return [
+        {"params": part, "muon": muon}
+        for part, muon in zip(parts, (True, False), strict=True)
+        if part
+    ]
 
 
 def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress: bool):
@@ -192,6 +209,35 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _divergence(mine: Tensor, theirs: Tensor) -> Tensor:
-    width = mine.shape[-1]
-    ours, wanted = (F.log_softmax(x.float(), -1).reshape(-1, width) for x in (mine, theirs))
-    return F.kl_div(ours, wanted, reduction="batchmean", log_target=True)
+    return _Divergence.apply(mine, theirs)
+
+
+class _Divergence(torch.autograd.Function):
+    """Mean Kullback-Leibler divergence of rows of logits from others, ``(*, V)``, in float32.
+
+    The gradient is the difference of the distributions: it is made along with the value, some rows
+    at a time, so that of all the logits nothing else is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, theirs: Tensor) -> Tensor:
+        width = mine.shape[-1]
+        ours_NV, theirs_NV = mine.reshape(-1, width), theirs.reshape(-1, width)
+        grad_NV = torch.empty_like(ours_NV)
+        total = torch.zeros((), dtype=torch.float32, device=mine.device)
+        count = max(1, _AT_ONCE // width)
+        for ours, wanted, grad in zip(
+            ours_NV.split(count), theirs_NV.split(count), grad_NV.split(count), strict=True
+        ):
+            mine_log, their_log = (x.float().log_softmax(-1) for x in (ours, wanted))
+            their_share = their_log.exp()
+            total += (their_share * (their_log - mine_log)).sum()
+            grad.copy_(mine_log.exp_().sub_(their_share).div_(len(ours_NV)))
+        ctx.save_for_backward(grad_NV.view_as(mine))
+        return total / len(ours_NV)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (of_mine,) = ctx.saved_tensors
+        return of_mine * grad.to(of_mine.dtype), None

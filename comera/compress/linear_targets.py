@@ -46,7 +46,9 @@ def linear_targets(
     for why, names in dense.items():
         log.warning("compress_ leaves %s dense: %s", listed(names), why)
     if "" in found:
-        raise ValueError("the model is itself a linear layer or a table: put it into a module to replace it")
+        raise ValueError(
+            "the model is itself a linear layer or a table: put it into a module to replace it"
+        )
     if not found:
         reasons = "; ".join(f"{listed(names)}: {why}" for why, names in dense.items())
         raise ValueError(f"none of the targeted layers can be compressed ({reasons})")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
-from comera.compress.layer_moments import LossFn, gather_moments
+from comera.compress.layer_moments import LossFn, Moments, gather_moments
 from comera.compress.linear_targets import linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
@@ -34,8 +34,9 @@ class CompressedLayer:
         name: As in ``named_modules``.
         dense_params: Entries of the weight it had.
         params: Entries of what it has now, gates included.
-        rank: Of its two factors; None where it stays dense.
+        rank: Of its two factors, or of the middle bond; None where it stays dense.
         loss: By how much this is predicted to raise the loss, to second order.
+        order: Of the tensor train; 1 is two factors.
     """
 
     name: str
@@ -43,6 +44,7 @@ class CompressedLayer:
     params: int
     rank: int | None
     loss: float
+    order: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,12 @@ class LayerSensitivity:
     Attributes:
         name: As in ``named_modules``.
         whitened: Its weight by directions, with the loss that each of them saves.
+        moments: What this was made with, if it was to be kept.
     """
 
     name: str
     whitened: WhitenedSVD
+    moments: Moments | None = None
 
     @functools.cached_property
     def plain_K(self) -> Tensor:
@@ -250,6 +254,7 @@ def sensitivity(
     keep: str | Path | None = None,
     progress: bool = False,
     grad_every: int = 1,
+    order: int | str = 1,
 ) -> Sensitivity:
     """Look at what each linear layer of a trained model can do without; nothing is changed.
 
@@ -262,6 +267,8 @@ def sensitivity(
         keep: The same.
         progress: The same.
         grad_every: The same.
+        order: ``"auto"`` keeps the moments, as :func:`compress_` needs them for this order; they
+            take about as much memory again.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.
@@ -278,19 +285,38 @@ def sensitivity(
 
     Source: as :func:`compress_`.
     """
+    check_order(order)
     layers = linear_targets(model, target_modules, exclude_modules)
     moments = gather_moments(
         model, layers, calibration, loss_fn or own_loss, keep, progress, grad_every
     )
     params = list(model.parameters())
-    # A layer's moments go as its decomposition comes, which is no larger.
-    made = tuple(
-        LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
-        for name, layer in layers.items()
-    )
+    made = []
+    for name, layer in layers.items():
+        mine = moments.pop(name)  # they go as the decomposition comes, which is no larger
+        kept = mine if order == "auto" else None
+        made.append(LayerSensitivity(name, whitened_svd(weight_OI(layer), mine), kept))
     return Sensitivity(
-        made, sum(param.numel() for param in params), sum(param.nbytes for param in params)
+        tuple(made), sum(param.numel() for param in params), sum(param.nbytes for param in params)
     )
+
+
+def check_order(order: int | str, found_moments: bool = True) -> None:
+    """Check what a user said of orders.
+
+    Raises:
+        ValueError: If it is neither 1 nor ``"auto"``, or the moments that it takes are not there.
+    """
+    if isinstance(order, bool) or order not in (1, "auto"):
+        raise ValueError(
+            f"order={order!r} must be 1, two factors for each layer, or 'auto', longer trains "
+            "where they lose less"
+        )
+    if order == "auto" and not found_moments:
+        raise ValueError(
+            "order='auto' compares trains by moments that sensitivity did not keep: say "
+            "order='auto' to it as well"
+        )
 
 
 def parse_budget(budget: float | str) -> float | int:

@@ -23,6 +23,10 @@ _SMALLEST = 1e-12
 takes the place of moments that are all zero; ten times as much where that does not do."""
 
 
+_DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
+"""What is added to moments of inputs and of gradients, as shares of their mean variances."""
+
+
 @dataclass(frozen=True)
 class WhitenedSVD:
     """A weight by its directions, the dearest first; the first r of them make the best of rank r.
@@ -86,7 +90,10 @@ def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def whitened_svd(
-    weight: Tensor, moments: Moments | None, damping: float = 1e-4, grad_damping: float = 1e-3
+    weight: Tensor,
+    moments: Moments | None,
+    damping: float = _DAMPING,
+    grad_damping: float = _GRAD_DAMPING,
 ) -> WhitenedSVD:
     """Decompose a weight in the coordinates in which every error counts the same.
 
@@ -125,6 +132,15 @@ def whitened_svd(
     span = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     losses = values.flip(0).clamp_min(0) / 2
     return WhitenedSVD(weight, span.to(dtype), (root @ vectors).to(dtype), losses)
+
+
+@torch.no_grad()
+def raised_loss(error_OI: Tensor, moments: Moments) -> float:
+    """Return by how much an error of a linear layer's weight raises the loss, to second order."""
+    error = error_OI.double()
+    inputs = _damped(moments.inputs_II, _DAMPING)
+    grads = _damped(moments.grads_OO, _GRAD_DAMPING)
+    return float(((grads @ error) * (error @ inputs)).sum()) / 2
 
 
 def _expected(moments: Moments) -> Tensor:

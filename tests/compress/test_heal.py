@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
+from comera.compress import heal
 from comera.nn.linear import TTLinear
 
 
@@ -105,3 +106,15 @@ def test_a_model_without_compressed_layers_is_refused():
     _, dense, batches = make_pair()
     with pytest.raises(ValueError, match="has no tensor-train layer that may be trained"):
         comera.heal_(copy.deepcopy(dense), dense, batches, outputs=answers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_and_its_gradient_are_those_of_torch(dtype, monkeypatch):
+    monkeypatch.setattr(heal, "_AT_ONCE", 40)  # three rows, and two at last
+    mine, theirs = (torch.randn(1, 8, 13, dtype=dtype, requires_grad=True) for _ in range(2))
+    ours, wanted = (F.log_softmax(x.float(), -1).flatten(0, 1) for x in (mine, theirs.detach()))
+    expected = F.kl_div(ours, wanted, reduction="batchmean", log_target=True)
+    found = heal._divergence(mine, theirs.detach())
+    torch.testing.assert_close(found, expected)
+    (grad,) = torch.autograd.grad(3 * found, mine)
+    torch.testing.assert_close(grad, torch.autograd.grad(3 * expected, mine)[0])

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from comera.compress.layer_moments import gather_moments
+from comera.compress.layer_moments import add_square_, gather_moments
 
 
 class Net(nn.Module):
@@ -127,3 +127,60 @@ def test_the_bar_counts_batches(capsys):
     net = Net()
     gather_moments(net, layers(net), batches(), loss_fn, progress=True)
     assert "calibration" in capsys.readouterr().out
+
+
+def test_a_square_is_that_of_the_whole_matrix_at_any_width():
+    for width in (7, 300, 513, 1300):
+        rows, total = torch.randn(9, width), torch.randn(width, width)
+        total = total + total.T
+        expected = 0.25 * total + 0.5 * rows.T @ rows
+        add_square_(total, rows, beta=0.25, alpha=0.5)
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+class Alike(nn.Module):
+    """Two layers with one input, which is then overwritten for a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x):
+        x = x.clone()
+        both = self.q(x) + self.k(x)
+        return both + self.v(x.mul_(2))
+
+
+def test_inputs_of_neighbours_are_told_apart_where_they_differ():
+    net, (x,) = Alike(), [torch.randn(20, 5)]
+    layers = dict(net.named_children())
+    found = gather_moments(net, layers, [x], lambda m, b: m(b).square().mean())
+    square = x.T @ x / 20
+    for name, scale in (("q", 1), ("k", 1), ("v", 4)):
+        torch.testing.assert_close(found[name].inputs_II, scale * square)
+
+
+def test_gradients_of_every_other_batch_and_inputs_of_all():
+    net, data = Net(), batches((4, 4, 4))
+    some = gather_moments(net, layers(net), data, loss_fn, grad_every=2)
+    whole = gather_moments(net, layers(net), data, loss_fn)
+    those = gather_moments(net, layers(net), data[::2], loss_fn)
+    for name, moments in some.items():
+        assert (moments.rows, moments.grad_rows) == (36, 24)
+        torch.testing.assert_close(moments.inputs_II, whole[name].inputs_II)
+        torch.testing.assert_close(moments.grads_OO, those[name].grads_OO)
+    with pytest.raises(ValueError, match="grad_every=0 must be 1 or more"):
+        gather_moments(net, layers(net), data, loss_fn, grad_every=0)
+
+
+def test_of_a_table_it_is_how_often_rows_are_read():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(6, 3, padding_idx=1), nn.Linear(3, 2))
+    indices = torch.tensor([[0, 2, 2, 1], [5, 2, 1, 0]])
+    found = gather_moments(
+        net, {"0": net[0]}, [indices[:1], indices[1:]], lambda m, b: m(b).square().sum(-1).mean()
+    )["0"]
+    torch.testing.assert_close(found.inputs_II, torch.tensor([2, 0, 3, 0, 0, 1]) / 8)
+    rows = [r for r in indices.flatten().tolist() if r != 1]
+    grads = 2 * (net[1](net[0](torch.tensor(rows)))) @ net[1].weight
+    torch.testing.assert_close(found.grads_OO, (grads.T @ grads / 8).detach())

@@ -114,3 +114,37 @@ def test_moments_without_a_root_get_one():
     found = whitened_svd(torch.randn(5, 3), Moments(inputs, torch.eye(5), 9), 0, 0)
     left, right = found.factors(3)
     assert (left @ right).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [(24, 60), (60, 24)])
+def test_right_factors_make_of_the_inputs_what_is_uncorrelated_and_of_size_one(size):
+    weight, of = torch.randn(size).double(), moments(size[1], size[0])
+    found = whitened_svd(weight, of, damping=0, grad_damping=0)
+    left, right = found.spread_factors(7)
+    torch.testing.assert_close(right @ of.inputs_II @ right.T, torch.eye(7).double())
+    a, b = found.factors(7)
+    torch.testing.assert_close(left @ right, a @ b)
+
+
+@pytest.mark.parametrize("rows", [90, 12])
+def test_a_table_is_weighed_by_how_often_its_rows_are_read(rows):
+    reads = torch.randint(0, rows, (4000,)) ** 2 // rows  # the first ones more often
+    counts = torch.bincount(reads, minlength=rows)
+    of = moments(3, 20)
+    shares = Moments(counts / 4000, of.grads_OO, 4000)
+    table = torch.randn(rows, 20)
+    found = whitened_svd(table.T, shares, damping=0)
+    expected = whitened_svd(
+        table.T, Moments((counts / 4000).double().diag(), of.grads_OO, 4000), damping=0
+    )
+    torch.testing.assert_close(found.losses_K, expected.losses_K, rtol=1e-5, atol=1e-9)
+
+
+def test_rows_never_read_count_as_much_as_those_read_once():
+    counts = torch.tensor([50, 40, 6, 1, 1, 1, 1, 0, 0])  # four of a hundred reads were of new rows
+    shares = Moments(counts / 100, torch.eye(4), 100)
+    expected = torch.tensor([*0.96 * counts[:7] / 100, 0.02, 0.02])
+    table = torch.randn(9, 4)
+    found = whitened_svd(table.T, shares, damping=0)
+    same = whitened_svd(table.T, Moments(expected.diag(), torch.eye(4), 100), damping=0)
+    torch.testing.assert_close(found.losses_K, same.losses_K)
