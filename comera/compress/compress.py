@@ -113,7 +113,7 @@ def compress_(
     keep: str | Path | None = None,
     progress: bool = False,
     grad_every: int = 1,
-    correct: bool | Iterable[Any] | None = None,
+    correct: bool | Iterable[Any] = False,
     order: int | str = 1,
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
@@ -121,9 +121,8 @@ def compress_(
         Of each layer the second moments of inputs and of the loss' gradients are gathered over the
     calibration data; they weigh errors of its weight by what these do to the loss, and make the
     directions of all layers comparable. One price for a parameter then chooses the ranks, and which
-    layers stay dense. At last left factors are fitted to the inputs that they get with the layers
-    before them replaced. The result has :class:`~comera.TTLinear` layers of order 1 with open
-    gates, which can be trained on, and saved as any other.
+    layers stay dense. The result has :class:`~comera.TTLinear` layers of order 1 with open gates,
+    which can be trained on, and saved as any other.
 
     Args:
         model: Any model with ``nn.Linear`` layers.
@@ -152,9 +151,10 @@ def compress_(
         progress: Whether to show a bar.
         grad_every: Of so many batches one runs backward too, the others forward only.
         correct: Whether to fit left factors of linear layers, in order, to the inputs that they get
-            with the layers before them replaced: two passes forward for each batch. Or the batches
-            to do so with. If None, it is done where ``calibration`` can be read again: not with
-            what :func:`~comera.sensitivity` found, nor with an iterator.
+            with the layers before them replaced: two passes forward for each batch of
+            ``calibration``, which must then be one that can be read again. Or the batches to do so
+            with. It has not helped where it was measured (``docs/compress.md``); compare losses on
+            data of your own.
         order: 1 makes two factors of each layer. ``"auto"`` tries tensor trains of order 2 and 3 in
             the place of those of linear layers, at no larger size, and takes them where they are
             predicted to raise the loss by less. Trained weights hardly ever come out so.
@@ -268,18 +268,17 @@ def _evaluation(
 
 
 def _correction(
-    calibration: Iterable[Any] | Sensitivity, correct: bool | Iterable[Any] | None
+    calibration: Iterable[Any] | Sensitivity, correct: bool | Iterable[Any]
 ) -> Iterable[Any] | None:
     """Return the batches to correct layers with, or None."""
-    if not isinstance(correct, bool | None):
+    if not isinstance(correct, bool):
         return correct
-    can = not isinstance(calibration, Sensitivity | Iterator)
-    if correct and not can:
+    if correct and isinstance(calibration, Sensitivity | Iterator):
         raise ValueError(
             f"correct=True with a calibration of type {type(calibration).__name__}, which cannot "
             "be read again: pass the batches, correct=loader"
         )
-    return calibration if can and correct is not False else None  # type: ignore[return-value]
+    return calibration if correct else None  # type: ignore[return-value]
 
 
 def _check_unused(

@@ -26,7 +26,7 @@ from comera.names import listed
 
 log = logging.getLogger("comera")
 
-_PRIOR_ROWS = 512
+_PRIOR_ROWS = 16384
 """As so many rows of data counts the factor that was found for the dense model's inputs."""
 
 

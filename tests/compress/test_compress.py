@@ -147,7 +147,7 @@ def test_tied_weights_are_left_alone(caplog):
 def test_a_budget_out_of_reach_changes_nothing(trained, budget, problem):
     model = copy.deepcopy(trained)
     with pytest.raises(ValueError, match=problem):
-        comera.compress_(model, calibration(), budget=budget, loss_fn=loss_fn, correct=False)
+        comera.compress_(model, calibration(), budget=budget, loss_fn=loss_fn)
     assert all(type(m) is not TTLinear for m in model.modules())
 
 
@@ -174,7 +174,7 @@ def test_what_sensitivity_found_serves_copies_of_the_model_at_any_budget(trained
         model, direct = copy.deepcopy(trained), copy.deepcopy(trained)
         done = comera.compress_(model, found, budget=budget)
         assert done.layers == found.choose(budget)
-        comera.compress_(direct, calibration(), budget=budget, loss_fn=loss_fn, correct=False)
+        comera.compress_(direct, calibration(), budget=budget, loss_fn=loss_fn)
         for ours, theirs in zip(model.parameters(), direct.parameters(), strict=True):
             assert torch.equal(ours, theirs)
     assert type(trained[0]) is nn.Linear

@@ -1,7 +1,11 @@
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import comera
 from comera.compress import correct as module
 from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import gather_moments
@@ -58,3 +62,55 @@ def test_factors_are_those_of_least_squares_on_what_layers_get_now():
 
 def product(one):
     return one.left_OR @ one.right_RI
+
+
+def test_a_compressed_model_is_the_corrected_one():
+    model, batch = make_model(), data(8, 1)
+    small, first = (copy.deepcopy(model) for _ in range(2))
+    done = comera.compress_(small, batch, budget=0.5, loss_fn=loss_fn, correct=True)
+    comera.compress_(first, batch, budget=0.5, loss_fn=loss_fn)
+    rows = torch.cat(data(8, 2))
+    with torch.no_grad():
+        names = [layer.name for layer in done.layers if layer.rank is not None]
+        last = nn.Sequential(*list(model)[: int(names[-1]) + 1])
+        apart = [
+            float((net[: len(last)](rows) - last(rows)).square().mean()) for net in (small, first)
+        ]
+    assert len(names) > 1
+    assert apart[0] < apart[1]
+    found = comera.sensitivity(model, batch, loss_fn=loss_fn)
+    again = copy.deepcopy(model)
+    comera.compress_(again, found, budget=0.5, loss_fn=loss_fn, correct=batch)
+    for ours, theirs in zip(again.parameters(), small.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert all("forward" not in vars(layer) for layer in model)
+
+
+def test_a_layer_that_gets_other_rows_is_named(caplog):
+    class Routed(nn.Module):
+        """Sends to its second layer what is large after the first."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.second(hidden[hidden[:, 0] > 0]).mean(0, keepdim=True).expand(len(x), 4)
+
+    torch.manual_seed(0)
+    model = Routed().bfloat16()
+    batch = [rows.bfloat16() for rows in data(4, 1)]
+    layers, fitted = fitted_layers(model, batch, {"first": 4, "second": 2})
+    correct_factors(model, layers, fitted, batch, loss_fn)
+    assert "did not correct second by all batches" in caplog.text
+    assert all(bool(one.left_OR.isfinite().all()) for one in fitted.values())
+
+
+def test_what_cannot_be_read_again_is_named():
+    model, batch = make_model(), data(4, 1)
+    with pytest.raises(ValueError, match="calibration of type list_iterator, which cannot be read"):
+        comera.compress_(model, iter(batch), budget=0.5, loss_fn=loss_fn, correct=True)
+    with pytest.raises(ValueError, match="there is no batch to correct"):
+        comera.compress_(model, batch, budget=0.5, loss_fn=loss_fn, correct=[])
+    assert type(model[0]) is nn.Linear

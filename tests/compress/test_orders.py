@@ -32,7 +32,7 @@ def batches():
 def test_a_train_is_taken_where_it_loses_less_than_two_factors_of_its_size():
     model, data = with_structure(), batches()
     small = copy.deepcopy(model)
-    done = comera.compress_(small, data, budget=0.25, loss_fn=loss_fn, order="auto", correct=False)
+    done = comera.compress_(small, data, budget=0.25, loss_fn=loss_fn, order="auto")
     by_name = {layer.name: layer for layer in done.layers}
     assert by_name["0"].order in (2, 3)
     assert by_name["2"].order == 1
@@ -41,7 +41,7 @@ def test_a_train_is_taken_where_it_loses_less_than_two_factors_of_its_size():
         assert layer.params == sum(p.numel() for p in (*module.cores, *module.gates))
         assert layer.rank in module.ranks
     plain = copy.deepcopy(model)
-    two = comera.compress_(plain, data, budget=0.25, loss_fn=loss_fn, correct=False)
+    two = comera.compress_(plain, data, budget=0.25, loss_fn=loss_fn)
     assert done.params <= two.params
     x = torch.randn(500, 64)
     with torch.no_grad():
