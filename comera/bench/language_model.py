@@ -35,6 +35,7 @@ METHODS = {
     "tt": "TT-SVD of the weight, order 3, one share",
     "whitened": "weighed by inputs, one share",
     "comera": "compress_",
+    "corrected": "compress_, correct=True",
     "healed": "compress_, then heal_",
 }
 _SHARES = (0.1, 0.2, 0.4, 0.6)
@@ -61,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.test, options.test_sequences),
         )
     )
-    bench = Bench(model, told[: options.sequences], told[options.sequences :], tested, folder)
+    bench = Bench(
+        model, told[: options.sequences], told[options.sequences :], tested, folder,
+        bfloat16=options.bfloat16,
+    )  # fmt: skip
     bench.measure("dense", 0.0, lambda: ({}, model))
     for method in options.methods:
         for share in options.shares:
@@ -83,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=512, help="Tokens of a sequence.")
     parser.add_argument("--sequences", type=int, default=16, help="For calibration.")
     parser.add_argument("--heal_sequences", type=int, default=64, help="Those after them.")
+    parser.add_argument("--bfloat16", action="store_true", help="Heal under autocast to it.")
     parser.add_argument("--test_sequences", type=int, default=24)
     parser.add_argument("--out", default="runs/language-model", help="Folder for what is found.")
     parser.add_argument("--plot", help="Draw the curves into this file.")
@@ -98,6 +103,7 @@ class Bench:
         healing: Batches to heal with, each once.
         tested: Batches for the perplexity.
         folder: For ``points.json`` and the moments.
+        bfloat16: Whether healing multiplies in it.
     """
 
     def __init__(
@@ -107,8 +113,10 @@ class Bench:
         healing: Sequence[Any],
         tested: Sequence[Any],
         folder: Path,
+        bfloat16: bool = False,
     ) -> None:
         self.model, self.tested, self.healing = model, tested, healing
+        self.bfloat16 = bfloat16
         self.calibration, self.folder = calibration, folder
         self.layers = {
             name: layer
@@ -193,18 +201,23 @@ class Bench:
                 layer.weight.copy_(train.weight)  # type: ignore[operator,union-attr]
         return {}, small
 
-    def comera(self, share: float) -> tuple[dict[str, Any], nn.Module]:
+    def comera(self, share: float, correct: Any = False) -> tuple[dict[str, Any], nn.Module]:
         """Spend one budget for all layers."""
         small = copy.deepcopy(self.model)
         linears = sum(layer.weight.numel() for layer in self.layers.values())
         whole = sum(param.numel() for param in self.model.parameters())
-        done = compress_(small, self.found, budget=1 - share * linears / whole)
+        done = compress_(small, self.found, budget=1 - share * linears / whole, correct=correct)
         return {"kept_dense": sum(layer.rank is None for layer in done.layers)}, small
 
+    def corrected(self, share: float) -> tuple[dict[str, Any], nn.Module]:
+        """The same, and fit later layers to what earlier ones let through."""
+        return self.comera(share, self.calibration)
+
     def healed(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """The same, and train it to answer as the dense model."""
+        """Spend one budget, and train what comes out to answer as the dense model."""
         about, small = self.comera(share)
-        done = heal_(small, self.model, self.healing, progress=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            done = heal_(small, self.model, self.healing, progress=True)
         return {**about, "steps": done.steps, "first": done.first, "last": done.last}, small
 
     def _each(
