@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule
-from comera.optim.muon import MuonAdamW
 
 Outputs = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch, and returns its answers: logits, or whatever is to be matched."""
@@ -59,9 +58,9 @@ def heal_(
     """Train the tensor-train layers of a model in place to answer as the dense model does.
 
     Both see the same batches, which need no labels. Only cores and biases of tensor-train layers
-    are trained, with :class:`~comera.MuonAdamW`; all else stays as it is, and so do gates and
-    ranks. The rate rises for a twentieth of the way and falls to nothing at the end. Under
-    ``torch.autocast`` both models compute in its dtype; cores and optimizer keep theirs.
+    are trained, with AdamW; all else stays as it is, and so do gates and ranks. The rate rises for
+    a twentieth of the way and falls to nothing at the end. Under ``torch.autocast`` both models
+    compute in its dtype; cores and optimizer keep theirs.
 
     Args:
         model: The compressed model; what dropout it has stays off.
@@ -102,7 +101,7 @@ def heal_(
     answers, apart = outputs or _logits, distance or _divergence
     wanted = {param: param.requires_grad for param in model.parameters()}
     training = {module: module.training for module in (*model.modules(), *dense.modules())}
-    optimizer = MuonAdamW(_groups(model, params), lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.zero_grad()
     found: list[float] = []
     begun = time.monotonic()
@@ -131,8 +130,7 @@ def heal_(
                     "the answers"
                 )
             loss.backward()
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
             optimizer.step()
             optimizer.zero_grad()
             found.append(value)
@@ -160,18 +158,6 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
             "tensorize_ it first"
         )
     return params
-
-
-def _groups(model: nn.Module, params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Tell cores, which Muon steps, from what AdamW does: biases and rows that are kept dense."""
-    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
-    cores = {id(core) for layer in layers for core in layer.cores}
-    parts = [[p for p in params if (id(p) in cores) is muon] for muon in (True, False)]
-    return [
-        {"params": part, "muon": muon}
-        for part, muon in zip(parts, (True, False), strict=True)
-        if part
-    ]
 
 
 def _until(batches: Iterable[Any], seconds: float | None, begun: float, progress: bool):
