@@ -21,7 +21,7 @@ from comera.compress.sensitivity import (
     parse_budget,
     sensitivity,
 )
-from comera.compress.target_loss import measured_loss, smallest_share
+from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import balanced
 from comera.extras import needed_by
 from comera.nn.embedding import TTEmbedding
@@ -82,7 +82,7 @@ class Compression:
         ]
 
     def __str__(self) -> str:
-        return f"{text_table('linear layers', *self.rows())}\n{self.summary()}"
+        return f"{text_table('layers', *self.rows())}\n{self.summary()}"
 
     __repr__ = __str__
 
@@ -180,6 +180,11 @@ def compress_(
         parse_budget(budget)
     evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)
     again = _correction(calibration, correct)
+    if max_loss is not None and (again is not None or order == "auto"):
+        raise ValueError(
+            f"max_loss={max_loss} is measured with two factors a layer as they are found: "
+            "correct= and order='auto' change them afterwards, and go with a budget"
+        )
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
         unused = None if again is not None else loss_fn
@@ -220,9 +225,6 @@ def compress_(
     new |= {name: _train(layers[name], shape, cores) for name, (_, shape, cores) in trains.items()}
     swap_layers_(model, {id(layers[name]): layer for name, layer in new.items()})
     made = tuple(trains[one.name][0] if one.name in trains else one for one in made)
-    if max_loss is not None and (again is not None or trains):
-        assert evaluate is not None, "it was looked at above"
-        measured = measured_loss(evaluate, model)
     params = list(model.parameters())
     return Compression(
         made,

@@ -26,7 +26,7 @@ from comera.names import listed
 
 log = logging.getLogger("comera")
 
-_PRIOR_ROWS = 16384
+_PRIOR_ROWS = 32768
 """As so many rows of data counts the factor that was found for the dense model's inputs."""
 
 
@@ -58,7 +58,9 @@ class FittedLayer:
                 missing_NO -= self.bias.to(z_NR.dtype)
             self.inner_RR.addmm_(z_NR.T, z_NR)
             self.cross_RO.addmm_(z_NR.T, missing_NO)
-            root = torch.linalg.cholesky(self.inner_RR.double())
+            root, problem = torch.linalg.cholesky_ex(self.inner_RR.double())
+            if problem or not bool(torch.isfinite(root).all()):
+                raise ValueError("outputs of layers overflow while later ones are fitted to them")
             change = torch.cholesky_solve(self.cross_RO.double(), root)
             self.left_OR = self.first_OR + change.T.to(self.first_OR)
         made = z_NR @ self.left_OR.T
@@ -134,12 +136,12 @@ def _replaced(
     """Let factors answer in the place of layers, and learn from what these answered."""
 
     def forward(name: str) -> Callable[[Tensor], Tensor]:
-        def answer(x: Tensor) -> Tensor:
+        def answer(input: Tensor) -> Tensor:
             wanted = outputs[name].pop(0) if outputs[name] else None
-            if wanted is None or wanted.shape[:-1] != x.shape[:-1]:
+            if wanted is None or wanted.shape[:-1] != input.shape[:-1]:
                 strays.add(name)
                 wanted = None
-            return fitted[name](x, wanted)
+            return fitted[name](input, wanted)
 
         return answer
 

@@ -17,7 +17,7 @@ Layer = nn.Linear | nn.Embedding
 
 def weight_OI(layer: Layer) -> Tensor:
     """Return what a layer multiplies inputs with; those of a table have a single one in them."""
-    return layer.weight.T if isinstance(layer, nn.Embedding) else layer.weight
+    return layer.weight.detach().T if isinstance(layer, nn.Embedding) else layer.weight
 
 
 def linear_targets(
@@ -36,7 +36,7 @@ def linear_targets(
         if len(modules) > 1 or other_holders(model, modules):
             why = "another module holds the weight"
         elif not isinstance(layer, nn.Linear | nn.Embedding):
-            why = f"a {type(layer).__name__} is not what it can make smaller"
+            why = f"{type(layer).__name__} is not among what it compresses"
         elif isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
             why = "rows that share a basis cannot be scaled one by one (max_norm, ...)"
         else:

@@ -28,7 +28,7 @@ _UNITS = {"k": 1000, "M": 1000**2, "G": 1000**3, "Ki": 1024, "Mi": 1024**2, "Gi"
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """What becomes of one linear layer.
+    """What becomes of one layer.
 
     Attributes:
         name: As in ``named_modules``.
@@ -49,7 +49,7 @@ class CompressedLayer:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """One linear layer.
+    """One layer.
 
     Attributes:
         name: As in ``named_modules``.
@@ -229,7 +229,7 @@ class Sensitivity:
         """Return a line of totals."""
         ours = sum(layer.params(None) for layer in self.layers)
         return (
-            f"{len(self.layers)} linear layers with {ours:,} of {self.model_params:,} parameters "
+            f"{len(self.layers)} layers with {ours:,} of {self.model_params:,} parameters "
             f"({ours / self.model_params:.1%})"
         )
 
@@ -256,7 +256,7 @@ def sensitivity(
     grad_every: int = 1,
     order: int | str = 1,
 ) -> Sensitivity:
-    """Look at what each linear layer of a trained model can do without; nothing is changed.
+    """Look at what each layer of a trained model can do without; nothing is changed.
 
     Args:
         model: Any model with ``nn.Linear`` layers.

@@ -111,6 +111,11 @@ def test_what_cannot_be_read_again_is_named():
     model, batch = make_model(), data(4, 1)
     with pytest.raises(ValueError, match="calibration of type list_iterator, which cannot be read"):
         comera.compress_(model, iter(batch), budget=0.5, loss_fn=loss_fn, correct=True)
+    with pytest.raises(ValueError, match=r"max_loss=1\.0 is measured with two factors"):
+        comera.compress_(model, batch, max_loss=1.0, loss_fn=loss_fn, correct=True)
+    overflow = [torch.full((64, 16), 3e38)]
+    with pytest.raises(ValueError, match="outputs of layers overflow"):
+        comera.compress_(model, batch, budget=0.5, loss_fn=loss_fn, correct=overflow)
     with pytest.raises(ValueError, match="there is no batch to correct"):
         comera.compress_(model, batch, budget=0.5, loss_fn=loss_fn, correct=[])
     assert type(model[0]) is nn.Linear

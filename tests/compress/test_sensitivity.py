@@ -51,7 +51,7 @@ def test_spectra_are_the_singular_values_of_the_weight_and_of_what_matters(seen)
 def test_it_prints_and_draws(seen, tmp_path):
     _, found = seen
     assert "loss at 25%" in str(found)
-    assert "2 linear layers with 360 of 380 parameters" in found.summary()
+    assert "2 layers with 360 of 380 parameters" in found.summary()
     assert found._repr_html_().count("<tr>") == 3
     for figure, panels in ((found.plot(), 1), (found.plot_spectra(), 2)):
         assert len(figure.axes) == panels
