@@ -39,6 +39,8 @@ METHODS = {
     "healed": "compress_, then heal_",
 }
 _SHARES = (0.1, 0.2, 0.4, 0.6)
+_SHOWN = 100
+"""Perplexities up to so many times the dense model's are drawn."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,12 +283,16 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    dense = next(point["perplexity"] for point in points if point["method"] == "dense")
     for name, text in METHODS.items():
         line = sorted((p["share"], p["perplexity"]) for p in points if p["method"] == name)
         if line:
-            axes.plot(*zip(*line, strict=True), "o-", label=text)
-    dense = next(point["perplexity"] for point in points if point["method"] == "dense")
+            above = all(perplexity > _SHOWN * dense for _, perplexity in line)
+            label = f"{text} (above the picture)" if above else text
+            axes.plot(*zip(*line, strict=True), "o-", label=label)
     axes.axhline(dense, color="#8a9299", lw=0.8, label="dense")
+    lines = [p["perplexity"] for p in points if p["perplexity"] < _SHOWN * dense]
+    axes.set_ylim(0.9 * dense, 1.1 * max(lines))  # others leave through the top
     axes.set(yscale="log", xlabel="fewer parameters in the linear layers", ylabel="perplexity")
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:g}")
