@@ -112,7 +112,6 @@ def compress_(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
-    grad_every: int = 1,
     correct: bool | Iterable[Any] = False,
     order: int | str = 1,
 ) -> Compression:
@@ -149,7 +148,6 @@ def compress_(
         keep: A file for what calibration has found, written every two minutes and at its end.
             A call that finds it skips as many batches as it has seen: all, if it is complete.
         progress: Whether to show a bar.
-        grad_every: Of so many batches one runs backward too, the others forward only.
         correct: Whether to fit left factors of linear layers, in order, to the inputs that they get
             with the layers before them replaced: two passes forward for each batch of
             ``calibration``, which must then be one that can be read again. Or the batches to do so
@@ -187,14 +185,14 @@ def compress_(
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
         unused = None if again is not None else loss_fn
-        _check_unused(unused, target_modules, exclude_modules, keep, grad_every)
+        _check_unused(unused, target_modules, exclude_modules, keep)
         found = calibration
         check_order(order, all(layer.moments is not None for layer in found.layers))
     else:
         found = sensitivity(
             model, calibration, loss_fn=loss_fn, target_modules=target_modules,
             exclude_modules=exclude_modules, keep=keep, progress=progress,
-            grad_every=grad_every, order=order,
+            order=order,
         )  # fmt: skip
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
@@ -282,12 +280,9 @@ def _correction(
     return calibration if correct else None  # type: ignore[return-value]
 
 
-def _check_unused(
-    loss_fn: object, targets: object, exclude: object, keep: object, grad_every: int
-) -> None:
+def _check_unused(loss_fn: object, targets: object, exclude: object, keep: object) -> None:
     said = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     said["target_modules"] = None if targets == "all-linear" else targets
-    said["grad_every"] = None if grad_every == 1 else grad_every
     wrong = [name for name, value in said.items() if value is not None]
     if wrong:
         raise ValueError(

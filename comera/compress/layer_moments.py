@@ -94,7 +94,6 @@ def gather_moments(
     loss_fn: LossFn,
     keep: str | Path | None = None,
     progress: bool = False,
-    grad_every: int = 1,
 ) -> dict[str, Moments]:
     """Run batches forward and backward and collect :class:`Moments` of layers, batch by batch.
 
@@ -110,26 +109,22 @@ def gather_moments(
             already, of the same weights, is gone on from: as many batches are skipped as it has
             seen, and all of them if it was complete.
         progress: Whether to show a bar.
-        grad_every: Of so many batches one also runs backward, the first to begin with.
 
     Returns:
         Moments in float32 or wider, by name.
 
     Raises:
-        ValueError: If there is no batch, a loss is no finite number, a layer is never called,
-            ``grad_every`` is below one, or the file is of other layers or weights.
+        ValueError: If there is no batch, a loss is no finite number, a layer is never called, or
+            the file is of other layers or weights.
     """
-    if grad_every < 1:
-        raise ValueError(f"grad_every={grad_every} must be 1 or more: of so many batches one")
     found = {name: _empty(layer) for name, layer in layers.items()}
     seen, complete = _read(keep, layers, found) if keep and Path(keep).exists() else (0, False)
     if complete:
         return found
     saved = time.monotonic()
-    with evaluating(model):
+    with evaluating(model), torch.enable_grad():
         for batch in _shown(itertools.islice(batches, seen, None), batches, seen, progress):
-            backward = seen % grad_every == 0
-            with torch.set_grad_enabled(backward), _watched(layers, found) as first:
+            with _watched(layers, found) as first:
                 loss = loss_fn(model, batch)
                 if loss.numel() != 1 or not bool(torch.isfinite(loss)):
                     raise ValueError(
@@ -265,10 +260,9 @@ def _watched(layers: Mapping[str, Layer], found: Mapping[str, Moments]) -> Itera
                 grad = grad if idle is None else grad.masked_fill(idle, 0)
                 moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
-            if torch.is_grad_enabled():
-                if not output.requires_grad:
-                    first.append(output.requires_grad_())
-                output.register_hook(take)
+            if not output.requires_grad:
+                first.append(output.requires_grad_())
+            output.register_hook(take)
 
         return after
 

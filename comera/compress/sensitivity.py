@@ -253,7 +253,6 @@ def sensitivity(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
-    grad_every: int = 1,
     order: int | str = 1,
 ) -> Sensitivity:
     """Look at what each layer of a trained model can do without; nothing is changed.
@@ -266,7 +265,6 @@ def sensitivity(
         exclude_modules: The same.
         keep: The same.
         progress: The same.
-        grad_every: The same.
         order: ``"auto"`` keeps the moments, as :func:`compress_` needs them for this order; they
             take about as much memory again.
 
@@ -287,9 +285,7 @@ def sensitivity(
     """
     check_order(order)
     layers = linear_targets(model, target_modules, exclude_modules)
-    moments = gather_moments(
-        model, layers, calibration, loss_fn or own_loss, keep, progress, grad_every
-    )
+    moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     params = list(model.parameters())
     made = []
     for name, layer in layers.items():

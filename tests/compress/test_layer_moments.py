@@ -160,19 +160,6 @@ def test_inputs_of_neighbours_are_told_apart_where_they_differ():
         torch.testing.assert_close(found[name].inputs_II, scale * square)
 
 
-def test_gradients_of_every_other_batch_and_inputs_of_all():
-    net, data = Net(), batches((4, 4, 4))
-    some = gather_moments(net, layers(net), data, loss_fn, grad_every=2)
-    whole = gather_moments(net, layers(net), data, loss_fn)
-    those = gather_moments(net, layers(net), data[::2], loss_fn)
-    for name, moments in some.items():
-        assert (moments.rows, moments.grad_rows) == (36, 24)
-        torch.testing.assert_close(moments.inputs_II, whole[name].inputs_II)
-        torch.testing.assert_close(moments.grads_OO, those[name].grads_OO)
-    with pytest.raises(ValueError, match="grad_every=0 must be 1 or more"):
-        gather_moments(net, layers(net), data, loss_fn, grad_every=0)
-
-
 def test_of_a_table_it_is_how_often_rows_are_read():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(6, 3, padding_idx=1), nn.Linear(3, 2))
