@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from comera.rank.two_stage import TwoStage
     from comera.recipes.trained import load_run
     from comera.report.compression import compression_report
+    from comera.report.explore import explore
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
     from comera.saved.hub import push_to_hub
@@ -93,6 +94,7 @@ _HOMES = {
     "comera.rank.importance_pruning": ("ImportancePruning",),
     "comera.rank.two_stage": ("TwoStage",),
     "comera.report.compression": ("compression_report",),
+    "comera.report.explore": ("explore",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
     "comera.saved.hub": ("push_to_hub",),
@@ -131,6 +133,7 @@ __all__ = [
     "compress_",
     "compression_report",
     "densify_",
+    "explore",
     "freeze_",
     "frozen",
     "galore_param_groups",

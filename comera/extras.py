@@ -13,6 +13,7 @@ _EXTRAS = {
     "onnxscript": "onnx",
     "optuna": "search",
     "pandas": "cli",
+    "plotly": "notebooks",
     "pytorch_lightning": "lightning",
     "ray": "ray",
     "submitit": "submitit",

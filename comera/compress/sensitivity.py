@@ -16,6 +16,7 @@ from comera.compress.layer_moments import LossFn, Moments, gather_moments
 from comera.compress.linear_targets import linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
+from comera.planning.figures import empty_figure
 from comera.planning.printing import show_bytes, table_html, text_table
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class Sensitivity:
 
     def plot(self) -> "Figure":
         """Draw each layer's loss over its share of the dense weight. Needs matplotlib."""
-        figure, axes = _figure(1)
+        figure, axes = empty_figure(1)
         for layer in self.layers:
             losses = layer.whitened.losses_K
             left = losses.flip(0).cumsum(0).flip(0)[1:].cpu()  # without the first 1, 2, ...
@@ -203,7 +204,7 @@ class Sensitivity:
 
     def plot_spectra(self) -> "Figure":
         """Draw singular values of each layer, plain and whitened, the largest as one."""
-        figure, axes = _figure(2)
+        figure, axes = empty_figure(2)
         for layer in self.layers:
             for ax, values in zip(axes, (layer.plain_K, layer.whitened_K), strict=True):
                 shown = (values / values[0].clamp_min(1e-300)).clamp_min(1e-12).cpu()
@@ -331,16 +332,6 @@ def parse_budget(budget: float | str) -> float | int:
         f"budget={budget!r} must be between 0 and 1, the share of parameters kept, or the bytes of "
         'all parameters with a unit, as "60MB" or "60MiB"'
     )
-
-
-def _figure(count: int) -> tuple["Figure", Any]:
-    with needed_by("a plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * count, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def _legend(axes: Any, layers: int) -> None:

@@ -42,7 +42,7 @@ def smallest_share(
     Raises:
         ValueError: If the dense model's loss is higher, or no smaller size has been found.
     """
-    best = _measured(evaluate, model)
+    best = measured(evaluate, model)
     if not best <= max_loss:
         raise ValueError(
             f"max_loss={max_loss}: the dense model itself has a loss of {best:.6g} in evaluate"
@@ -54,7 +54,7 @@ def smallest_share(
     for _ in range(_TRIES):
         share = (low + high) / 2
         with _truncated(layers, found, found.choose(share)):
-            loss = _measured(evaluate, model)
+            loss = measured(evaluate, model)
         log.info("compress_: at %.1f %% of the parameters the loss is %.6g", 100 * share, loss)
         if loss <= max_loss:
             high, best = share, loss
@@ -67,7 +67,12 @@ def smallest_share(
     return high, best
 
 
-def _measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+def measured(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return the loss that ``evaluate`` gives, without gradients.
+
+    Raises:
+        ValueError: If it is no finite number.
+    """
     with torch.no_grad():
         loss = float(evaluate(model))
     if not math.isfinite(loss):

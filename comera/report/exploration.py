@@ -1,0 +1,244 @@
+"""What was measured of a model at many sizes: a table, the best of it, a picture."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from comera.extras import needed_by
+from comera.planning.figures import empty_figure
+from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WHOLE = "whole model"
+"""The layer of a point at which all targeted layers are made smaller."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model at one setting; None where something is not known.
+
+    Attributes:
+        setting: What was done to it: ``budget=0.8``, ``compression=4, order=1``, or ``dense``.
+        layer: The only layer it was done to, as in ``named_modules``, or ``whole model``.
+        order: Modes that each side of a weight is split into.
+        ranks: Bonds of the layers; where they differ, the smallest and the largest of them.
+        ratio: How many times fewer parameters the whole model has than the dense one.
+        params: Parameters of the whole model.
+        bytes: Their bytes.
+        error: Relative Frobenius error of the weights that were replaced, all together.
+        predicted_loss: By how much the calibration data say that the loss rises, to second order.
+        loss: What ``evaluate`` gave.
+        predicted_seconds: Of the replaced layers, forward and backward, as ``comera.plan`` has it.
+        predicted_ratio: The same in units of the dense layers'.
+        measured_seconds: What the call of ``evaluate`` took, by the clock.
+        note: Why there is no loss; or what was said while the model was made smaller.
+    """
+
+    setting: str
+    layer: str = WHOLE
+    order: int | None = None
+    ranks: str = ""
+    ratio: float | None = None
+    params: int | None = None
+    bytes: int | None = None
+    error: float | None = None
+    predicted_loss: float | None = None
+    loss: float | None = None
+    predicted_seconds: float | None = None
+    predicted_ratio: float | None = None
+    measured_seconds: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Exploration:
+    """What :func:`comera.explore` has measured; prints itself, also in Jupyter.
+
+    Attributes:
+        points: One for each setting, the dense model first.
+        planned: How many there would be if nothing had broken it off.
+    """
+
+    points: tuple[Point, ...]
+    planned: int
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return one row a point, columns as in :class:`Point`. Needs pandas."""
+        with needed_by("to_pandas()"):
+            import pandas as pd
+
+        return pd.DataFrame([asdict(point) for point in self.points])
+
+    def pareto(self) -> "Exploration":
+        """Keep the points to which no other is equal or better in both size and loss.
+
+        Sizes are parameters of the whole model. Of points that are alike the first is kept.
+        """
+        best: list[Point] = []
+        for point in sorted(self._measured, key=lambda point: (point.params, point.loss)):
+            if not best or _loss(point) < _loss(best[-1]):
+                best.append(point)
+        return replace(self, points=tuple(point for point in self.points if point in best))
+
+    def plot(self, library: Literal["plotly", "matplotlib"] | None = None) -> Any:
+        """Draw losses over sizes, and the line of :meth:`pareto` through the best of them.
+
+        Args:
+            library: ``"plotly"`` draws a picture that shows a point's setting under the pointer and
+                can be zoomed, ``"matplotlib"`` a still one. If None, plotly where it is installed.
+
+        Returns:
+            A figure of that library.
+
+        Raises:
+            ValueError: If ``library`` is another one, or no point has a loss.
+            MissingPackageError: If the library is not installed.
+        """
+        if library not in (None, "plotly", "matplotlib"):
+            raise ValueError(f"library={library!r} must be 'plotly', 'matplotlib' or None")
+        if not self._measured:
+            raise ValueError(f"none of {len(self.points)} points has a loss: nothing can be drawn")
+        if library is None:
+            library = "plotly" if _has_plotly() else "matplotlib"
+        best = sorted(self.pareto().points, key=lambda point: point.params or 0)
+        draw = self._in_plotly if library == "plotly" else self._in_matplotlib
+        return draw([(kind, self._of_kind(kind)) for kind in self._kinds], best)
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return header and cells as text; points of :meth:`pareto` have a star."""
+        header = (
+            "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
+            "predicted time / dense", "evaluate took",
+        )  # fmt: skip
+        best = self.pareto().points
+        return header, [
+            (
+                ("* " if point in best else "") + point.setting,
+                point.layer,
+                "" if point.order is None else str(point.order),
+                point.ranks,
+                _text(point.ratio, "{:.2f}x"),
+                _text(point.params, "{:,}"),
+                "" if point.bytes is None else show_bytes(point.bytes),
+                _text(point.error, "{:.3f}"),
+                point.note if point.loss is None else f"{point.loss:.4g}",
+                _text(point.predicted_ratio, "{:.2f}x"),
+                "" if point.measured_seconds is None else show_seconds(point.measured_seconds),
+            )
+            for point in self.points
+        ]
+
+    def summary(self) -> str:
+        """Return lines of totals."""
+        failed = len(self.points) - len(self._measured)
+        text = (
+            f"{len(self._measured)} of {self.planned} points have a loss"
+            f"{f', {failed} failed' if failed else ''}; * no other is as small and as good"
+        )
+        dense = next((point for point in self.points if point.setting == "dense"), None)
+        near = [
+            point
+            for point in self._measured
+            if dense and point.params and _loss(point) <= _loss(dense) + 0.01 * abs(_loss(dense))
+        ]
+        if dense and near and (least := min(near, key=lambda point: point.params or 0)) != dense:
+            text += (
+                f"\nsmallest within a hundredth of the dense loss ({dense.loss:.4g}): "
+                f"{least.setting}, {least.layer}, {least.ratio:.2f}x smaller, {least.loss:.4g}"
+            )
+        return text
+
+    def __str__(self) -> str:
+        table = text_table("explored", *self.rows(), left=(0, 1, 3), width=140)
+        return f"{table}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(*self.rows(), note=self.summary())
+
+    @property
+    def _measured(self) -> list[Point]:
+        return [point for point in self.points if point.loss is not None]
+
+    @property
+    def _kinds(self) -> list[str]:
+        return list(dict.fromkeys(_kind(point) for point in self._measured))
+
+    def _of_kind(self, kind: str) -> list[Point]:
+        return [point for point in self._measured if _kind(point) == kind]
+
+    def _in_matplotlib(
+        self, groups: Sequence[tuple[str, list[Point]]], best: Sequence[Point]
+    ) -> Any:
+        figure, (axes,) = empty_figure(1)
+        for kind, points in groups:
+            axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
+        axes.plot(*_sizes_and_losses(best), color="#8a9299", lw=0.8, zorder=0, label="Pareto front")
+        axes.set(xlabel="parameters of the whole model", ylabel="loss")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.tick_params("x", labelsize="small")
+        axes.legend(frameon=False, fontsize="small")
+        return figure
+
+    def _in_plotly(self, groups: Sequence[tuple[str, list[Point]]], best: Sequence[Point]) -> Any:
+        with needed_by("a picture to zoom into"):
+            import plotly.graph_objects as plotly
+
+        figure = plotly.Figure()
+        sizes, losses = _sizes_and_losses(best)
+        line = {"color": "#8a9299", "width": 1}
+        figure.add_scatter(
+            x=sizes, y=losses, mode="lines", line=line, name="Pareto front", hoverinfo="skip"
+        )
+        for kind, points in groups:
+            sizes, losses = _sizes_and_losses(points)
+            figure.add_scatter(
+                x=sizes, y=losses, mode="markers", name=kind, text=[_hover(one) for one in points],
+                hovertemplate="%{text}<extra></extra>",
+            )  # fmt: skip
+        return figure.update_layout(
+            xaxis_title="parameters of the whole model", yaxis_title="loss",
+            template="plotly_white", width=720, height=440,
+        )  # fmt: skip
+
+
+def _sizes_and_losses(points: Sequence[Point]) -> tuple[list[Any], list[Any]]:
+    return [point.params for point in points], [point.loss for point in points]
+
+
+def _hover(point: Point) -> str:
+    lines = [f"<b>{point.setting}</b>", point.layer, f"loss {point.loss:.5g}"]
+    lines.append(f"{point.params:,} parameters, {point.ratio:.2f}x smaller")
+    if point.ranks:
+        lines.append(f"ranks {point.ranks}")
+    if point.error is not None:
+        lines.append(f"error of the weights {point.error:.3f}")
+    return "<br>".join(lines)
+
+
+def _kind(point: Point) -> str:
+    """Return what a point is drawn as: dense, by data, or a tensor train of an order."""
+    if point.setting == "dense":
+        return "dense"
+    how = "compress_" if point.setting.startswith("budget") else f"order {point.order}"
+    return how if point.layer == WHOLE else f"{how}, one layer"
+
+
+def _loss(point: Point) -> float:
+    assert point.loss is not None, "only points with a loss are compared"
+    return point.loss
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _has_plotly() -> bool:
+    try:
+        import plotly.graph_objects  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,232 @@
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import comera
+from comera.report.exploration import WHOLE, Exploration, Point
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@torch.no_grad()
+def loss_of(model, batch):
+    return float(loss_fn(model.eval(), batch))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    batches = [(torch.randn(32, 24), torch.randn(32, 24)) for _ in range(4)]
+    return model, batches
+
+
+@pytest.fixture
+def evaluate(trained):
+    def evaluate(model):
+        evaluate.calls += 1
+        return loss_of(model, trained[1][0])
+
+    evaluate.calls = 0
+    return evaluate
+
+
+CONFIGS = [
+    comera.TTConfig(compression=2, order=order, target_modules="all-linear") for order in (1, 2)
+]
+
+
+def test_budgets_are_what_compress_makes_and_the_model_stays(trained, evaluate):
+    model, batches = trained
+    before = copy.deepcopy(model.state_dict())
+    explored = comera.explore(model, evaluate, batches, budgets=(0.8, 0.5), loss_fn=loss_fn)
+    assert [point.setting for point in explored.points] == ["dense", "budget=0.8", "budget=0.5"]
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for point in explored.points[1:]:
+        small = copy.deepcopy(model)
+        done = comera.compress_(small, batches, budget=float(point.setting[7:]), loss_fn=loss_fn)
+        assert point.loss == pytest.approx(loss_of(small, batches[0]))
+        assert (point.params, point.bytes) == (done.params, done.bytes)
+        assert point.ratio == pytest.approx(1 / done.share)
+        assert point.predicted_loss == pytest.approx(sum(layer.loss for layer in done.layers))
+        assert point.order == 1
+        assert point.predicted_seconds > 0
+        assert point.measured_seconds > 0
+
+
+def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
+    model, _ = trained
+    explored = comera.explore(model, evaluate, configs=CONFIGS)
+    assert [point.order for point in explored.points] == [None, 1, 2]
+    assert not caplog.records
+    for point, config in zip(explored.points[1:], CONFIGS, strict=True):
+        small = copy.deepcopy(model)
+        comera.tensorize_(small, comera.TTConfig(**{**vars(config), "init": "svd"}))
+        assert point.params == sum(param.numel() for param in small.parameters())
+        assert point.loss == pytest.approx(loss_of(small, trained[1][0]))
+        weights = [(small[k].weight.detach(), model[k].weight.detach()) for k in (0, 2)]
+        off = sum(float((new - old).square().sum()) for new, old in weights)
+        whole = sum(float(old.square().sum()) for _, old in weights)
+        assert point.error == pytest.approx((off / whole) ** 0.5, rel=1e-4)
+        assert "approximates the weights" in point.note  # what it said is in the table
+    logging.getLogger("comera").warning("heard")
+    assert "heard" in caplog.text  # afterwards all is logged as before
+
+
+def test_layers_are_tried_alone_too(trained, evaluate):
+    model, batches = trained
+    explored = comera.explore(
+        model, evaluate, batches, budgets=(0.5,), configs=CONFIGS[:1], loss_fn=loss_fn,
+        each_layer=True,
+    )  # fmt: skip
+    frame = explored.to_pandas().set_index(["setting", "layer"])
+    assert len(frame) == 7
+    whole = sum(param.numel() for param in model.parameters())
+    for name in ("0", "2"):
+        for setting in ("budget=0.5", "compression=2, order=1"):
+            saved = whole - frame.loc[(setting, name), "params"]
+            assert saved == pytest.approx(24 * 40 / 2, abs=65)
+            assert frame.loc[(setting, name), "error"] > 0
+
+
+def test_what_fails_is_noted_and_the_others_go_on(trained, evaluate):
+    model, batches = trained
+
+    def picky(model):
+        if sum(param.numel() for param in model.parameters()) < 1000:
+            raise RuntimeError("too small")
+        return evaluate(model)
+
+    explored = comera.explore(model, picky, batches, budgets=("9GB", 0.8, 0.4), loss_fn=loss_fn)
+    _, large, fine, small = explored.points
+    assert large.note.startswith("ValueError: budget='9GB' is no less")
+    assert small.note == "RuntimeError: too small"
+    assert small.params < 1000
+    assert fine.loss is not None
+    assert "2 of 4 points have a loss, 2 failed" in str(explored)
+    with pytest.raises(ValueError, match="evaluate gave nan"):
+        comera.explore(model, lambda model: float("nan"), configs=CONFIGS)
+
+
+def test_a_file_is_gone_on_from_and_failures_are_tried_again(trained, evaluate, tmp_path):
+    model, _ = trained
+    file = tmp_path / "points.json"
+    fails = [True]
+
+    def sometimes(model):
+        if isinstance(model[0], comera.TTLinear) and len(model[0].cores) == 4 and fails[0]:
+            raise RuntimeError("not now")
+        return evaluate(model)
+
+    first = comera.explore(model, sometimes, configs=CONFIGS, keep=file)
+    assert [point.loss is None for point in first.points] == [False, False, True]
+    assert evaluate.calls == 2
+    fails[0] = False
+    again = comera.explore(model, sometimes, configs=CONFIGS, keep=file)
+    assert evaluate.calls == 3
+    assert again.points[:2] == first.points[:2]
+    assert again.points[2].loss is not None
+    with pytest.raises(ValueError, match=r"is of tokens=4096, not 8"):
+        comera.explore(model, evaluate, configs=CONFIGS, keep=file, tokens=8)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1
+    with pytest.raises(ValueError, match="is of another model or other weights"):
+        comera.explore(other, evaluate, configs=CONFIGS, keep=file)
+    file.write_text(json.dumps({"points": []}))
+    with pytest.raises(ValueError, match="is no file of explore"):
+        comera.explore(model, evaluate, configs=CONFIGS, keep=file)
+
+
+def test_ctrl_c_leaves_what_was_measured(trained, evaluate, caplog):
+    def interrupted(model):
+        if evaluate.calls == 2:
+            raise KeyboardInterrupt
+        return evaluate(model)
+
+    explored = comera.explore(trained[0], interrupted, configs=CONFIGS)
+    assert len(explored.points) == 2
+    assert "2 of 3 points have a loss" in explored.summary()
+    assert "broken off; 2 points are measured" in caplog.text
+
+
+def test_wrong_settings_are_named(trained, evaluate):
+    model, batches = trained
+    with pytest.raises(ValueError, match=r"budgets=\(0.5,\) needs calibration"):
+        comera.explore(model, evaluate, budgets=(0.5,))
+    with pytest.raises(ValueError, match="there is nothing to try"):
+        comera.explore(model, evaluate, configs=[])
+    with pytest.raises(ValueError, match="init='normal' draws new weights"):
+        comera.explore(model, evaluate, configs=[comera.TTConfig(init="normal")])
+    with pytest.raises(TypeError, match="configs holds 3"):
+        comera.explore(model, evaluate, configs=[3])
+    with pytest.raises(ValueError, match="tokens=0"):
+        comera.explore(model, evaluate, batches, tokens=0)
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def explored():
+    made = [
+        ("dense", WHOLE, 100, 1.0),
+        ("budget=0.5", WHOLE, 50, 1.005),
+        ("budget=0.4", WHOLE, 40, 2.0),
+    ]
+    made += [("compression=2, order=2", WHOLE, 50, 3.0), ("compression=2, order=2", "a", 70, 1.2)]
+    points = [
+        Point(
+            setting, layer, order=1, params=params, bytes=4 * params, ratio=100 / params, loss=loss
+        )
+        for setting, layer, params, loss in made
+    ]
+    return Exploration((*points, Point("budget=0.01", note="out of reach")), 7)
+
+
+def test_the_front_has_no_point_that_another_beats(explored):
+    front = explored.pareto().points
+    assert [(point.params, point.loss) for point in front] == [(100, 1.0), (50, 1.005), (40, 2.0)]
+    for point in explored.points[:-1]:
+        assert any(one.params <= point.params and one.loss <= point.loss for one in front)
+    frame = explored.to_pandas()
+    assert len(frame) == 6
+    assert frame["loss"].isna().sum() == 1
+
+
+def test_it_prints(explored):
+    text = str(explored)
+    assert "* budget=0.5" in text
+    assert "out of reach" in text
+    assert "5 of 7 points have a loss, 1 failed" in text
+    assert "budget=0.5, whole model, 2.00x smaller, 1.005" in text
+    assert explored._repr_html_().count("<tr>") == 7
+
+
+def test_it_draws_a_still_picture(explored, tmp_path):
+    figure = explored.plot("matplotlib")
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["dense", "compress_", "order 1", "order 1, one layer", "Pareto front"]
+    figure.savefig(tmp_path / "picture.png")
+    with pytest.raises(ValueError, match="library='gnuplot' must be"):
+        explored.plot("gnuplot")
+    with pytest.raises(ValueError, match="none of 1 points has a loss"):
+        Exploration((Point("dense"),), 1).plot()
+
+
+def test_it_draws_a_picture_to_zoom_into_where_plotly_is(explored):
+    plotly = pytest.importorskip("plotly.graph_objects")
+    figure = explored.plot()
+    assert isinstance(figure, plotly.Figure)
+    front, *groups = figure.data
+    assert list(front.x) == [40, 50, 100]
+    assert sum(len(group.x) for group in groups) == 5
+    assert "<b>budget=0.5</b>" in groups[1].text[0]
