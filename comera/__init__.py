@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from comera.allocator import reuse_freed_memory
     from comera.checkpoint.chain import CheckpointChain
     from comera.compress.compress import compress_
+    from comera.compress.compress_folder import compress_folder
     from comera.compress.heal import heal_
     from comera.compress.sensitivity import sensitivity
     from comera.nn.collection import TTEmbeddingBagCollection
@@ -74,6 +75,7 @@ _HOMES = {
     "comera.allocator": ("reuse_freed_memory",),
     "comera.checkpoint.chain": ("CheckpointChain",),
     "comera.compress.compress": ("compress_",),
+    "comera.compress.compress_folder": ("compress_folder",),
     "comera.compress.heal": ("heal_",),
     "comera.compress.sensitivity": ("sensitivity",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
@@ -131,6 +133,7 @@ __all__ = [
     "TwoStage",
     "canonicalize_",
     "compress_",
+    "compress_folder",
     "compression_report",
     "densify_",
     "explore",

@@ -82,8 +82,8 @@ def save_state(
     folder = Path(folder).expanduser()
     described = describe(model, config)
     tensors = _plain_state(state, described["tied"])
-    described["tensors"] = {name: _note(tensor) for name, tensor in tensors.items()}
-    text = _text(described)
+    described["tensors"] = {name: note_of(tensor) for name, tensor in tensors.items()}
+    text = description_text(described)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, {"format": "pt", _KEY: text})
         _sort_header(temporary)
@@ -173,7 +173,7 @@ def _inside(model: nn.Module) -> nn.Module:
     return _inside(compiled) if isinstance(compiled, nn.Module) else model
 
 
-def _text(described: Mapping[str, Any]) -> str:
+def description_text(described: Mapping[str, Any]) -> str:
     """Return JSON with a list of numbers or strings on one line."""
     text = json.dumps(described, indent=1)
     # No string holds a line break: what is matched over several lines is a list.
@@ -217,7 +217,8 @@ def _own(tensor: Tensor, seen: set[int]) -> Tensor:
     return moved
 
 
-def _note(tensor: Tensor) -> dict[str, Any]:
+def note_of(tensor: Tensor) -> dict[str, Any]:
+    """Return what a description says of a tensor: dtype, shape and a checksum of its bytes."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": list(tensor.shape), "crc32": _checksum(tensor)}
 
@@ -288,7 +289,7 @@ def _check_sums(path: Path, noted: Any, tensors: Mapping[str, Tensor]) -> None:
     if not isinstance(noted, dict) or noted.keys() != tensors.keys():
         raise ValueError(f"{path} is damaged: it does not hold the tensors that it says it does")
     for name, tensor in tensors.items():
-        if noted[name] != _note(tensor):
+        if noted[name] != note_of(tensor):
             raise ValueError(f"{path} is damaged: {name} is not what was saved")
 
 
