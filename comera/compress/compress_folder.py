@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,9 @@ def compress_folder(
         raise ValueError(f"budget={budget!r} must be between 0 and 1, the share of each block kept")
     begun = time.monotonic()
     shards = Shards(source)
+    folder = Path(folder).expanduser()
+    if folder.resolve() == shards.folder.resolve():
+        raise ValueError(f"folder={str(folder)!r} is the source: the result needs one of its own")
     model = _on_meta(model)
     dense = _size(model)
     filler = Filler(model, shards)
@@ -111,7 +114,7 @@ def compress_folder(
         )  # fmt: skip
     targets = linear_targets(model, target_modules, exclude_modules)
     where = find_blocks(model, blocks, targets)
-    parts = list(model.get_submodule(where).children())
+    parts = dict(model.get_submodule(where).named_children())
     bare = [name for name in targets if name.rpartition(".")[0] == where]
     if bare:
         raise ValueError(
@@ -122,31 +125,34 @@ def compress_folder(
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
     training = {module: module.training for module in model.modules()}
     model.eval()
-    calls = _calls(model, filler, parts, calibration)
+    calls = _calls(model, filler, list(parts.values()), calibration)
     about = {
         "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
         "source": {name: (shards.folder / name).stat().st_size for name in sorted(shards.files)},
         "calibration": [_checksum(state) for state in calls.states],
     }  # fmt: skip
-    folder = Path(folder).expanduser()
     unfinished = UnfinishedBlocks(folder / _UNFINISHED, about)
     first = unfinished.go_on(calls.states)
-    for k in range(first):
-        unfinished.put_layers_(k, parts[k])
+    ordered = list(parts.items())
+    for k, (_, block) in enumerate(ordered[:first]):
+        unfinished.put_layers_(k, block)
         calls.others[k].clear()
     for k in _shown(first, len(parts), progress):
-        inside = f"{where}.{k}."
-        mine = [name.removeprefix(inside) for name in targets if name.startswith(inside)]
-        with filler.filled(parts[k]):
-            _compress_block_(parts[k], k, mine, calls, unfinished, budget, seed)
-        empty_layers_(parts[k])
+        name, block = ordered[k]
+        inside = f"{where}.{name}."
+        mine = [target.removeprefix(inside) for target in targets if target.startswith(inside)]
+        with filler.filled(block):
+            _compress_block_(block, k, mine, calls, unfinished, budget, seed)
+        empty_layers_(block)
     for module, was in training.items():
         module.training = was
-    _write(model, filler, unfinished, where, folder)
+    _write(
+        model, filler, unfinished, {f"{where}.{name}": k for k, name in enumerate(parts)}, folder
+    )
     _write_config(shards.folder, folder, model)
     layers = tuple(
-        replace(layer, name=f"{where}.{k}.{layer.name}")
-        for k in range(len(parts))
+        replace(layer, name=f"{where}.{name}.{layer.name}")
+        for k, name in enumerate(parts)
         for layer in unfinished.layers(k)
     )
     shutil.rmtree(unfinished.folder)
@@ -225,9 +231,14 @@ def _output(block: nn.Module, call: Any) -> Tensor:
 
 
 def _write(
-    model: nn.Module, filler: Filler, unfinished: UnfinishedBlocks, where: str, folder: Path
+    model: nn.Module,
+    filler: Filler,
+    unfinished: UnfinishedBlocks,
+    numbers: Mapping[str, int],
+    folder: Path,
 ) -> None:
-    """Write what ``load_model`` reads, one tensor at a time."""
+    """Write what ``load_model`` reads, one tensor at a time; ``numbers`` has the blocks by name."""
+    depth = len(next(iter(numbers)).split("."))
     described = describe(model)
     state = {
         name: tensor
@@ -236,9 +247,10 @@ def _write(
     }
 
     def read(name: str) -> Tensor:
-        if name.startswith(f"{where}."):
-            number, _, inside = name.removeprefix(f"{where}.").partition(".")
-            return unfinished.tensor(int(number), inside)
+        words = name.split(".")
+        number = numbers.get(".".join(words[:depth]))
+        if number is not None:
+            return unfinished.tensor(number, ".".join(words[depth:]))
         tensor = state[name]
         return filler.read(tensor) if tensor.is_meta else tensor.detach()
 

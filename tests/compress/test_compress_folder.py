@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,8 @@ def test_files_that_do_not_fit_are_named(trained, tmp_path):
         call(budget=1.5)
     with pytest.raises(FileNotFoundError, match=r"is no folder with model\.safetensors"):
         call(source=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is the source: the result needs one of its own"):
+        comera.compress_folder(source, source, Model, batches, budget=0.6)
     with pytest.raises(TypeError, match="model=3 must be a model on the meta device, or make one"):
         call(model=3)
     with pytest.raises(ValueError, match="have numbers already"):
@@ -234,6 +237,22 @@ def test_files_that_do_not_fit_are_named(trained, tmp_path):
     (source / "model-00002-of-00002.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors is damaged"):
         call()
+
+
+def named():
+    parts = {name: nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for name in "ab"}
+    return nn.Sequential(OrderedDict(body=nn.Sequential(OrderedDict(parts))))
+
+
+def test_blocks_may_have_names(tmp_path):
+    torch.manual_seed(0)
+    source = shard(named(), tmp_path / "large", count=1)
+    done = comera.compress_folder(
+        source, tmp_path / "small", named, [torch.randn(32, 16)], budget=0.5, blocks="body"
+    )
+    assert [layer.name for layer in done.layers] == ["body.a.0", "body.a.2", "body.b.0", "body.b.2"]
+    small = comera.load_model(tmp_path / "small", named)
+    assert done.params == sum(param.numel() for param in small.parameters())
 
 
 class Bare(nn.Module):
