@@ -20,7 +20,7 @@ class Point:
     """A model at one setting; None where something is not known.
 
     Attributes:
-        setting: What was done to it: ``budget=0.8``, ``compression=4, order=1``, or ``dense``.
+        setting: What was done to it: ``budget=0.8``, ``order=1, compression=4``, or ``dense``.
         layer: The only layer it was done to, as in ``named_modules``, or ``whole model``.
         order: Modes that each side of a weight is split into.
         ranks: Bonds of the layers; where they differ, the smallest and the largest of them.

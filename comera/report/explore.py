@@ -85,6 +85,8 @@ def explore(
         budgets = BUDGETS
     if configs is None:
         configs = [] if calibration is not None else _grid(target_modules, exclude_modules)
+    if not budgets and not configs:
+        raise ValueError("neither budgets nor configs: there is nothing to try")
     store = Explorer(keep, model, tokens)
     dense = store.dense(evaluate)
     points = [dense]
@@ -96,7 +98,8 @@ def explore(
                 model, calibration, loss_fn=loss_fn, target_modules=target_modules,
                 exclude_modules=exclude_modules, progress=progress,
             )  # fmt: skip
-        tries = _tries(model, found, budgets or (), configs, each_layer)
+        which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
+        tries = _tries(model, found, budgets or (), which, configs, each_layer)
         planned += len(tries)
         for setting, layer, make in _shown(tries, progress):
             points.append(store.point(setting, layer, make, evaluate, dense))
@@ -117,8 +120,6 @@ def _check(
     if calibration is None and (budgets or loss_fn is not None):
         what = f"budgets={budgets!r}" if budgets else f"loss_fn={loss_fn!r}"
         raise ValueError(f"{what} needs calibration: batches, or what sensitivity found")
-    if configs is not None and not (configs or budgets or (budgets is None and calibration)):
-        raise ValueError("neither budgets nor configs: there is nothing to try")
     for config in configs or ():
         if not isinstance(config, TTConfig):
             raise TypeError(f"configs holds {config!r}, which is no comera.TTConfig")
@@ -149,13 +150,19 @@ def _tries(
     model: nn.Module,
     found: Sensitivity | None,
     budgets: Sequence[float | str],
+    which: str,
     configs: Sequence[TTConfig],
     each_layer: bool,
 ) -> list[tuple[str, str, Make]]:
-    """List what is to be made: the setting in words, the layer, and what makes it."""
+    """List what is to be made: the setting in words, the layer, and what makes it.
+
+    ``which`` says of budgets which layers they are for, where these are not all.
+    """
     tries: list[tuple[str, str, Make]] = []
     if found is not None:
-        tries += [(f"budget={budget!r}", WHOLE, _by_data(found, budget)) for budget in budgets]
+        tries += [
+            (f"budget={budget!r}{which}", WHOLE, _by_data(found, budget)) for budget in budgets
+        ]
     tries += [(_in_words(config), WHOLE, _converted(config)) for config in configs]
     if not each_layer:
         return tries
@@ -165,7 +172,7 @@ def _tries(
         for layer in found.layers:
             alone = dataclasses.replace(found, layers=(layer,))
             share = 1 - (1 - budget) * layer.params(None) / found.model_params
-            tries.append((f"budget={budget!r}", layer.name, _by_data(alone, share)))
+            tries.append((f"budget={budget!r}{which}", layer.name, _by_data(alone, share)))
     for config in configs:
         for name in find_targets(model, config, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))
@@ -182,22 +189,25 @@ def _by_data(found: Sensitivity, budget: float | str) -> Make:
 
 def _converted(config: TTConfig) -> Make:
     def make(model: nn.Module) -> None:
-        tensorize_(model, dataclasses.replace(config, init="svd"))
+        if tensorize_(model, dataclasses.replace(config, init="svd")) is not model:
+            raise ValueError("the model is itself the layer: put it into a module to replace it")
 
     return make
 
 
 def _in_words(config: TTConfig) -> str:
     """Write the settings that are not as usual, by which a point is found again."""
+    return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"
+
+
+def _settings(config: TTConfig) -> str:
     usual = TTConfig(target_modules="all-linear")
-    said = [
-        f"{field.name}={value!r}"
+    return "".join(
+        f", {field.name}={value!r}"
         for field in dataclasses.fields(config)
         if (value := getattr(config, field.name)) != getattr(usual, field.name)
-        or field.name == "order"
         if field.name not in ("init", "tokens")
-    ]
-    return ", ".join(said)
+    )
 
 
 def _shown(

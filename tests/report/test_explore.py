@@ -91,10 +91,18 @@ def test_layers_are_tried_alone_too(trained, evaluate):
     assert len(frame) == 7
     whole = sum(param.numel() for param in model.parameters())
     for name in ("0", "2"):
-        for setting in ("budget=0.5", "compression=2, order=1"):
+        for setting in ("budget=0.5", "order=1, compression=2"):
             saved = whole - frame.loc[(setting, name), "params"]
             assert saved == pytest.approx(24 * 40 / 2, abs=65)
             assert frame.loc[(setting, name), "error"] > 0
+
+
+def test_budgets_for_some_layers_say_so(trained, evaluate):
+    model, batches = trained
+    explored = comera.explore(
+        model, evaluate, batches, budgets=(0.8,), loss_fn=loss_fn, target_modules=["2"]
+    )
+    assert explored.points[1].setting == "budget=0.8, target_modules=['2']"
 
 
 def test_what_fails_is_noted_and_the_others_go_on(trained, evaluate):
@@ -164,6 +172,10 @@ def test_wrong_settings_are_named(trained, evaluate):
         comera.explore(model, evaluate, budgets=(0.5,))
     with pytest.raises(ValueError, match="there is nothing to try"):
         comera.explore(model, evaluate, configs=[])
+    with pytest.raises(ValueError, match="there is nothing to try"):
+        comera.explore(model, evaluate, batches, budgets=(), loss_fn=loss_fn)
+    alone = comera.explore(nn.Linear(8, 8), lambda model: 0.0, configs=CONFIGS[:1])
+    assert "the model is itself the layer" in alone.points[1].note
     with pytest.raises(ValueError, match="init='normal' draws new weights"):
         comera.explore(model, evaluate, configs=[comera.TTConfig(init="normal")])
     with pytest.raises(TypeError, match="configs holds 3"):
@@ -182,7 +194,7 @@ def explored():
         ("budget=0.5", WHOLE, 50, 1.005),
         ("budget=0.4", WHOLE, 40, 2.0),
     ]
-    made += [("compression=2, order=2", WHOLE, 50, 3.0), ("compression=2, order=2", "a", 70, 1.2)]
+    made += [("order=2, compression=2", WHOLE, 50, 3.0), ("order=2, compression=2", "a", 70, 1.2)]
     points = [
         Point(
             setting, layer, order=1, params=params, bytes=4 * params, ratio=100 / params, loss=loss
