@@ -1,7 +1,10 @@
-"""Processes that talk over gloo."""
+"""Processes of their own, and such as talk over gloo."""
 
 import contextlib
+import functools
 import gc
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -17,22 +20,70 @@ def in_two_processes(find, path):
 
 def in_processes(count, find, path):
     """What ``find(rank)`` returns in each of so many."""
-    mp.start_processes(_process, (count, find, str(path)), nprocs=count, start_method="spawn")
+    start(_process, (count, find, str(path)), count)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
 def in_worlds(stages, path):
     """What each of ``(count, find)`` returns in so many processes, one stage after the other.
 
-    Interpreters start once, as many as the largest stage has: starting them takes longer than most
-    of what they do.
+    Processes start once, as many as the largest stage has.
     """
     started = max(count for count, _ in stages)
-    mp.start_processes(_stages, (stages, str(path)), nprocs=started, start_method="spawn")
+    start(_stages, (stages, str(path)), started)
     return [
         [torch.load(path / f"{k}-{rank}.pt", weights_only=False) for rank in range(count)]
         for k, (count, _) in enumerate(stages)
     ]
+
+
+def start(work, given, count):
+    """Run ``work(rank, *given)`` in so many processes, until all have ended."""
+    given = (dict(os.environ), work, *given)
+    start_method = forking().get_start_method()
+    mp.start_processes(_of_rank, given, nprocs=count, start_method=start_method)
+
+
+def in_a_process(find, *given, **environment):
+    """What ``find(*given)``, a function of a module, returns in one with these variables set."""
+    receive, send = forking().Pipe(duplex=False)
+    variables = {**os.environ, **environment}
+    process = forking().Process(target=_answer, args=(variables, send, find, *given))
+    process.start()
+    send.close()
+    try:
+        return receive.recv()  # EOFError: it raised, and has printed what
+    finally:
+        process.join()
+
+
+@functools.cache
+def forking():
+    """The context of processes that are forked from one that has imported what takes seconds.
+
+    That one has no thread of its own and has run nothing. Its environment is that of the first
+    call: what is started through :func:`start` and :func:`in_a_process` sees the one of now.
+    """
+    if sys.platform == "win32":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["comera", "torch._dynamo", "torch.distributed.fsdp", "pytest"])
+    return context
+
+
+def _of_rank(rank, environment, work, *given):
+    _see(environment)
+    work(rank, *given)
+
+
+def _answer(environment, send, find, *given):
+    _see(environment)
+    send.send(find(*given))
+
+
+def _see(environment):
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def this_process():
