@@ -7,20 +7,17 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import comera
 from comera.checkpoint import codec
 from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, Manifest, packed
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.streams import DamagedError, Streams
+from tests.processes import forking, in_a_process
 
 from .test_chain import chain_of
 
@@ -260,42 +257,39 @@ def test_random_manifests_and_files_are_refused(chain):
     assert chain.load(3).step == 3
 
 
-WRITER = """
-import sys, torch
-from torch import nn
-from comera.checkpoint.chain import CheckpointChain
-torch.set_num_threads(1)
-model = nn.Linear(64, 64)
-chain = CheckpointChain(
-    sys.argv[1], mode="lossless", key_every=4, keep_last=3, background=sys.argv[2] == "1"
-)
-step = (chain.steps() or [0])[-1]
-if step:
-    model.load_state_dict(chain.load().model)
-print("ready", flush=True)
-while True:
-    step += 1
-    torch.manual_seed(step)
-    with torch.no_grad():
-        model.weight += torch.randn(64, 64)
-    chain.save(step, model, None, {"sum": float(model.weight.sum())})
-"""
+def _write(folder, background, ready):
+    """Save without end, from what is there."""
+    torch.set_num_threads(1)
+    model = nn.Linear(64, 64)
+    chain = CheckpointChain(
+        folder, mode="lossless", key_every=4, keep_last=3, background=background
+    )  # fmt: skip
+    step = (chain.steps() or [0])[-1]
+    if step:
+        model.load_state_dict(chain.load().model)
+    ready.send("ready")
+    while True:
+        step += 1
+        torch.manual_seed(step)
+        with torch.no_grad():
+            model.weight += torch.randn(64, 64)
+        chain.save(step, model, None, {"sum": float(model.weight.sum())})
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_last_checkpoint_is_there_and_right(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
     rng = random.Random(0)
     last = 0
     for kill in range(KILLS):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(kill % 2)],
-            stdout=subprocess.PIPE,
-            env=environment,
-        ) as process:
-            assert process.stdout.readline() == b"ready\n"
-            time.sleep(rng.random() * 0.3)
-            process.send_signal(signal.SIGKILL)
+        receive, ready = forking().Pipe(duplex=False)
+        process = forking().Process(target=_write, args=(tmp_path, bool(kill % 2), ready))
+        process.start()
+        ready.close()
+        assert receive.recv() == "ready"
+        time.sleep(rng.random() * 0.3)
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         chain = CheckpointChain(tmp_path)
         if not chain.steps():
             continue
@@ -307,23 +301,25 @@ def test_killed_at_any_moment_the_last_checkpoint_is_there_and_right(tmp_path):
     assert last > 0
 
 
+def _fill_the_disk(folder):
+    """A limit on the size of files stands for the disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    chain = CheckpointChain(folder)
+    try:
+        chain.save(15, nn.Linear(256, 256))
+        chain.close()
+    except OSError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 @pytest.mark.slow
 def test_a_full_disk_leaves_what_there_was(tmp_path):
-    """A limit on the size of files stands for the disk."""
     chain_of(tmp_path, 2)
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-        "import torch; from comera.checkpoint.chain import CheckpointChain;"
-        "c = CheckpointChain(sys.argv[1]); c.save(15, torch.nn.Linear(256, 256)); c.close()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 1
-    assert "OSError: [Errno 27] File too large; raise the limit" in done.stderr
-    assert "step-000000015" in done.stderr
+    said = in_a_process(_fill_the_disk, tmp_path)
+    assert "[Errno 27] File too large; raise the limit" in said
+    assert "step-000000015" in said
     chain = CheckpointChain(tmp_path)
     assert chain.verify() == {5: None, 10: None}
     assert not list(tmp_path.glob(".partial*"))

@@ -3,7 +3,6 @@
 Whatever the moment, all that was saved is there, and its loss as read is that of the run.
 """
 
-import multiprocessing
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import comera
 from comera.checkpoint import archive
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
+from tests.processes import forking
 
 KILLS = int(os.environ.get("COMERA_KILLS", "20"))
 """How often a training process is killed; 200 takes some minutes."""
@@ -161,9 +161,7 @@ def losses_as_read(training, folder, known):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_all_that_was_saved_is_read_with_its_loss(tmp_path, capsys):
-    context = multiprocessing.get_context("forkserver")
-    # What an optimizer imports, too: a process then starts in no time.
-    context.set_forkserver_preload(["torch._dynamo", __name__])
+    context = forking()
     rng = random.Random(0)
     training = Training()
     training.train_(10_000, 200)
