@@ -71,17 +71,19 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(folder):
     assert_same(weights(folder, "stopped"), weights(folder, "whole"))
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, 1), (0, 26)])
-def test_one_process_is_killed_and_torchrun_starts_all_again(folder, rank, moment):
+def test_processes_are_killed_and_torchrun_starts_all_again(folder):
     """Before the first checkpoint, and about where ranks are cut; begun anew only once."""
-    out = f"killed at {moment}"
-    run = Torchrun(folder, out, 2, "--overwrite=true", restarts=1)
-    run.wait_for(moment)
-    run.kill(rank)
+    run = Torchrun(folder, "killed", 2, "--overwrite=true", restarts=2)
+    run.wait_for(1)
+    run.kill(1)
+    run.wait_for(26)
+    run.kill(0)
     assert run.end() == 0
-    assert_same(weights(folder, out), weights(folder, "whole"))
-    steps = [line["step"] for line in read_metrics(folder / out) if "loss" in line]
+    assert_same(weights(folder, "killed"), weights(folder, "whole"))
+    steps = [line["step"] for line in read_metrics(folder / "killed") if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
+    said = (folder / "killed.txt").read_text()
+    assert said.count("2 processes: preparing data") == 3
 
 
 def test_four_processes_one_of_which_is_killed(folder):
