@@ -36,6 +36,7 @@ def test_an_example_is_under_sixty_lines_and_named_in_the_index(path):
     assert f"{path.name})" in (ROOT / "examples/README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_own_loop(tmp_path):
     text = printed_by("own_loop.py", tmp_path)
     assert "'forced': 0" in text

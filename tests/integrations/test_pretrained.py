@@ -227,33 +227,35 @@ _EVALUATE = """
 import sys, torch, transformers
 import comera.integrations.transformers
 from tests.integrations.tiny import trainer
-folder, auto = sys.argv[1:]
-model = getattr(transformers, auto).from_pretrained(folder)
-print(trainer(model, folder + "/evaluated").evaluate()["eval_loss"])
+for folder, auto in zip(sys.argv[1::2], sys.argv[2::2]):
+    model = getattr(transformers, auto).from_pretrained(folder)
+    print("loss:", trainer(model, folder + "/evaluated").evaluate()["eval_loss"])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "auto"),
-    [(bert, "AutoModelForSequenceClassification"), (llama, "AutoModelForCausalLM")],
-    ids=["bert", "llama"],
-)
-def test_trained_through_both_stages_it_is_evaluated_in_a_fresh_process(make, auto, tmp_path):
-    model = make()
-    made = trainer(model, tmp_path / "run", max_steps=9, save_strategy="no")
-    ranks = comera.TwoStage(model, 0.5, early_steps=3, late_steps=3)
-    hf.learn_ranks_(made, ranks, gate_lr=0.3)
-    made.train()
-    made.save_model(str(tmp_path / "small"))
-    wanted = made.evaluate()["eval_loss"]
+def test_trained_through_both_stages_it_is_evaluated_in_a_fresh_process(tmp_path):
+    words, wanted = [], []
+    for make, auto in (
+        (bert, "AutoModelForSequenceClassification"), (llama, "AutoModelForCausalLM"),
+    ):  # fmt: skip
+        folder = tmp_path / auto
+        model = make()
+        made = trainer(model, folder / "run", max_steps=9, save_strategy="no")
+        ranks = comera.TwoStage(model, 0.5, early_steps=3, late_steps=3)
+        hf.learn_ranks_(made, ranks, gate_lr=0.3)
+        made.train()
+        made.save_model(str(folder / "small"))
+        words += [str(folder / "small"), auto]
+        wanted.append(made.evaluate()["eval_loss"])
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", _EVALUATE, str(tmp_path / "small"), auto],
+        [sys.executable, "-c", _EVALUATE, *words],
         capture_output=True, text=True, check=True, cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
-    assert float(done.stdout.splitlines()[-1]) == wanted
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("loss:")]
+    assert list(map(float, found)) == wanted
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────

@@ -96,8 +96,9 @@ def test_sums_over_many_rows_are_kept_wide(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [*((name, True) for name in ACTIVATIONS), ("gelu", False)]
+)
 def test_registered_soundly(bias, activation):
     inputs = make(torch.float32, bias=bias)
     torch.library.opcheck(_feed_forward.custom_op, (*inputs, bias, activation))

@@ -90,8 +90,10 @@ def test_halves_are_new_and_have_their_bonds_innermost(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("name", ["2 cores", "5 cores", "no columns"])
+@pytest.mark.parametrize(
+    ("name", "gated"),
+    [("2 cores", False), ("2 cores", True), ("5 cores", True), ("no columns", False)],
+)
 def test_registered_soundly(name, gated):
     cores, gates = make(name, gated, torch.float32)
     torch.library.opcheck(_contract_table.custom_op, (cores, gates, 0.01))

@@ -229,9 +229,11 @@ def test_a_wrong_width_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("batch", [(), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "bias", "count"),
+    [((), False, 1), ((2, 3), True, 1), ((2, 3), False, 3), ((), True, 3), ((0,), True, 3)],
+    ids=str,
+)
 def test_registered_soundly(batch, bias, count):
     x = torch.randn(*batch, 6, requires_grad=True)
     lefts = [torch.randn(6, 8, requires_grad=True) for _ in range(count)]

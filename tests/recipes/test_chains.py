@@ -1,10 +1,6 @@
 """``comera checkpoint`` and the section ``checkpoints`` of a run."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from torch import nn
 import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.recipes.cli import main
+from tests.processes import forking
 
 from ..checkpoint.test_chain import adamw, chain_of, make_model, train
 
@@ -78,23 +75,19 @@ def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, 
 def test_a_run_that_is_killed_goes_on_by_the_same_command(source, tmp_path):
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     path.write_text(RUN.format(out=out, folder=source, mode="lossless"))
-    command = [sys.executable, "-m", "comera", "train", str(path), "--train.steps=5000"]
-    command = [*command, "--train.save_every=3", "--train.log_every=1"]
-    code = "import sys; from comera.recipes.cli import main; sys.exit(main(sys.argv[1:]))"
-    command[1:3] = ["-c", code]
-    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
+    words = ["train", str(path), "--train.steps=5000", "--train.save_every=3"]
     reached = 0
     for _ in range(2):
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            until = time.monotonic() + 120
-            chain = CheckpointChain(out / "checkpoints")
-            while max(chain.steps(), default=0) < reached + 6:
-                assert process.poll() is None, process.stderr.read()
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
+        process = forking().Process(target=main, args=([*words, "--train.log_every=1"],))
+        process.start()
+        until = time.monotonic() + 120
+        chain = CheckpointChain(out / "checkpoints")
+        while max(chain.steps(), default=0) < reached + 6:
+            assert process.is_alive()
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.kill()
+        process.join()
         reached = chain.load().step
         assert set(chain.verify().values()) == {None}
     assert reached >= 12
