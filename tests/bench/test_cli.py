@@ -414,6 +414,7 @@ def test_kernels_stand_beside_plain_torch_and_their_floors(tmp_path, capsys):
         "linear 24 -> 36, rank 4, 9 tokens",
         "linear 40 -> 20, rank 4, 9 tokens",
         "feed-forward 24 -> 36 -> 24, rank 4, 9 tokens",
+        "gated feed-forward 24 -> 36 -> 24, rank 4, 9 tokens",
         "attend with 12 heads on shared keys of 8, 1 x 9",
     ]
     titles = [f"{title}, forward{also}" for title in titles for also in ("", " + backward")]
