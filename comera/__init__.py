@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from comera.nn.embedding import TTEmbedding
     from comera.nn.embedding_bag import TTEmbeddingBag
     from comera.nn.forms import register_layer
-    from comera.nn.grouped import GroupedMerge
+    from comera.nn.grouped import BatchedContraction
     from comera.nn.linear import TTLinear
     from comera.optim.came import CAME
     from comera.optim.galore import GaLore
@@ -85,7 +85,7 @@ _HOMES = {
     "comera.nn.embedding_bag": ("TTEmbeddingBag",),
     "comera.nn.forms": ("register_layer",),
     "comera.recipes.trained": ("load_run",),
-    "comera.nn.grouped": ("GroupedMerge",),
+    "comera.nn.grouped": ("BatchedContraction",),
     "comera.nn.linear": ("TTLinear",),
     "comera.optim.came": ("CAME",),
     "comera.optim.galore": ("GaLore",),
@@ -113,12 +113,12 @@ _HOMES = {
 
 __all__ = [
     "CAME",
+    "BatchedContraction",
     "CheckpointChain",
     "GaLore",
     "GaLoreAdafactor",
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
-    "GroupedMerge",
     "ImportancePruning",
     "MuonAdamW",
     "OptimizerInBackward",

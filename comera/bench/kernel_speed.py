@@ -24,7 +24,7 @@ from comera.bench.numerics import compare
 from comera.bench.session import Session, machine_facts, machine_line
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
-from comera.nn.grouped import GroupedMerge
+from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import machine_of, static_shapes
@@ -188,7 +188,7 @@ def _contractions(
         for _ in range(layers)
     )
     trains: list[TTLinear] = list(model)  # type: ignore[arg-type]
-    together = GroupedMerge(model)
+    together = BatchedContraction(model)
 
     def ours(_: int) -> list[Tensor]:
         with together:

@@ -18,7 +18,7 @@ from comera.names import listed
 from comera.nn.convert import densify_
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.grouped import GroupedMerge
+from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows
@@ -162,7 +162,7 @@ def compare_model(
     """
     model.eval()
     rows = _some(batch[0].shape[0], most).to(batch[0].device)
-    with GroupedMerge(model):
+    with BatchedContraction(model):
         loss = loss_fn(model, batch, rows)
         loss.backward()
     exact = copy.deepcopy(model).double()

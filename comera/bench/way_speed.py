@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from comera.bench.in_turn import copies_of, in_turn
 from comera.nn.embedding import TTEmbedding
 from comera.nn.fused import self_attention
-from comera.nn.grouped import GroupedMerge
+from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import static_shapes
@@ -243,7 +243,7 @@ def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) 
     )
     trains: list[TTLinear] = list(model)  # type: ignore[arg-type]
     narrow = None if dtype == torch.float32 else dtype
-    together, params = GroupedMerge(model, narrow), list(model.parameters())
+    together, params = BatchedContraction(model, narrow), list(model.parameters())
 
     def run() -> object:
         with torch.autocast(device.type, dtype, enabled=narrow is not None), together:
@@ -344,7 +344,7 @@ def _attend(
 def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
     """Attend as encoders of width 768 do, at equally many positions in all."""
     model = nn.ModuleList(TTLinear(768, 768, rank=rank, device=device) for _ in range(4))
-    together, params = GroupedMerge(model), list(model.parameters())
+    together, params = BatchedContraction(model), list(model.parameters())
     narrow = dtype != torch.float32
 
     def run(x: Tensor) -> object:

@@ -1,7 +1,7 @@
 """Contract the cores of a model's linear layers together in each forward pass, in any loop.
 
 :func:`~comera.tensorize_` leaves two hooks on the model, one before and one after its forward pass.
-What :class:`~comera.GroupedMerge` does for a loop that enters it, they do for any other.
+What :class:`~comera.BatchedContraction` does for a loop that enters it, they do for any other.
 """
 
 import threading

@@ -19,7 +19,7 @@ from comera.nn.module import (
 from comera.ops.factors import contract_groups, layout_of
 
 
-class GroupedMerge:
+class BatchedContraction:
     """A context in which the linear layers of a model contract their cores together.
 
     By itself every :class:`~comera.TTLinear` contracts its own cores to a left and a right factor
@@ -49,15 +49,15 @@ class GroupedMerge:
 
     Example::
 
-        merged = comera.GroupedMerge(model)
+        contracted = comera.BatchedContraction(model)
         for batch in loader:
-            with merged:
+            with contracted:
                 loss_fn(model, batch).backward()
             optimizer.step()
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
-        check_whole(model, "GroupedMerge")
+        check_whole(model, "BatchedContraction")
         self._model = model
         self._trains = list(tensor_trains(model).values())
         self._layers = LayersTogether(
@@ -65,9 +65,9 @@ class GroupedMerge:
         )
         self._params: list[tuple[Tensor, ...]] = []
 
-    def __enter__(self) -> "GroupedMerge":
+    def __enter__(self) -> "BatchedContraction":
         if self._layers.have_changed():
-            check_whole(self._model, "GroupedMerge")  # it may have been sharded since
+            check_whole(self._model, "BatchedContraction")  # it may have been sharded since
             self._layers.arrange()
             self._params = [_read_from(train) for train in self._trains]
         try:

@@ -104,8 +104,8 @@ class TTLinear(TensorTrainModule):
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
 
         Each is contracted from the cores of its side. R is the bond between them, padded; a bias is
-        the last row of the right one. Inside a :class:`~comera.GroupedMerge` they are those it has
-        made, in autocast's dtype if it knows of that.
+        the last row of the right one. Inside a :class:`~comera.BatchedContraction` they are those
+        it has made, in autocast's dtype if it knows of that.
         """
         shared = self._shared_now()
         if shared is not None:

@@ -91,7 +91,7 @@ class Shared:
         renew: Contracts everything anew, for all modules.
         thread: The only thread to use it, and only in passes that nobody computes again, because
             the context is left before the backward pass; None for any, as of a
-            :class:`~comera.GroupedMerge`.
+            :class:`~comera.BatchedContraction`.
         used: Gathers the ``id`` of each module that asked for it.
     """
 
@@ -278,7 +278,7 @@ class TensorTrainModule(WeightByAssignment):
         raise NotImplementedError
 
     def bond_gates(self) -> list[Tensor]:
-        """Return one gate a bond; parts of one vector inside a :class:`~comera.GroupedMerge`."""
+        """Return one gate a bond: in a :class:`~comera.BatchedContraction` parts of a vector."""
         self.renew_shared()
         shared = self.shared_gates
         if shared is not None and may_share(shared.flat, self.gates[0]):
@@ -369,7 +369,7 @@ class TensorTrainModule(WeightByAssignment):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what a :class:`~comera.GroupedMerge` shares: a copy has its own parameters."""
+        """Leave out what a :class:`~comera.BatchedContraction` shares; a copy has its own."""
         shared = ("shared", "shared_gates", "shared_factors", "narrow_factors")
         return {key: value for key, value in self.__dict__.items() if key not in shared}
 
@@ -423,7 +423,7 @@ def check_whole(model: nn.Module, what: str) -> None:
                     "the model whole in DistributedDataParallel, or shard its dense matrices alone "
                     "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
                     "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
-                    "GroupedMerge, TrainStep and rank learning"
+                    "BatchedContraction, TrainStep and rank learning"
                 )
 
 

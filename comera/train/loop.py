@@ -222,7 +222,7 @@ def evaluated(
     """Evaluate the model in evaluation mode; it is back in training mode afterwards."""
     step.model.eval()
     try:
-        with torch.no_grad(), step.merged:  # the cores are contracted once for all batches
+        with torch.no_grad(), step.contracted:  # the cores are contracted once for all batches
             # Without its wrapper, whose forward pass waits for other processes.
             found = evaluate(unwrapped_model(step.model))
         return {name: float(value) for name, value in found.items()}

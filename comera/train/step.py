@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
-from comera.nn.grouped import GroupedMerge
+from comera.nn.grouped import BatchedContraction
 from comera.nn.module import check_whole, tensor_trains
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
@@ -66,7 +66,7 @@ class TrainStep:
     Attributes:
         autocast: Dtype of the forward pass, ``torch.bfloat16``; None in ``"fp32"``.
         scaled: Whether tensor-train linears multiply in eight bits.
-        merged: The context in which layers contract their cores together; each step enters it.
+        contracted: The context in which layers contract their cores together; each step enters it.
         watch: What looks at the weights; ``watch.last`` is what it found.
 
     Raises:
@@ -126,13 +126,13 @@ class TrainStep:
                 "ReduceLROnPlateau is stepped by a metric, not by steps: leave scheduler out, and "
                 "call scheduler.step(metric) after each evaluation"
             )
-        # GroupedMerge below checks this too, but its message would not name what the user called.
+        # BatchedContraction checks this too, but would not name what the user called.
         check_whole(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.autocast = None if precision == "fp32" else torch.bfloat16
         self.scheduler = scheduler
-        self.merged = GroupedMerge(model, self.autocast)
+        self.contracted = BatchedContraction(model, self.autocast)
         self.steps_done = 0
         self._eager_loss_fn = loss_fn
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
@@ -231,7 +231,7 @@ class TrainStep:
         for number, (part, share) in enumerate(parts, 1):
             # From the last part's forward pass on, whatever backward comes next is averaged.
             self._unreduced = 1 < number == len(parts)
-            with self.merged, self._updates(last=number == len(parts)):
+            with self.contracted, self._updates(last=number == len(parts)):
                 # The rank objective uses the mean loss, so that all processes learn the same ranks.
                 loss = self._loss(part)
                 _check_loss(loss)

@@ -51,7 +51,7 @@ def held_out(data: CausalText, lr: float, options: argparse.Namespace) -> float:
     for number in range(steps):
         train(data.batch(number, BATCH, options.seed))
     model.eval()
-    with torch.no_grad(), train.merged:
+    with torch.no_grad(), train.contracted:
         losses = [float(loss_of(model, batch)) for batch in data.valid_batches(8, 32)]
     return sum(losses) / len(losses)
 

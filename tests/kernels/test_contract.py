@@ -171,10 +171,10 @@ def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
 def test_a_captured_step_of_a_model_follows_its_parameters():
     model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(3))).cuda()
     comera.tensorize_(model, comera.TTConfig(rank=6))
-    merged, x = comera.GroupedMerge(model), torch.randn(5, 48, device="cuda")
+    contracted, x = comera.BatchedContraction(model), torch.randn(5, 48, device="cuda")
 
     def step():
-        with merged:
+        with contracted:
             model(x).square().sum().backward()
 
     stream = torch.cuda.Stream()
@@ -242,7 +242,7 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
         torch.nn.Linear(24, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 20, bias=False)
     )
     comera.tensorize_(model, comera.TTConfig(rank=4))
-    merged, x = comera.GroupedMerge(model), torch.randn(3, 24)
+    contracted, x = comera.BatchedContraction(model), torch.randn(3, 24)
     model(x).sum().backward()
     want = [param.grad.clone() for param in model.parameters()]
     started = launches(monkeypatch)
@@ -251,7 +251,7 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
     def step():
         model.zero_grad()
         started.clear()
-        with merged:
+        with contracted:
             model(x).sum().backward()
         return [name for name in started if name != "contract_describe"], len(started)
 

@@ -330,7 +330,7 @@ def test_a_model_in_a_model_and_a_context_around_it(calls):
     )
     assert_alike(outer, x)
     assert calls == [6] * 3
-    with comera.GroupedMerge(outer):
+    with comera.BatchedContraction(outer):
         outer(x).sum().backward()
     assert calls == [6] * 4
     calls.clear()

@@ -20,8 +20,8 @@ def make(dtype=torch.float64):
     return comera.tensorize_(model, comera.TTConfig(rank=4, shape_pattern={"5": [[6, 4], [6, 4]]}))
 
 
-def train(model, tokens, merged):
-    with merged:
+def train(model, tokens, contracted):
+    with contracted:
         model(tokens).square().mean().backward()
     return [p.grad for p in model.parameters()]
 
@@ -30,7 +30,7 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
     model = make()
     twin, tokens = copy.deepcopy(model), torch.randint(0, 50, (3, 4))
     twin(tokens).square().mean().backward()
-    got = train(model, tokens, comera.GroupedMerge(model))
+    got = train(model, tokens, comera.BatchedContraction(model))
     torch.testing.assert_close(got, [p.grad for p in twin.parameters()], rtol=1e-10, atol=1e-10)
 
 
@@ -40,7 +40,7 @@ def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     monkeypatch.setattr(
         grouped, "contract_groups", lambda *args: calls.append(args[3]) or original(*args)
     )
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         model(torch.zeros(2, dtype=torch.long))
     (layout,) = calls
     assert sorted(layout[3::7]) == [1, 1, 3]
@@ -48,12 +48,12 @@ def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
 
 def test_frozen_layers_ask_for_no_gradient_beside_others():
     model = make()
-    merged = comera.GroupedMerge(model)
+    contracted = comera.BatchedContraction(model)
     for layer in (model[5], model[6]):  # each the only one of its shape
-        with merged:
+        with contracted:
             assert layer.shared_factors[0].requires_grad
         layer.requires_grad_(False)
-        with merged:
+        with contracted:
             assert not layer.shared_factors[0].requires_grad
             assert model[1].shared_factors[0].requires_grad
 
@@ -64,7 +64,7 @@ def test_under_autocast_factors_are_made_narrow():
     with torch.autocast("cpu", torch.bfloat16):
         want = twin(tokens)
         want.float().square().mean().backward()
-    with comera.GroupedMerge(model, torch.bfloat16):
+    with comera.BatchedContraction(model, torch.bfloat16):
         assert model[1].shared_factors is None  # nothing is made that nobody wants
         with torch.autocast("cpu", torch.bfloat16):
             assert all(half.dtype == torch.bfloat16 for half in model[1].factors()[:2])
@@ -81,32 +81,32 @@ def test_under_autocast_factors_are_made_narrow():
 
 def test_nothing_is_left_behind():
     model = make()
-    merged = comera.GroupedMerge(model)
-    with pytest.raises(RuntimeError, match="stop"), merged:
+    contracted = comera.BatchedContraction(model)
+    with pytest.raises(RuntimeError, match="stop"), contracted:
         raise RuntimeError("stop")
     assert all(m.shared_factors is None for m in model.modules() if isinstance(m, comera.TTLinear))
 
 
 def test_truncation_between_two_uses():
     model = make()
-    merged, tokens = comera.GroupedMerge(model), torch.randint(0, 50, (3, 4))
-    train(model, tokens, merged)
+    contracted, tokens = comera.BatchedContraction(model), torch.randint(0, 50, (3, 4))
+    train(model, tokens, contracted)
     with torch.no_grad():
         model[1].gates[0][1:] = 0
     before = model(tokens)
     comera.truncate_(model)
-    with merged:
+    with contracted:
         torch.testing.assert_close(model(tokens), before)
     model.to(torch.float32)
-    with merged:
+    with contracted:
         assert model(tokens).dtype == torch.float32
 
 
 def test_backward_inside_the_context_allows_activation_checkpointing():
     model, tokens = make(), torch.randint(0, 50, (3, 4))
     twin = copy.deepcopy(model)
-    want = train(twin, tokens, comera.GroupedMerge(twin))
-    with comera.GroupedMerge(model):
+    want = train(twin, tokens, comera.BatchedContraction(twin))
+    with comera.BatchedContraction(model):
         hidden = model[0](tokens)
         checkpoint(model[1:], hidden, use_reentrant=False).square().mean().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], want)
@@ -114,23 +114,23 @@ def test_backward_inside_the_context_allows_activation_checkpointing():
 
 def test_a_model_without_tensor_trains_is_left_alone():
     model = nn.Linear(3, 3)
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         assert model(torch.zeros(1, 3)).shape == (1, 3)
 
 
 def test_joined_without_gradients_they_are_not_used_where_gradients_are_wanted():
     model, tokens = make(), torch.randint(0, 50, (3, 4))
-    merged = comera.GroupedMerge(model)
+    contracted = comera.BatchedContraction(model)
     with torch.no_grad():
-        merged.__enter__()
+        contracted.__enter__()
     model(tokens).sum().backward()
-    merged.__exit__(None, None, None)
+    contracted.__exit__(None, None, None)
     assert all(param.grad is not None for param in model.parameters())
 
 
 def test_a_copy_made_inside_is_a_copy_of_the_parameters():
     model, tokens = make(), torch.randint(0, 50, (3, 4))
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         model(tokens).sum().backward()
         twin = copy.deepcopy(model)
         torch.testing.assert_close(twin(tokens), model(tokens))
@@ -166,7 +166,7 @@ CHANGES = [changed_by_an_optimizer, changed_by_loading, changed_gates, changed_t
 def test_parameters_changed_inside_are_joined_anew(change, grad):
     model, tokens = make(), torch.randint(0, 50, (3, 4))
     model[0] = comera.TTEmbedding(50, 24, rank=4, dtype=torch.float64)
-    with torch.set_grad_enabled(grad), comera.GroupedMerge(model):
+    with torch.set_grad_enabled(grad), comera.BatchedContraction(model):
         before = model(tokens)
         with torch.enable_grad():
             change(model)
@@ -177,7 +177,7 @@ def test_parameters_changed_inside_are_joined_anew(change, grad):
 
 def test_gradients_after_a_change_inside_are_those_of_the_new_parameters():
     model, tokens = make(), torch.randint(0, 50, (3, 4))
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         changed_by_an_optimizer(model)
         twin = copy.deepcopy(model)
         model.zero_grad()
@@ -191,7 +191,7 @@ def test_gradients_after_a_change_inside_are_those_of_the_new_parameters():
 def test_a_rank_objective_reads_gates_changed_inside():
     model = make()
     trains = list(tensor_trains(model).values())
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         changed_gates(model)
         assert torch.equal(gates_together(trains), torch.cat([g for t in trains for g in t.gates]))
 
@@ -200,7 +200,7 @@ def test_what_has_not_changed_is_joined_once(monkeypatch):
     model, calls = make(), []
     original = grouped.contract_groups
     monkeypatch.setattr(grouped, "contract_groups", lambda *a: calls.append(1) or original(*a))
-    with comera.GroupedMerge(model):
+    with comera.BatchedContraction(model):
         for _ in range(3):
             model(torch.arange(5))
         assert len(calls) == 1
@@ -214,5 +214,5 @@ def test_parameters_made_in_inference_mode_are_lent_as_they_are():
     with torch.inference_mode():
         model, tokens = make(), torch.arange(5)
         want = model(tokens)
-        with comera.GroupedMerge(model):
+        with comera.BatchedContraction(model):
             torch.testing.assert_close(model(tokens), want)

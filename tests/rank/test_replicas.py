@@ -38,7 +38,7 @@ def loop(model, wrapped, ranks, batches, optimizer=None):
     found = {}
     for batch in batches:
         optimizer.zero_grad()
-        with comera.GroupedMerge(model):
+        with comera.BatchedContraction(model):
             loss = loss_fn(wrapped, batch)
             ranks.objective(loss).backward()
         optimizer.step()

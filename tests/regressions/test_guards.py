@@ -38,7 +38,7 @@ def test_a_mask_is_no_index(kind, hot_rows):
 
 def test_an_evaluation_sees_weights_that_change_inside_its_context():
     layer, x = comera.TTLinear(24, 36, rank=5), torch.randn(3, 24)
-    with torch.no_grad(), comera.GroupedMerge(layer):
+    with torch.no_grad(), comera.BatchedContraction(layer):
         before = layer(x)
         layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
         after = layer(x)

@@ -82,9 +82,9 @@ def own_loop(rank, folder):
 
 def refusals(rank):
     sharded, later = shard(make_model()), make_model()
-    ranks, merged = comera.TwoStage(later, 0.5, 2, 2), comera.GroupedMerge(later)
+    ranks, contracted = comera.TwoStage(later, 0.5, 2, 2), comera.BatchedContraction(later)
     step = comera.TrainStep(later, loss_fn, adamw(later))
-    with merged:
+    with contracted:
         pass
     shard(later)
     x = rows(rank, 0)
@@ -93,13 +93,13 @@ def refusals(rank):
         "TrainStep": said(lambda: comera.TrainStep(sharded, loss_fn, adamw(sharded))),
         "TwoStage": said(lambda: comera.TwoStage(sharded, 0.5, 2, 2)),
         "ImportancePruning": said(lambda: comera.ImportancePruning(sharded, 0.5, 2)),
-        "GroupedMerge": said(lambda: comera.GroupedMerge(sharded)),
+        "BatchedContraction": said(lambda: comera.BatchedContraction(sharded)),
         "truncate_": said(lambda: comera.truncate_(sharded)),
         "canonicalize_": said(lambda: comera.canonicalize_(sharded)),
         "MuonAdamW": said(lambda: comera.MuonAdamW(groups)),
         "later TrainStep": said(lambda: step(x)),
         "later TwoStage": said(lambda: ranks.objective(loss_fn(later, x))),
-        "later GroupedMerge": said(merged.__enter__),
+        "later BatchedContraction": said(contracted.__enter__),
         "at the end": said(ranks.finish_),
         "Muon of none": said(
             lambda: comera.MuonAdamW([group for group in groups if group["name"] != "cores"])
@@ -129,7 +129,14 @@ def test_a_loop_of_ones_own_and_its_checkpoints_go_on(results):
 
 @pytest.mark.parametrize(
     "what",
-    ["TrainStep", "TwoStage", "ImportancePruning", "GroupedMerge", "truncate_", "canonicalize_"],
+    [
+        "TrainStep",
+        "TwoStage",
+        "ImportancePruning",
+        "BatchedContraction",
+        "truncate_",
+        "canonicalize_",
+    ],
 )
 def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
     for found in (result["refusals"] for result in results):
@@ -142,8 +149,10 @@ def test_what_needs_whole_tensor_trains_says_so_when_it_is_made(results, what):
 
 def test_where_the_model_was_sharded_afterwards_it_is_said_at_first_use(results):
     for found in (result["refusals"] for result in results):
-        assert found["later TrainStep"].startswith("GroupedMerge needs whole tensor trains")
-        assert found["later GroupedMerge"].startswith("GroupedMerge needs whole tensor trains")
+        assert found["later TrainStep"].startswith("BatchedContraction needs whole tensor trains")
+        assert found["later BatchedContraction"].startswith(
+            "BatchedContraction needs whole tensor trains"
+        )
         assert found["later TwoStage"].startswith("TwoStage needs whole tensor trains")
         assert found["at the end"].startswith("TwoStage needs whole tensor trains")
 
