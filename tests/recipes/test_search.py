@@ -159,7 +159,7 @@ def test_a_search_that_is_killed_goes_on(content, tmp_path):  # noqa: F811
     """By kill -9, while its first trial trains; the base is compared with."""
     peer("optuna")
     del content["variants"], content["reference"]
-    content["base"]["train"] |= {"steps": 400, "save_every": 20}
+    content["base"]["train"] |= {"steps": 120, "save_every": 20}
     content["search"] = {
         "trials": 2,
         "over": {"optimizer.lr": {"from": 1e-4, "to": 1e-2, "log": True}, "tensorize.rank": [3, 4]},

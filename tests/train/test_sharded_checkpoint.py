@@ -1,6 +1,5 @@
 """Checkpoints in parts, and gathered ones in a lossy chain: from 1, 2, 4 processes to 1, 2, 4."""
 
-import functools
 import itertools
 import os
 from pathlib import Path
@@ -26,7 +25,6 @@ COUNTS = (1, 2, 4)
 OPTIMIZERS = {
     "muon": comera.MuonAdamW,
     "adamw": torch.optim.AdamW,
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
 }
 """All that step parts of matrices."""
 
