@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from comera.optim.muon import MuonAdamW
     from comera.rank.importance_pruning import ImportancePruning
     from comera.rank.two_stage import TwoStage
+    from comera.recipes.swept import load_sweep
     from comera.recipes.trained import load_run
     from comera.report.compression import compression_report
     from comera.report.explore import explore
@@ -84,6 +85,7 @@ _HOMES = {
     "comera.nn.embedding": ("TTEmbedding",),
     "comera.nn.embedding_bag": ("TTEmbeddingBag",),
     "comera.nn.forms": ("register_layer",),
+    "comera.recipes.swept": ("load_sweep",),
     "comera.recipes.trained": ("load_run",),
     "comera.nn.grouped": ("BatchedContraction",),
     "comera.nn.linear": ("TTLinear",),
@@ -143,6 +145,7 @@ __all__ = [
     "heal_",
     "load_model",
     "load_run",
+    "load_sweep",
     "memory_report",
     "order_rows_",
     "param_groups",

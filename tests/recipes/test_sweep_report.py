@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+import comera
 from comera.recipes.cli import main
 from comera.recipes.report.comparison import Trained, compare, pareto_front, read_trained
 from comera.recipes.report.comparison_table import (
@@ -195,3 +196,25 @@ def test_a_sweep_without_its_reference_has_a_page(tmp_path):
 )
 def test_differences_in_words(metric, value, other, words):
     assert show_difference(metric, value, other) == words
+
+
+def test_a_sweep_is_a_data_frame(comparison, tmp_path):
+    tested = Trained("once", 3, 500, {"accuracy": 0.7}, 200, 25.0, test={"accuracy": 0.6})
+    write_comparison(comparison, [*RUNS, tested], tmp_path)
+    frame = comera.load_sweep(tmp_path)
+    assert list(frame["variant"]) == [run.variant for run in (*RUNS, tested)]
+    assert frame.groupby("variant")["accuracy"].mean()["dense"] == pytest.approx(0.74)
+    assert frame["test/accuracy"].dropna().to_list() == [0.6]
+    assert frame["params"].to_list() == [run.params for run in (*RUNS, tested)]
+    assert frame.attrs == {"metric": "accuracy", "reference": "dense"}
+
+
+def test_what_is_no_sweep_is_named(comparison, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere holds no figures of a sweep: comera sw"):
+        comera.load_sweep(tmp_path / "nowhere")
+    write_comparison(compare([], NAMES, [0], "dense", "accuracy"), [], tmp_path)
+    assert list(comera.load_sweep(tmp_path)) == ["variant", "seed", "params", "steps", "seconds"]
+    for damaged in ("{", "[]", '{"runs": [{"variant": "a"}]}'):
+        (tmp_path / "results.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"results\.json is damaged, or another program's: "):
+            comera.load_sweep(tmp_path)
