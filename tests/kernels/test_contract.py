@@ -246,7 +246,7 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
     model(x).sum().backward()
     want = [param.grad.clone() for param in model.parameters()]
     started = launches(monkeypatch)
-    contracted = ["contract_f32", "contract_back_last_f32", "contract_back_first_f32"]
+    names = ["contract_f32", "contract_back_last_f32", "contract_back_first_f32"]
 
     def step():
         model.zero_grad()
@@ -255,7 +255,7 @@ def test_a_model_is_joined_in_one_launch_and_two_backward(emulated, monkeypatch)
             model(x).sum().backward()
         return [name for name in started if name != "contract_describe"], len(started)
 
-    assert step() == (contracted, 5)
+    assert step() == (names, 5)
     with torch.no_grad():
         kept = [core.clone() for core in model[0].cores]
         model[0].cores[0].mul_(2)  # another value in its place
