@@ -153,8 +153,12 @@ class RateWatch:
 
 
 def _rate(optimizer: AnyOptimizer) -> float:
-    """Return the largest learning rate of the groups: of a tensor it is read from the device."""
-    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
+    """Return the largest learning rate of weights; gates have one of their own, which is higher.
+
+    That of a tensor is read from the device.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("name") != "gates"]
+    return max((float(group["lr"]) for group in groups), default=0.0)
 
 
 def _some(param: Tensor) -> Tensor:

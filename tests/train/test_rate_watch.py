@@ -182,3 +182,10 @@ def test_one_process_of_several_speaks(caplog):
         watch.after(1)
     assert watch.last.change > 1
     assert not warnings_of(caplog)
+
+
+def test_the_rate_that_is_named_is_one_of_weights():
+    """Gates have a higher one of their own, which nobody is to halve."""
+    groups = comera.param_groups(tensorized(), 1e-3, core_lr=2e-3, gate_lr=0.1)
+    watch = RateWatch(tensorized(), comera.MuonAdamW(groups))
+    assert "at a learning rate of 0.002" in watch.advice()
