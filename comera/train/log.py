@@ -15,6 +15,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from comera.extras import needed_by
@@ -118,6 +119,21 @@ def _drop_after(path: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
+class FiguresColumn(TextColumn):
+    """Shows the latest figures, as many of them as there is room for beside the other columns."""
+
+    def __init__(self) -> None:
+        # Narrowed before the others, whose columns cannot be broken.
+        column = Column(no_wrap=False, overflow="ellipsis")
+        super().__init__("{task.fields[figures]}", table_column=column)
+
+    def render(self, task: Task) -> Text:
+        """Return one line."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class LeftColumn(ProgressColumn):
     """Says what the time beside it is."""
 
@@ -126,15 +142,42 @@ class LeftColumn(ProgressColumn):
         return Text("taken" if task.finished else "left")
 
 
+class PlainLines:
+    """Prints a line now and then where output is a file, which a bar leaves empty to the end.
+
+    Args:
+        bar: Made for the same output.
+        title: What every line begins with.
+        total: Steps of the run.
+    """
+
+    EVERY = 10.0
+    """Seconds between two lines at least."""
+
+    def __init__(self, bar: Progress, title: str, total: int) -> None:
+        console = bar.console
+        self._console = console
+        self._shown = not (bar.disable or console.is_terminal or console.is_jupyter)
+        self._title, self._total, self._last = title, total, time.monotonic()
+
+    def show(self, done: int, figures: str) -> None:
+        """Print the figures of a step, unless a line was printed only just before."""
+        now = time.monotonic()
+        if self._shown and now - self._last >= self.EVERY:
+            self._last = now
+            line = f"{self._title} {done}/{self._total}: {figures}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
     """Make a bar with the step count, the latest figures and the time left; at its end, taken."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        LeftColumn(),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        FiguresColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
+        LeftColumn(table_column=Column(no_wrap=True)),
         console=console,
         disable=disable,
     )

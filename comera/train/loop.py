@@ -16,7 +16,7 @@ from torch import nn
 from comera.checkpoint.chain import CheckpointChain
 from comera.train.clock import StepClock
 from comera.train.data_parallel import unwrapped_model
-from comera.train.log import RunLog, SilentLog, progress_bar
+from comera.train.log import PlainLines, RunLog, SilentLog, progress_bar
 from comera.train.pace import Pace
 from comera.train.processes import Processes
 from comera.train.run_state import restore_, save_checkpoint
@@ -164,6 +164,7 @@ def train(
         pace = Pace(device, per_step, step.steps_done, clock.seconds())
         with _stop_signals() as stopped, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
+            lines = PlainLines(bar, title, steps)
             step.model.train()
             while step.steps_done < steps and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
@@ -181,6 +182,7 @@ def train(
                     mean = note_loss()
                     speed = pace.show(done, clock.seconds())
                     bar.update(task, figures=f"loss {mean:.4f}, {speed},")
+                    lines.show(done, f"loss {mean:.4f}, {speed}")
                 bar.update(task, completed=done)
                 # Ranks are cut before the model is measured or saved, so that a figure or a
                 # checkpoint of this step is of the small model, with which the run goes on.

@@ -1,3 +1,4 @@
+import io
 import json
 import logging
 import math
@@ -7,13 +8,14 @@ import signal
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import grouped
 from comera.nn.module import tensor_trains
-from comera.train.log import last_logged, read_metrics
+from comera.train.log import PlainLines, last_logged, progress_bar, read_metrics
 from comera.train.loop import train
 from comera.train.run_state import load_checkpoint, save_checkpoint
 from comera.train.step import NonFiniteLossError
@@ -280,3 +282,22 @@ def test_a_folder_is_free_again_after_a_checkpoint_that_does_not_fit(tmp_path):
     assert kept  # as a notebook keeps it, and with it all that it holds
     _, outcome = run(tmp_path)
     assert outcome.steps == STEPS
+
+
+def test_output_that_is_no_terminal_gets_a_line_now_and_then(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(PlainLines, "EVERY", 0.0)
+    run(tmp_path / "a", quiet=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/24: loss " in line]
+    assert [int(line.split("/")[0].split()[-1]) for line in lines] == [5, 10, 15, 20, 24]
+    run(tmp_path / "b")
+    assert "loss" not in capsys.readouterr().out
+
+
+def test_where_there_is_little_room_steps_and_time_stay():
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, color_system=None)
+    with progress_bar(console=console) as bar:
+        figures = "loss 8.3710, 8.96 steps/s, 573 tokens/s, peak 457 MiB,"
+        bar.add_task("compressed", total=260, completed=140, figures=figures)
+    assert "140/260" in out.getvalue()
+    assert "left" in out.getvalue()
