@@ -65,8 +65,11 @@ def run_command(command: str, options: Namespace, console: Console) -> int:
         if options.tokens < 1:
             raise ValueError(f"tokens={options.tokens} must be at least 1")
         run = load_run(options.run, device=find_device(options.device))
+        wrong = False
         for found in predictions(run, _lines(options.file), options.tokens):
             print(as_json(found), flush=True)
+            wrong |= "error" in found
+        return int(wrong)
     else:
         said = export(load_run(options.run), Path(options.file).expanduser())
         console.print(said, markup=False, highlight=False, soft_wrap=True)

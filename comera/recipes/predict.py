@@ -20,6 +20,8 @@ _SHOWN = 5
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
     """Predict something for each line, as the run's task has it.
 
+    A line that is not what is expected gives ``error``, which names it, and the others go on.
+
     Args:
         run: A finished run.
         lines: Of sentence pairs ``premise<TAB>hypothesis``; of a masked language model text with
@@ -28,8 +30,8 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
         new_tokens: Tokens that a causal model adds, the most likely one each time.
 
     Raises:
-        ValueError: If a line is not what is expected, which it names; or if the run is of a click
-            log and has not kept its categories, as earlier versions did not.
+        ValueError: If the run is of a click log and has not kept its categories, as earlier
+            versions did not.
     """
     if run.config.clicks is not None and run.categories is None:
         raise ValueError(
@@ -49,7 +51,7 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
                 else:
                     yield _continuation(run, line, new_tokens)
         except ValueError as problem:
-            raise ValueError(f"line {number}: {problem}") from None
+            yield {"error": f"line {number}: {problem}"}
 
 
 def _tokens_of(run: TrainedRun, text: str) -> np.ndarray:
