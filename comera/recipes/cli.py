@@ -1,7 +1,6 @@
 """The command ``comera``: ``train``, ``plan``, ``sweep``, ``report``, ``checkpoint`` and others."""
 
 import contextlib
-import dataclasses
 import difflib
 import io
 import logging
@@ -38,7 +37,7 @@ from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.launchers import LauncherName
 from comera.recipes.named import described, file_of, first_sentence
-from comera.recipes.parse import did_you_mean, parse_settings, read_yaml, spelled_out
+from comera.recipes.parse import parse_settings, read_yaml, spelled_out
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.reproduce import Scale, experiments, reproduce, try_out
@@ -414,20 +413,34 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
         for k in range(1, len(words)):
             alone = k == 1 or not words[k - 1].startswith("-") or "=" in words[k - 1]
             if alone and not words[k].startswith("-"):
-                path = file_of(words[k])
+                path = _file_of_run(words[k]) or file_of(words[k])
                 _check_file(path)
                 words[k] = f"--config={path}"
                 words.insert(1, words.pop(k))  # first, so that keys before it count too
+                if _is_of_a_run(path):
+                    words.insert(2, f"--out={path.parent}")
                 break
     return [_OPTIMIZER.sub(r"--optimizer.name=\1", word) for word in words]
 
 
+def _file_of_run(word: str) -> Path | None:
+    """Return the settings of the run whose folder a word names; None if it names another thing."""
+    path = Path(word).expanduser() / "config.yaml"
+    return path if _is_of_a_run(path) else None
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Tell whether a file is what a run has written of its settings, all but where it is."""
+    written = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
+    return written and path.is_file() and "out" not in read_yaml(path)
+
+
 def _check_file(path: Path) -> None:
     """Check what jsonargparse would refuse without naming the file, or without a guess."""
-    sections = [field.name for field in dataclasses.fields(RunConfig)]
-    for key in read_yaml(path):
-        if str(key).split(".")[0] not in sections:
-            raise ValueError(f"{path}: {key} is not a setting{did_you_mean(key, sections)}")
+    read_yaml(path)
+    mistake = first_mistake([f"--config={path}"])
+    if mistake is not None and " is not a setting" in mistake:
+        raise ValueError(f"{path}: {mistake}")
 
 
 def _show_configuration(name: str | None) -> None:
