@@ -172,7 +172,8 @@ def compress_(
     Source: SVD-LLM (arXiv 2403.07378), with gradients and one budget for all layers.
     """
     if (budget is None) == (max_loss is None):
-        raise ValueError(f"budget={budget!r} and max_loss={max_loss!r}: one of them must be given")
+        which = "one of them must be given" if budget is None else "give one of them, not both"
+        raise ValueError(f"budget={budget!r} and max_loss={max_loss!r}: {which}")
     if budget is not None:
         parse_budget(budget)
     evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)

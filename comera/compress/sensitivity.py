@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHARES = tuple(k / 20 for k in range(1, 21))
-_UNITS = {"k": 1000, "M": 1000**2, "G": 1000**3, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
+_UNITS = {
+    "k": 1000, "K": 1000, "M": 1000**2, "G": 1000**3,
+    "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,7 @@ def parse_budget(budget: float | str) -> float | int:
         ValueError: If it is neither.
     """
     if isinstance(budget, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]|[KMG]i)B", budget)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
         if found and float(found[1]) > 0:
             return int(float(found[1]) * _UNITS[found[2]])
     elif isinstance(budget, float) and 0 < budget < 1:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
+from comera.compress.sensitivity import parse_budget
 from comera.nn.linear import TTLinear
 
 
@@ -241,7 +242,10 @@ def rising():
     ("settings", "problem"),
     [
         ({}, "budget=None and max_loss=None: one of them must be given"),
-        ({"budget": 0.5, "max_loss": 1.0}, "budget=0.5 and max_loss=1.0: one of them"),
+        (
+            {"budget": 0.5, "max_loss": 1.0},
+            "max_loss=1.0: give one of them, not both",
+        ),
         ({"budget": 0.5, "evaluate": len}, "evaluate measures what max_loss bounds"),
         ({"max_loss": 1e-9}, "max_loss=1e-09: the dense model itself has a loss of"),
         ({"max_loss": 1.0, "evaluate": lambda m: torch.nan}, "evaluate gave nan"),
@@ -259,3 +263,8 @@ def test_a_loss_out_of_reach_changes_nothing(trained, settings, problem):
         assert torch.equal(value, trained.state_dict()[key])
     with pytest.raises(ValueError, match="a calibration of type list_iterator, which cannot be"):
         comera.compress_(model, iter(calibration()), loss_fn=loss_fn, max_loss=1.0)
+
+
+@pytest.mark.parametrize(("text", "size"), [("3kB", 3000), ("3KB", 3000), ("3 KiB", 3072)])
+def test_bytes_are_read_as_people_write_them(text, size):
+    assert parse_budget(text) == size
