@@ -437,7 +437,8 @@ def _is_of_a_run(path: Path) -> bool:
 
 def _check_file(path: Path) -> None:
     """Check what jsonargparse would refuse without naming the file, or without a guess."""
-    read_yaml(path)
+    if {"base", "variants"} & read_yaml(path).keys():
+        raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
     mistake = first_mistake([f"--config={path}"])
     if mistake is not None and " is not a setting" in mistake:
         raise ValueError(f"{path}: {mistake}")

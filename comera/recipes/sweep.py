@@ -262,6 +262,8 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         FileNotFoundError: If the file or its base is not there.
     """
     content = read_yaml(path)
+    if not {"base", "variants", "search"} & content.keys() and "train" in content:
+        raise ValueError(f"{path} is no sweep but a run: comera train trains it")
     for key in content:
         if key not in _KEYS:
             raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")

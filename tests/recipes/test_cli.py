@@ -13,6 +13,7 @@ from tests.texts import write_functions
     ("content", "message"),
     [
         ("tarin: {steps: 3}\n", "run.yaml: tarin is not a setting: did you mean train?"),
+        ("base: {}\nseeds: [0]\n", "run.yaml is no run but a sweep: comera sweep trains it"),
         ("train: {stepz: 3}\n", "run.yaml: train.stepz is not a setting: did you mean steps?"),
         ("two_stage: {late_steps: 3}\n", "two_stage.late_steps is not a setting: did you mean lat"),
         ("model.d_modle: 3\n", "run.yaml: model.d_modle is not a setting: did you mean d_model?"),

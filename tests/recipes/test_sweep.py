@@ -358,3 +358,9 @@ def test_the_sweeps_that_come_along_can_be_read(path):
     metrics = {"nli": "accuracy", "lm": "perplexity", "dlrm": "auc"}
     assert sweep.metric == metrics[path.parent.name]
     assert sweep.variants[sweep.reference].config.tensorize is None
+
+
+def test_a_run_is_no_sweep(tmp_path):
+    (tmp_path / "run.yaml").write_text("masked_text: {}\ntrain: {steps: 3}\n")
+    with pytest.raises(ValueError, match=r"run\.yaml is no sweep but a run: comera train trains"):
+        read_sweep(tmp_path / "run.yaml")
