@@ -307,7 +307,7 @@ def test_batches_of_another_shape_in_one_process_are_captured_anew_by_all(result
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_stops_all(results):
-    advice = "at a learning rate of 0.2: if the data are sound, halve the rate"
+    advice = "at a learning rate of 0.01: if the data are sound, halve the rate"
     assert [result["not finite"] for result in results] == [
         f"the loss is nan at step 1, {advice}"
     ] * 2
