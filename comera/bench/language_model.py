@@ -28,7 +28,7 @@ from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.linear import TTLinear
-from comera.planning.printing import text_table
+from comera.planning.text_table import text_table
 
 METHODS = {
     "svd": "SVD of the weight, one share",

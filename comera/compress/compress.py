@@ -27,7 +27,8 @@ from comera.extras import needed_by
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 from comera.nn.swap import swap_layers_
-from comera.planning.printing import show_bytes, table_html, text_table
+from comera.planning.printing import show_bytes, table_html
+from comera.planning.text_table import text_table
 from comera.shapes import TTShape
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Compression:
         ]
 
     def __str__(self) -> str:
-        return f"{text_table('layers', *self.rows())}\n{self.summary()}"
+        return f"{text_table('layers', *self.rows(), names=0)}\n{self.summary()}"
 
     __repr__ = __str__
 

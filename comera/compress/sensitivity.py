@@ -17,7 +17,8 @@ from comera.compress.linear_targets import linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
 from comera.planning.figures import empty_figure
-from comera.planning.printing import show_bytes, table_html, text_table
+from comera.planning.printing import show_bytes, table_html
+from comera.planning.text_table import text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -240,7 +241,7 @@ class Sensitivity:
     def __str__(self) -> str:
         header, cells = self.rows()
         title = "predicted rise of the loss, by share of the weight kept"
-        return f"{text_table(title, header, cells)}\n{self.summary()}"
+        return f"{text_table(title, header, cells, names=0)}\n{self.summary()}"
 
     __repr__ = __str__
 

@@ -8,7 +8,8 @@ from comera.planning.candidate import Candidate
 from comera.planning.contraction import Schedule
 from comera.planning.machine import Machine
 from comera.planning.operation import Step
-from comera.planning.printing import show_bytes, show_count, show_seconds, table_html, text_table
+from comera.planning.printing import show_bytes, show_count, show_seconds, table_html
+from comera.planning.text_table import text_table
 
 _STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
 _CANDIDATE_HEADER = (
@@ -87,13 +88,19 @@ class Plan:
         raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
 
     def __str__(self) -> str:
-        """Lay out two tables and the verdict, at most 100 columns wide."""
+        """Lay out two tables and the verdict, as wide as the terminal at most."""
         steps, candidates = _step_rows(self), _candidate_rows(self)
         return "\n".join(
             [
                 f"{self.title}\n{_setting(self)}",
-                _table(f"{self.chosen.name}, step by step", _STEP_HEADER, steps, left=3),
-                _table("candidates", _CANDIDATE_HEADER, candidates, left=1),
+                text_table(
+                    f"{self.chosen.name}, step by step",
+                    _STEP_HEADER,
+                    steps,
+                    left=range(3),
+                    spare=[_STEP_HEADER.index("bytes")],
+                ),
+                text_table("candidates", _CANDIDATE_HEADER, candidates),
                 *verdict(self),
             ]
         )
@@ -186,9 +193,3 @@ def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
         show_bytes(one.peak_bytes),
         f"{one.peak_bytes / dense.peak_bytes:.2f}x",
     )
-
-
-def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]], left: int) -> str:
-    """Lay out words in the first ``left`` columns, which may be broken, and numbers after them."""
-    words, numbers = range(left), range(left, len(header))
-    return text_table(title, header, rows, left=words, keep=numbers)

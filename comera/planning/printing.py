@@ -1,7 +1,6 @@
-"""Numbers with their units, and tables as text and as HTML, for whatever prints itself."""
+"""Numbers with their units, and tables as HTML, for whatever prints itself."""
 
 import html
-import io
 from collections.abc import Iterable, Sequence
 
 
@@ -29,42 +28,6 @@ def show_seconds(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"
     return f"{number / 1e-6:.3g} us"
-
-
-def text_table(
-    title: str,
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Sequence[int] = (0,),
-    keep: Sequence[int] = (),
-    total: bool = False,
-    width: int = 100,
-) -> str:
-    """Lay out a table as text.
-
-    Args:
-        title: Line above the table.
-        header: Names of the columns.
-        rows: Cells of each row.
-        left: Numbers of the columns aligned at the left; the others are at the right.
-        keep: Numbers of the columns whose cells are never broken into lines.
-        total: Whether a line is drawn above the last row.
-        width: Columns of the terminal at most.
-    """
-    from rich.console import Console  # not needed before somebody prints
-    from rich.table import Table
-
-    table = Table(title=title)
-    for k, name in enumerate(header):
-        justify = "left" if k in left else "right"
-        table.add_column(name, justify=justify, no_wrap=k in keep, overflow="fold")  # type: ignore[arg-type]
-    cells = list(rows)
-    for k, row in enumerate(cells):
-        table.add_row(*row, end_section=total and k == len(cells) - 2)
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, markup=False).print(table)
-    return out.getvalue().rstrip()
 
 
 def table_html(

@@ -14,12 +14,21 @@ from comera.nn.table import HotRows, TTTable
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
-from comera.planning.printing import show_bytes, show_count, table_html, text_table
+from comera.planning.printing import show_bytes, show_count, table_html
+from comera.planning.text_table import text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_WIDTH = 200
+_HEADER = (
+    "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores", "smaller",
+    "bytes", "operations, {} tokens", "operations / dense", "saved for backward", "saved / dense",
+)  # fmt: skip
+_SPARE = (
+    "bytes", "type", "saved for backward", "operations, {} tokens", "modes", "live cores",
+    "operations / dense", "saved / dense",
+)  # fmt: skip
+"""Columns to leave out where they do not fit, the first of them first."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,9 @@ class LayerReport:
 
 class CompressionReport:
     """A table of layers and totals; prints itself, also in Jupyter.
+
+    The table is as wide as the terminal at most, and names the columns for which there is no room;
+    :meth:`to_pandas` has them all.
 
     Attributes:
         layers: One :class:`LayerReport` a tensor-train layer.
@@ -125,11 +137,7 @@ class CompressionReport:
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Return header and cells as text."""
-        header = [
-            "layer", "type", "modes", "ranks (start -> live)", "dense", "stored", "live cores",
-            "smaller", "bytes", f"operations, {self.tokens} tokens", "saved for backward",
-        ]  # fmt: skip
-        return header, [
+        return [name.format(self.tokens) for name in _HEADER], [
             [
                 layer.name or "(model)",
                 layer.kind,
@@ -140,8 +148,10 @@ class CompressionReport:
                 f"{layer.live_params:,}",
                 f"{layer.dense_params / max(1, layer.params):.1f}x",
                 show_bytes(layer.bytes),
-                _against(layer.operations, layer.dense_operations, show_count),
-                _against(layer.saved_bytes, layer.dense_saved_bytes, show_bytes),
+                show_count(layer.operations),
+                _share(layer.operations, layer.dense_operations),
+                show_bytes(layer.saved_bytes),
+                _share(layer.saved_bytes, layer.dense_saved_bytes),
             ]
             for layer in self.layers
         ]
@@ -149,8 +159,9 @@ class CompressionReport:
     def __str__(self) -> str:
         header, rows = self.rows()
         table = text_table(
-            "tensor-train layers", header, rows, left=range(4), keep=(0, 1), width=_WIDTH
-        )
+            "tensor-train layers", header, rows, left=range(4), names=0,
+            spare=[_HEADER.index(name) for name in _SPARE],
+        )  # fmt: skip
         return f"{table}\n{self.summary()}"
 
     __repr__ = __str__
@@ -253,6 +264,5 @@ def _ranks(layer: LayerReport) -> str:
     return start if start == live else f"{start} -> {live}"
 
 
-def _against(mine: int, dense: int, show) -> str:
-    ratio = f" ({mine / dense:.2f} of dense)" if dense else ""
-    return f"{show(mine)}{ratio}"
+def _share(mine: int, dense: int) -> str:
+    return f"{mine / dense:.2f}x" if dense else ""

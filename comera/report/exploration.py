@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from comera.extras import needed_by
 from comera.planning.figures import empty_figure
-from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
+from comera.planning.printing import show_bytes, show_seconds, table_html
+from comera.planning.text_table import text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 WHOLE = "whole model"
 """The layer of a point at which all targeted layers are made smaller."""
+
+_HEADER = (
+    "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
+    "predicted time / dense", "evaluate took",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class Point:
 @dataclass(frozen=True, repr=False)
 class Exploration:
     """What :func:`comera.explore` has measured; prints itself, also in Jupyter.
+
+    The table is as wide as the terminal at most, and names the columns for which there is no room;
+    :meth:`to_pandas` has them all.
 
     Attributes:
         points: One for each setting, the dense model first.
@@ -108,12 +117,8 @@ class Exploration:
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return header and cells as text; points of :meth:`pareto` have a star."""
-        header = (
-            "setting", "layer", "order", "ranks", "smaller", "parameters", "bytes", "error", "loss",
-            "predicted time / dense", "evaluate took",
-        )  # fmt: skip
         best = self.pareto().points
-        return header, [
+        return _HEADER, [
             (
                 ("* " if point in best else "") + point.setting,
                 point.layer,
@@ -123,7 +128,7 @@ class Exploration:
                 _text(point.params, "{:,}"),
                 "" if point.bytes is None else show_bytes(point.bytes),
                 _text(point.error, "{:.3f}"),
-                point.note if point.loss is None else f"{point.loss:.4g}",
+                "failed" if point.loss is None else f"{point.loss:.4g}",
                 _text(point.predicted_ratio, "{:.2f}x"),
                 "" if point.measured_seconds is None else show_seconds(point.measured_seconds),
             )
@@ -131,11 +136,11 @@ class Exploration:
         ]
 
     def summary(self) -> str:
-        """Return lines of totals."""
-        failed = len(self.points) - len(self._measured)
+        """Return lines of totals, and why points failed."""
+        failed = [point for point in self.points if point.loss is None]
         text = (
             f"{len(self._measured)} of {self.planned} points have a loss"
-            f"{f', {failed} failed' if failed else ''}; * no other is as small and as good"
+            f"{f', {len(failed)} failed' if failed else ''}; * no other is as small and as good"
         )
         dense = next((point for point in self.points if point.setting == "dense"), None)
         near = [
@@ -148,10 +153,19 @@ class Exploration:
                 f"\nsmallest within a hundredth of the dense loss ({dense.loss:.4g}): "
                 f"{least.setting}, {least.layer}, {least.ratio:.2f}x smaller, {least.loss:.4g}"
             )
+        for point in failed:
+            where = "" if point.layer == WHOLE else f", {point.layer}"
+            text += f"\nfailed: {point.setting}{where}: {point.note}"
         return text
 
     def __str__(self) -> str:
-        table = text_table("explored", *self.rows(), left=(0, 1, 3), width=140)
+        spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
+        if all(point.layer == WHOLE for point in self.points):
+            spare.insert(0, "layer")
+        table = text_table(
+            "explored", *self.rows(), left=(0, 1, 3), names=1,
+            spare=[_HEADER.index(name) for name in spare],
+        )  # fmt: skip
         return f"{table}\n{self.summary()}"
 
     __repr__ = __str__

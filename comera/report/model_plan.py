@@ -17,7 +17,8 @@ from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
 from comera.planning.plan import Plan
 from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
+from comera.planning.printing import show_bytes, show_seconds, table_html
+from comera.planning.text_table import text_table
 from comera.report.compression import CompressionReport
 
 _HEADER = (
@@ -26,6 +27,8 @@ _HEADER = (
 )  # fmt: skip
 _KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "dense keeps")
 _EAGER, _INSTEAD = _HEADER.index("eager / dense"), _HEADER.index("instead")
+_SPARE = [_HEADER.index(name) for name in ("runs", "peak / dense", "time")]
+"""Columns to leave out where they do not fit, the first of them first."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,10 @@ class ModelPlan:
             [_HEADER[k] for k in shown],
             [[row[k] for k in shown] for row in rows],
             left=[k for k, column in enumerate(shown) if column in (0, 1, 2, _INSTEAD)],
+            names=0,
+            spare=[shown.index(k) for k in _SPARE],
         )
-        kept = text_table(self._kept_title, _KEPT_HEADER, self.kept_rows(), total=True)
+        kept = text_table(self._kept_title, _KEPT_HEADER, self.kept_rows(), names=0, total=True)
         return f"{table}\n{kept}\n{self._sizes}{self.summary()}"
 
     @property

@@ -200,12 +200,20 @@ def test_html_escapes_names():
     assert text.count("<tr>") == 2
 
 
-def test_text_names_every_layer_in_full():
+@pytest.mark.parametrize("columns", [80, 200])
+def test_text_fits_the_terminal_and_names_every_layer(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     inner = nn.Module()
-    inner.add_module("a_rather_long_name_for_a_projection", linear())
+    inner.add_module("a_projection", linear())
     text = str(compression_report(nn.ModuleDict({"encoder": nn.ModuleList([inner, linear()])})))
-    assert "encoder.0.a_rather_long_name_for_a_projection" in text
-    assert "encoder.1" in text
+    assert max(map(len, text.splitlines())) <= columns
+    if columns == 80:
+        assert "(… is encoder.)" in text
+        assert "│ …0.a_projection │" in text
+        assert "a wider terminal shows too: type, " in text
+    else:
+        assert "│ encoder.0.a_projection │ TTLinear │ 3x4 | 4x5 │ 2 3 2 " in text
+        assert "wider" not in text
     assert "(model)" in str(compression_report(linear()))
 
 

@@ -217,7 +217,8 @@ def test_the_front_has_no_point_that_another_beats(explored):
 def test_it_prints(explored):
     text = str(explored)
     assert "* budget=0.5" in text
-    assert "out of reach" in text
+    assert "failed: budget=0.01: out of reach" in text
+    assert max(len(line) for line in text.splitlines() if "│" in line) <= 80
     assert "5 of 7 points have a loss, 1 failed" in text
     assert "budget=0.5, whole model, 2.00x smaller, 1.005" in text
     assert explored._repr_html_().count("<tr>") == 7

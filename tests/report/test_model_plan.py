@@ -35,7 +35,7 @@ def test_a_model_gets_one_line_for_layers_that_are_alike():
     )
     text = str(plan)
     assert "1 and 1 more" in text
-    assert max(map(len, text.splitlines()[:-1])) <= 100
+    assert max(map(len, text.splitlines()[:-1])) <= 80
     assert "<td>1 and 1 more</td>" in plan._repr_html_()
 
 

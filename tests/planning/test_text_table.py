@@ -1,0 +1,85 @@
+"""Tables are as wide as the terminal at most; what is left out for that is said."""
+
+import pytest
+
+from comera.planning.text_table import text_table
+
+HEADER = ("layer", "shape and ranks", "parameters / dense", "bytes")
+ROWS = [
+    ("model.layers.0.self_attn.q_proj", "linear 64 -> 256, ranks 4 8 8 8 8", "0.25x", "1.27 MiB"),
+    ("model.layers.1.mlp.down_proj and 2 more", "linear 256 -> 64", "1.00x", "12 KiB"),
+    ("head", "linear 64 -> 10", "0.50x", "4 KiB"),
+]
+
+
+@pytest.fixture
+def table(monkeypatch):
+    def make(columns, rows=ROWS, **options):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return text_table("layers", HEADER, rows, left=(0, 1), names=0, **options)
+
+    return make
+
+
+def width(text):
+    return max(map(len, text.splitlines()))
+
+
+def test_with_room_nothing_is_broken(table):
+    text = table(140, spare=[3])
+    for cell in (*HEADER, *ROWS[0], *ROWS[1]):
+        assert f" {cell} " in text
+    assert text.splitlines()[0].strip() == "layers"
+    assert width(text) < 140  # no wider than it has to be
+
+
+def test_headings_are_broken_before_names(table):
+    text = table(width(table(140)) - 1)
+    assert "parameters / dense" not in text
+    assert "model.layers.1.mlp.down_proj and 2 more" in text
+
+
+def test_shared_beginnings_of_names_are_said_once(table):
+    text = table(100)
+    assert width(text) <= 100
+    assert text.splitlines()[0].strip() == "layers (… is model.layers.)"
+    assert "│ …0.self_attn.q_proj " in text
+    assert "│ …1.mlp.down_proj and 2 more " in text
+    assert "│ head " in text
+
+
+def test_words_are_broken_and_numbers_never(table):
+    text = table(80)
+    assert width(text) <= 80
+    assert "linear 64 -> 256, ranks 4 8 8 8 8" not in text
+    for number in ("0.25x", "1.27 MiB", "12 KiB"):
+        assert f" {number} │" in text
+
+
+def test_columns_that_can_be_spared_go_only_where_they_must(table):
+    assert "wider" not in table(80, spare=[3, 2])
+    rows = [(name, shape, ratio, "1,234,567,890,123,456,789,012") for name, shape, ratio, _ in ROWS]
+    text = table(80, rows, spare=[3, 2])
+    assert width(text) <= 80
+    assert "bytes" not in text.splitlines()[1:-1]
+    assert "0.25x" in text
+    assert text.endswith("\na wider terminal shows too: bytes")
+
+
+def test_a_narrower_terminal_gets_80_columns(table):
+    assert table(20) == table(80)
+
+
+def test_names_without_a_beginning_in_common_stay_whole(table):
+    rows = [(f"{'abcdefgh'[k] * 30}", *row[1:]) for k, row in enumerate(ROWS)]
+    text = table(90, rows)
+    assert "…" not in text
+    assert "a" * 24 in text  # and are folded
+
+
+def test_a_line_above_the_total(table):
+    assert table(80, total=True).count("├") == 1
+
+
+def test_a_table_of_no_rows():
+    assert "layer" in text_table("none", HEADER, [])
