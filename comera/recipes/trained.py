@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """What :func:`load_run` returns.
+    """What :func:`load_run` returns; prints itself in a few lines.
 
     Attributes:
         folder: Folder of the run.
@@ -62,6 +62,19 @@ class TrainedRun:
             }
             rows.setdefault(line["step"], {}).update(shown)
         return pd.DataFrame(list(rows.values())).set_index("step").sort_index()
+
+    def __repr__(self) -> str:
+        params = sum(param.numel() for param in self.model.parameters())
+        lines = [
+            f"run in {self.folder}",
+            f"model: {type(self.model).__name__}, {params:,} parameters",
+            f"trained: {self.result['steps']:,} steps in {self.result['seconds']:.0f} s",
+        ]
+        for name, part in (("evaluation", "metrics"), ("test", "test")):
+            if found := self.result.get(part):
+                figures = ", ".join(f"{key} {value:.4f}" for key, value in found.items())
+                lines.append(f"{name}: {figures}")
+        return "\n".join(lines)
 
 
 def load_run(

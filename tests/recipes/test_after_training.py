@@ -84,6 +84,12 @@ def test_a_run_is_loaded_without_its_data(folder, name, tmp_path, monkeypatch):
     assert logged.index[-1] == 30
     assert float(logged.iloc[-1]) == read_metrics(tmp_path / "moved")[-2]["loss"]
     assert (run.tokenizer is None) == (name == "clicks")
+    first, model, trained, evaluation, *test = str(run).splitlines()
+    assert first == "run in moved"
+    assert model == f"model: {type(run.model).__name__}, {run.result['params']:,} parameters"
+    assert trained.startswith("trained: 30 steps in ")
+    assert f"loss {run.result['metrics']['loss']:.4f}" in evaluation
+    assert len(test) == bool(run.result["test"])
 
 
 def test_the_vocabulary_is_the_one_of_the_tokens(folder):
