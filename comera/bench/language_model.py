@@ -122,7 +122,7 @@ class Bench:
         self.calibration, self.folder = calibration, folder
         self.layers = {
             name: layer
-            for name, layer in linear_targets(model, "all-linear", None).items()
+            for name, layer in linear_targets(model, "all-linear", None, None).items()
             if isinstance(layer, nn.Linear)
         }
         self._moments: dict[str, Moments] | None = None

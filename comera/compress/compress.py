@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import LossFn
-from comera.compress.linear_targets import Layer, own_loss, weight_OI
+from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.orders import better_train
 from comera.compress.sensitivity import (
     CompressedLayer,
     LayerSensitivity,
     Sensitivity,
     check_order,
+    look_at,
     parse_budget,
-    sensitivity,
 )
 from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import balanced
@@ -118,7 +118,7 @@ def compress_(
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
-        Of each layer the second moments of inputs and of the loss' gradients are gathered over the
+    Of each layer the second moments of inputs and of the loss' gradients are gathered over the
     calibration data; they weigh errors of its weight by what these do to the loss, and make the
     directions of all layers comparable. One price for a parameter then chooses the ranks, and which
     layers stay dense. The result has :class:`~comera.TTLinear` layers of order 1 with open gates,
@@ -191,11 +191,11 @@ def compress_(
         found = calibration
         check_order(order, all(layer.moments is not None for layer in found.layers))
     else:
-        found = sensitivity(
-            model, calibration, loss_fn=loss_fn, target_modules=target_modules,
-            exclude_modules=exclude_modules, keep=keep, progress=progress,
-            order=order,
-        )  # fmt: skip
+        check_order(order)
+        targets = linear_targets(model, target_modules, exclude_modules, "compress_")
+        found = look_at(
+            model, targets, calibration, loss_fn, keep=keep, progress=progress, order=order
+        )
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     dense_params = sum(param.numel() for param in model.parameters())
     dense_bytes = sum(param.nbytes for param in model.parameters())

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 import time
 import zlib
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 
 from comera.compress.block_inputs import Calls, find_blocks, record_calls
 from comera.compress.compress import Compression, compress_
-from comera.compress.linear_targets import linear_targets
+from comera.compress.linear_targets import Layer, linear_targets
 from comera.compress.meta_model import Filler, empty_layers_, parameters_on_meta
-from comera.compress.sensitivity import CompressedLayer, sensitivity
+from comera.compress.sensitivity import CompressedLayer, look_at
 from comera.compress.unfinished_blocks import UnfinishedBlocks
 from comera.files import replacing
 from comera.names import listed
@@ -112,7 +111,7 @@ def compress_folder(
             "compress_folder: %s in %s, which the model does not have",
             listed(sorted(filler.unused)), shards.folder,
         )  # fmt: skip
-    targets = linear_targets(model, target_modules, exclude_modules)
+    targets = linear_targets(model, target_modules, exclude_modules, "compress_folder")
     where = find_blocks(model, blocks, targets)
     parts = dict(model.get_submodule(where).named_children())
     bare = [name for name in targets if name.rpartition(".")[0] == where]
@@ -140,7 +139,11 @@ def compress_folder(
     for k in _shown(first, len(parts), progress):
         name, block = ordered[k]
         inside = f"{where}.{name}."
-        mine = [target.removeprefix(inside) for target in targets if target.startswith(inside)]
+        mine = {
+            target.removeprefix(inside): layer
+            for target, layer in targets.items()
+            if target.startswith(inside)
+        }
         with filler.filled(block):
             _compress_block_(block, k, mine, calls, unfinished, budget, seed)
         empty_layers_(block)
@@ -196,7 +199,7 @@ def _calls(
 def _compress_block_(
     block: nn.Module,
     k: int,
-    names: Sequence[str],
+    targets: Mapping[str, Layer],
     calls: Calls,
     unfinished: UnfinishedBlocks,
     budget: float,
@@ -215,9 +218,8 @@ def _compress_block_(
         return (output * probe).sum() / output[..., 0].numel()
 
     layers: tuple[CompressedLayer, ...] = ()
-    if names:
-        only = "|".join(map(re.escape, names))
-        found = sensitivity(block, rows, loss_fn=projected, target_modules=only)
+    if targets:
+        found = look_at(block, targets, rows, projected)
         layers = compress_(block, found, budget=budget).layers
     unfinished.add(k, block, layers, after)
     calls.states[:] = after

@@ -21,9 +21,15 @@ def weight_OI(layer: Layer) -> Tensor:
 
 
 def linear_targets(
-    model: nn.Module, targets: str | list[str], exclude: str | list[str] | None
+    model: nn.Module,
+    targets: str | list[str],
+    exclude: str | list[str] | None,
+    caller: str | None,
 ) -> dict[str, Layer]:
-    """Find the layers to compress; those that cannot be are named and left out.
+    """Find the layers to compress; those that cannot be are left out.
+
+    These are named in the log, as left dense by ``caller``, the function that the user called;
+    nothing is said without one.
 
     Raises:
         ValueError: If none is left, or the model is itself one.
@@ -31,7 +37,7 @@ def linear_targets(
     config = TTConfig(target_modules=targets, exclude_modules=exclude, init="svd")
     found: dict[str, Layer] = {}
     dense: dict[str, list[str]] = {}
-    for names, modules in tied_groups(find_targets(model, config, None)):
+    for names, modules in tied_groups(find_targets(model, config, None, caller)):
         layer, why = modules[0], ""
         if len(modules) > 1 or other_holders(model, modules):
             why = "another module holds the weight"
@@ -44,7 +50,8 @@ def linear_targets(
         if why:
             dense.setdefault(why, []).extend(names)
     for why, names in dense.items():
-        log.warning("compress_ leaves %s dense: %s", listed(names), why)
+        if caller:
+            log.warning("%s leaves %s dense: %s", caller, listed(names), why)
     if "" in found:
         raise ValueError(
             "the model is itself a linear layer or a table: put it into a module to replace it"

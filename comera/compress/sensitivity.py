@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
 from comera.compress.layer_moments import LossFn, Moments, gather_moments
-from comera.compress.linear_targets import linear_targets, own_loss, weight_OI
+from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
 from comera.planning.figures import empty_figure
@@ -289,7 +289,21 @@ def sensitivity(
     Source: as :func:`compress_`.
     """
     check_order(order)
-    layers = linear_targets(model, target_modules, exclude_modules)
+    layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
+    return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress, order=order)
+
+
+def look_at(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    calibration: Iterable[Any],
+    loss_fn: LossFn | None,
+    *,
+    keep: str | Path | None = None,
+    progress: bool = False,
+    order: int | str = 1,
+) -> Sensitivity:
+    """Do what :func:`sensitivity` does for the layers that it would find, by name."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
     params = list(model.parameters())
     made = []

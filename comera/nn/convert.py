@@ -95,7 +95,7 @@ def _tensorized(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     calibration: Iterable[Any] | None,
 ) -> Model:
-    targets = find_targets(model, config, filter_fn)
+    targets = find_targets(model, config, filter_fn, "tensorize_")
     check_patterns(config, targets)
     groups = tied_groups(targets)
     replacements: dict[int, nn.Module] = {}

@@ -26,9 +26,15 @@ _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def find_targets(
-    model: nn.Module, config: TTConfig, filter_fn: Callable[[nn.Module, str], bool] | None
+    model: nn.Module,
+    config: TTConfig,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    caller: str | None,
 ) -> dict[str, nn.Module]:
     """Find the modules to convert by name, each once however many names it has.
+
+    What was asked for and stays dense is named in the log, so that nobody takes it for compressed,
+    as left so by ``caller``, the function that the user called; nothing is said without one.
 
     Raises:
         ValueError: If there is none.
@@ -57,7 +63,6 @@ def find_targets(
             small.append(name)
         else:
             chosen[name] = module
-    # What was asked for and stays dense is named, so that nobody takes it for compressed.
     for names, reason in (
         (
             attention,
@@ -67,11 +72,12 @@ def find_targets(
         (subclasses, "a subclass of the torch layer may do more than the layer"),
         (made, "the weight is made from others, such as by weight_norm, spectral_norm or prune"),
     ):
-        if names:
-            log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
-    _warn_of_unused_exclusions(config.exclude_modules, known)
-    if config.target_modules in ("all", "all-linear"):
-        _name_other_kinds(model)
+        if names and caller:
+            log.warning("%s leaves %s dense: %s", caller, listed(names), reason)
+    if caller:
+        _warn_of_unused_exclusions(config.exclude_modules, known, caller)
+    if caller and config.target_modules in ("all", "all-linear"):
+        _name_other_kinds(model, caller)
     if not chosen:
         already = list(tensor_trains(model))
         raise ValueError(
@@ -85,7 +91,7 @@ def find_targets(
     return chosen
 
 
-def _name_other_kinds(model: nn.Module) -> None:
+def _name_other_kinds(model: nn.Module, caller: str) -> None:
     """Warn of what no target can be and yet is much of the model, as experts in one parameter."""
     skip = {
         id(part)
@@ -107,9 +113,9 @@ def _name_other_kinds(model: nn.Module) -> None:
     if share > _WORTH_SAYING:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         log.warning(
-            "tensorize_ leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
+            "%s leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
             "nn.Embedding or nn.EmbeddingBag, nor known by comera.register_layer",
-            found, 100 * share,
+            caller, found, 100 * share,
         )  # fmt: skip
 
 
@@ -135,13 +141,16 @@ def check_patterns(config: TTConfig, targets: Iterable[str]) -> None:
                 )
 
 
-def _warn_of_unused_exclusions(exclude: str | list[str] | None, known: Sequence[str]) -> None:
+def _warn_of_unused_exclusions(
+    exclude: str | list[str] | None, known: Sequence[str], caller: str
+) -> None:
     """Warn of exclusions that fit no layer; one configuration may serve models that lack it."""
     entries = [exclude] if isinstance(exclude, str) else [[end] for end in exclude or ()]
     for entry in entries:
         if not any(matches(name, entry) for name in known):
             log.warning(
-                "tensorize_: exclude_modules %r matches no linear or embedding layer: %s",
+                "%s: exclude_modules %r matches no linear or embedding layer: %s",
+                caller,
                 entry if isinstance(entry, str) else entry[0],
                 listed(known) or "there is none",
             )

@@ -11,7 +11,8 @@ from torch import nn
 
 from comera.compress.compress import compress_
 from comera.compress.layer_moments import LossFn
-from comera.compress.sensitivity import Sensitivity, sensitivity
+from comera.compress.linear_targets import linear_targets
+from comera.compress.sensitivity import Sensitivity, look_at
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.targets import find_targets
@@ -94,10 +95,7 @@ def explore(
     try:
         found = None
         if budgets:
-            found = _look(
-                model, calibration, loss_fn=loss_fn, target_modules=target_modules,
-                exclude_modules=exclude_modules, progress=progress,
-            )  # fmt: skip
+            found = _look(model, calibration, loss_fn, target_modules, exclude_modules, progress)
         which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
         tries = _tries(model, found, budgets or (), which, configs, each_layer)
         planned += len(tries)
@@ -139,11 +137,19 @@ def _grid(targets: str | list[str], exclude: str | list[str] | None) -> list[TTC
     ]  # fmt: skip
 
 
-def _look(model: nn.Module, calibration: Any, **options: Any) -> Sensitivity:
+def _look(
+    model: nn.Module,
+    calibration: Any,
+    loss_fn: LossFn | None,
+    targets: str | list[str],
+    exclude: str | list[str] | None,
+    progress: bool,
+) -> Sensitivity:
     """Read the calibration data, unless that was done before."""
     if isinstance(calibration, Sensitivity):
         return calibration
-    return sensitivity(model, calibration, **options)
+    layers = linear_targets(model, targets, exclude, "explore")
+    return look_at(model, layers, calibration, loss_fn, progress=progress)
 
 
 def _tries(
@@ -174,7 +180,7 @@ def _tries(
             share = 1 - (1 - budget) * layer.params(None) / found.model_params
             tries.append((f"budget={budget!r}{which}", layer.name, _by_data(alone, share)))
     for config in configs:
-        for name in find_targets(model, config, None):
+        for name in find_targets(model, config, None, None):
             one = dataclasses.replace(config, target_modules=re.escape(name))
             tries.append((_in_words(config), name, _converted(one)))
     return tries

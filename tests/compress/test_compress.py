@@ -111,26 +111,50 @@ def test_batches_of_hugging_face_need_no_loss_fn(trained):
         comera.compress_(Named(), calibration(), budget=0.7)
 
 
-def test_tied_weights_are_left_alone(caplog):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.body, self.head = (
-                nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False),
-            )  # fmt: skip
-            self.head.weight = self.embed.weight
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = (
+            nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False),
+        )  # fmt: skip
+        self.head.weight = self.embed.weight
 
-        def forward(self, x):
-            return self.head(torch.tanh(self.body(self.embed(x))))
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(self.embed(x))))
 
+
+def loss_of_tokens(model, tokens):
+    return F.cross_entropy(model(tokens), tokens.roll(1))
+
+
+def test_tied_weights_are_left_alone():
     model = Tied()
-    tokens = torch.randint(0, 50, (40,))
-    comera.compress_(
-        model, [tokens], budget=0.95, loss_fn=lambda m, t: F.cross_entropy(m(t), t.roll(1))
-    )
+    comera.compress_(model, [torch.randint(0, 50, (40,))], budget=0.95, loss_fn=loss_of_tokens)
     assert model.head.weight is model.embed.weight
     assert isinstance(model.body, TTLinear)
-    assert "leaves head dense: another module holds the weight" in caplog.text
+
+
+def test_what_stays_dense_is_said_once_by_what_was_called(caplog):
+    model, batches = Tied(), [torch.randint(0, 50, (40,))]
+    model.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    why = (
+        "dense: another module holds the weight",
+        "dense: a subclass of the torch layer may do more than the layer",
+    )
+
+    def said():
+        lines = sorted(record.getMessage() for record in caplog.records)
+        caplog.clear()
+        return lines
+
+    found = comera.sensitivity(model, batches, loss_fn=loss_of_tokens)
+    assert said() == [f"sensitivity leaves head {why[0]}", f"sensitivity leaves normed {why[1]}"]
+    comera.compress_(copy.deepcopy(model), found, budget=0.95)
+    assert not said()
+    comera.explore(model, lambda m: 1.0, found, budgets=(0.95,), each_layer=True)
+    assert not said()
+    comera.compress_(model, batches, budget=0.95, loss_fn=loss_of_tokens)
+    assert said() == [f"compress_ leaves head {why[0]}", f"compress_ leaves normed {why[1]}"]
 
 
 @pytest.mark.parametrize(
