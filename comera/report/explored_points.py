@@ -153,11 +153,12 @@ def _size(model: nn.Module) -> tuple[int, int]:
 
 
 def _ranks(each: Sequence[tuple[int, ...]]) -> str:
-    """Write the bonds of layers, or where they differ the least and the most of them."""
+    """Write the bonds of layers, or where they differ what they lie between."""
     if len(set(each)) == 1:
         return " ".join(map(str, each[0]))
     bonds = [bond for ranks in each for bond in ranks]
-    return f"{min(bonds)} to {max(bonds)}"
+    least, most = min(bonds), max(bonds)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 @torch.no_grad()

@@ -81,6 +81,16 @@ def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
     assert "heard" in caplog.text  # afterwards all is logged as before
 
 
+@pytest.mark.parametrize(
+    ("order", "rank", "ranks"), [(1, 4, "4"), (1, [3], "3 to 4"), (2, [4, 4, 4], "4")]
+)
+def test_ranks_are_written_once_where_all_are_of_one_size(order, rank, ranks):
+    model = nn.Sequential(nn.Embedding(60, 24), nn.Linear(24, 40))
+    config = comera.TTConfig(order=order, rank=rank, embedding_rank=4, embedding_order=2)
+    explored = comera.explore(model, lambda model: 1.0, configs=[config])
+    assert explored.points[1].ranks == ranks
+
+
 def test_layers_are_tried_alone_too(trained, evaluate):
     model, batches = trained
     explored = comera.explore(
