@@ -28,6 +28,7 @@ from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.linear import TTLinear
+from comera.nn.model_size import model_size
 from comera.planning.text_table import text_table
 
 METHODS = {
@@ -146,14 +147,12 @@ class Bench:
     def found(self) -> Sensitivity:
         """What :func:`comera.sensitivity` finds with these moments."""
         if self._found is None:
-            params = list(self.model.parameters())
             self._found = Sensitivity(
                 tuple(
                     LayerSensitivity(name, whitened_svd(layer.weight, self.moments[name]))
                     for name, layer in self.layers.items()
                 ),
-                sum(param.numel() for param in params),
-                sum(param.nbytes for param in params),
+                *model_size(self.model),
             )
         return self._found
 
@@ -170,7 +169,7 @@ class Bench:
             "share": share,
             "seconds": time.monotonic() - wall,
             "processor_seconds": time.process_time() - processor,
-            "params": sum(param.numel() for param in small.parameters()),
+            "params": model_size(small).params,
             "perplexity": perplexity(small, self.tested),
             **about,
         }
@@ -207,7 +206,7 @@ class Bench:
         """Spend one budget for all layers."""
         small = copy.deepcopy(self.model)
         linears = sum(layer.weight.numel() for layer in self.layers.values())
-        whole = sum(param.numel() for param in self.model.parameters())
+        whole = model_size(self.model).params
         done = compress_(small, self.found, budget=1 - share * linears / whole, correct=correct)
         return {"kept_dense": sum(layer.rank is None for layer in done.layers)}, small
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import LossFn
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.orders import better_train
 from comera.compress.sensitivity import (
-    CompressedLayer,
     LayerSensitivity,
     Sensitivity,
     check_order,
@@ -23,12 +23,11 @@ from comera.compress.sensitivity import (
 )
 from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import balanced
-from comera.extras import needed_by
 from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
+from comera.nn.model_size import model_size
 from comera.nn.swap import swap_layers_
 from comera.planning.printing import show_bytes, table_html
-from comera.planning.text_table import text_table
 from comera.shapes import TTShape
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Compression:
         measured: The loss that ``evaluate`` gave at this size; None under a budget.
     """
 
-    layers: tuple[CompressedLayer, ...]
+    layers: CompressedLayers
     dense_params: int
     params: int
     dense_bytes: int
@@ -64,31 +63,15 @@ class Compression:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
-        with needed_by("to_pandas()"):
-            import pandas as pd
-
-        return pd.DataFrame([vars(layer) for layer in self.layers])
-
-    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return header and cells as text."""
-        return ("layer", "dense", "now", "rank", "predicted loss"), [
-            (
-                layer.name,
-                f"{layer.dense_params:,}",
-                f"{layer.params:,}",
-                "dense" if layer.rank is None else str(layer.rank),
-                f"{layer.loss:.3g}",
-            )
-            for layer in self.layers
-        ]
+        return self.layers.to_pandas()
 
     def __str__(self) -> str:
-        return f"{text_table('layers', *self.rows(), names=0)}\n{self.summary()}"
+        return f"{self.layers.table()}\n{self.summary()}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return table_html(*self.rows(), note=self.summary())
+        return table_html(*self.layers.rows(), note=self.summary())
 
     def summary(self) -> str:
         """Return a line of totals."""
@@ -197,8 +180,7 @@ def compress_(
             model, targets, calibration, loss_fn, keep=keep, progress=progress, order=order
         )
     layers = {layer.name: _same(model, layer) for layer in found.layers}
-    dense_params = sum(param.numel() for param in model.parameters())
-    dense_bytes = sum(param.nbytes for param in model.parameters())
+    before = model_size(model)
     measured = None
     if max_loss is not None:
         assert evaluate is not None, "it was looked at above"
@@ -223,16 +205,10 @@ def compress_(
     new = {name: _low_rank(layers[name], *both) for name, both in factors.items()}
     new |= {name: _train(layers[name], shape, cores) for name, (_, shape, cores) in trains.items()}
     swap_layers_(model, {id(layers[name]): layer for name, layer in new.items()})
-    made = tuple(trains[one.name][0] if one.name in trains else one for one in made)
-    params = list(model.parameters())
+    made = CompressedLayers(trains[one.name][0] if one.name in trains else one for one in made)
+    after, seconds = model_size(model), time.monotonic() - begun
     return Compression(
-        made,
-        dense_params,
-        sum(param.numel() for param in params),
-        dense_bytes,
-        sum(param.nbytes for param in params),
-        time.monotonic() - begun,
-        measured,
+        made, before.params, after.params, before.bytes, after.bytes, seconds, measured
     )
 
 

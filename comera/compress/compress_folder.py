@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from comera.compress.block_inputs import Calls, find_blocks, record_calls
 from comera.compress.compress import Compression, compress_
+from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.linear_targets import Layer, linear_targets
 from comera.compress.meta_model import Filler, empty_layers_, parameters_on_meta
-from comera.compress.sensitivity import CompressedLayer, look_at
+from comera.compress.sensitivity import look_at
 from comera.compress.unfinished_blocks import UnfinishedBlocks
 from comera.files import replacing
 from comera.names import listed
+from comera.nn.model_size import model_size
 from comera.saved.description import describe
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
 from comera.saved.shards import INDEX, Shards, write_by_tensor
@@ -104,7 +106,7 @@ def compress_folder(
     if folder.resolve() == shards.folder.resolve():
         raise ValueError(f"folder={str(folder)!r} is the source: the result needs one of its own")
     model = _on_meta(model)
-    dense = _size(model)
+    before = model_size(model)
     filler = Filler(model, shards)
     if filler.unused:
         log.warning(
@@ -153,14 +155,14 @@ def compress_folder(
         model, filler, unfinished, {f"{where}.{name}": k for k, name in enumerate(parts)}, folder
     )
     _write_config(shards.folder, folder, model)
-    layers = tuple(
+    layers = CompressedLayers(
         replace(layer, name=f"{where}.{name}.{layer.name}")
         for k, name in enumerate(parts)
         for layer in unfinished.layers(k)
     )
     shutil.rmtree(unfinished.folder)
-    small = _size(model)
-    return Compression(layers, dense[0], small[0], dense[1], small[1], time.monotonic() - begun)
+    after, seconds = model_size(model), time.monotonic() - begun
+    return Compression(layers, before.params, after.params, before.bytes, after.bytes, seconds)
 
 
 def _on_meta(model: Any) -> nn.Module:
@@ -178,11 +180,6 @@ def _on_meta(model: Any) -> nn.Module:
             "it, or make it on the meta device; comera.compress_ takes models in memory"
         )
     return model
-
-
-def _size(model: nn.Module) -> tuple[int, int]:
-    params = list(model.parameters())
-    return sum(param.numel() for param in params), sum(param.nbytes for param in params)
 
 
 def _calls(

@@ -9,7 +9,8 @@ into modes, by TT-SVD, knows nothing of it; what both lose is then measured in t
 import torch
 from torch import Tensor
 
-from comera.compress.sensitivity import CompressedLayer, LayerSensitivity
+from comera.compress.compressed_layers import CompressedLayer
+from comera.compress.sensitivity import LayerSensitivity
 from comera.compress.whitened import raised_loss
 from comera.nn.decompose import decompose_matrix
 from comera.ops.linear.tt_linear import tt_to_dense

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
+from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.layer_moments import LossFn, Moments, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
+from comera.nn.model_size import model_size
 from comera.planning.figures import empty_figure
 from comera.planning.printing import show_bytes, table_html
 from comera.planning.text_table import text_table
@@ -25,31 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHARES = tuple(k / 20 for k in range(1, 21))
+_DRAWN = 1e-4
+"""Rise of the loss down to which it is drawn, in units of the highest."""
 _UNITS = {
     "k": 1000, "K": 1000, "M": 1000**2, "G": 1000**3,
     "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class CompressedLayer:
-    """What becomes of one layer.
-
-    Attributes:
-        name: As in ``named_modules``.
-        dense_params: Entries of the weight it had.
-        params: Entries of what it has now, gates included.
-        rank: Of its two factors, or of the middle bond; None where it stays dense.
-        loss: By how much this is predicted to raise the loss, to second order.
-        order: Of the tensor train; 1 is two factors.
-    """
-
-    name: str
-    dense_params: int
-    params: int
-    rank: int | None
-    loss: float
-    order: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,11 +88,14 @@ class Sensitivity:
     model_params: int
     model_bytes: int
 
-    def choose(self, budget: float | str) -> tuple[CompressedLayer, ...]:
+    def choose(self, budget: float | str) -> CompressedLayers:
         """Choose the ranks that :func:`compress_` would, without a change to the model.
 
         Args:
             budget: As :func:`compress_` has it.
+
+        Returns:
+            A tuple of what becomes of each layer, which prints itself as a table.
 
         Raises:
             ValueError: If the budget is out of range or out of reach.
@@ -134,7 +120,7 @@ class Sensitivity:
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))
             for layer in self.layers
         ]
-        return tuple(
+        return CompressedLayers(
             CompressedLayer(
                 layer.name,
                 layer.params(None),
@@ -194,15 +180,20 @@ class Sensitivity:
         )
 
     def plot(self) -> "Figure":
-        """Draw each layer's loss over its share of the dense weight. Needs matplotlib."""
+        """Draw each layer's loss over its share of the dense weight. Needs matplotlib.
+
+        Rises of the loss below a ten-thousandth of the highest are outside of the picture.
+        """
         figure, axes = empty_figure(1)
+        top = 0.0
         for layer in self.layers:
             losses = layer.whitened.losses_K
             left = losses.flip(0).cumsum(0).flip(0)[1:].cpu()  # without the first 1, 2, ...
             sizes = torch.arange(1, len(losses)) * layer.params(1) / layer.params(None)
             axes[0].semilogy(sizes, left.clamp_min(1e-12), label=layer.name, lw=0.9)
+            top = max([top, *left[:1].tolist()])
         axes[0].set(xlabel="share of the dense weight", ylabel="predicted rise of the loss")
-        axes[0].set(xlim=(0, 1))
+        axes[0].set(xlim=(0, 1), ylim=(_DRAWN * top, 1.5 * top) if top else None)
         _legend(axes[0], len(self.layers))
         return figure
 
@@ -305,15 +296,12 @@ def look_at(
 ) -> Sensitivity:
     """Do what :func:`sensitivity` does for the layers that it would find, by name."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
-    params = list(model.parameters())
     made = []
     for name, layer in layers.items():
         mine = moments.pop(name)  # they go as the decomposition comes, which is no larger
         kept = mine if order == "auto" else None
         made.append(LayerSensitivity(name, whitened_svd(weight_OI(layer), mine), kept))
-    return Sensitivity(
-        tuple(made), sum(param.numel() for param in params), sum(param.nbytes for param in params)
-    )
+    return Sensitivity(tuple(made), *model_size(model))
 
 
 def check_order(order: int | str, found_moments: bool = True) -> None:

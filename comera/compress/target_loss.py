@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from comera.compress.compressed_layers import CompressedLayer
 from comera.compress.linear_targets import Layer
-from comera.compress.sensitivity import CompressedLayer, Sensitivity
+from comera.compress.sensitivity import Sensitivity
 
 log = logging.getLogger("comera")
 

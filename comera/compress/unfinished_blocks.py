@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from comera.compress.sensitivity import CompressedLayer
+from comera.compress.compressed_layers import CompressedLayer
 from comera.files import replacing
 from comera.saved.description import describe_layers
 from comera.saved.rebuild import rebuild_

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from comera.models.dlrm import DLRM
+from comera.nn.model_size import model_size
 from comera.recipes.build import build_step, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run import planned_memory, planned_model
@@ -79,7 +80,7 @@ def dry_run(config: RunConfig, most_bytes: int) -> DryRun:
         torch.manual_seed(config.seed)
         model = make_model(small, task, torch.device("cpu"))
     step = build_step(model, small, task)
-    params = sum(param.numel() for param in model.parameters())
+    params = model_size(model).params
     losses = tuple(float(step(task.get_batch(number))) for number in range(_STEPS))
     return DryRun(params, needed, losses)
 
@@ -93,7 +94,7 @@ def _backward_by_shapes(config: RunConfig) -> int:
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise ValueError(f"{missing[0]} gets no gradient")
-    return sum(param.numel() for param in model.parameters())
+    return model_size(model).params
 
 
 def _task(config: RunConfig) -> Task:

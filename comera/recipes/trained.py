@@ -11,6 +11,7 @@ from torch import nn
 
 from comera.data.click_rows import CATEGORIES, ClickRows
 from comera.extras import needed_by
+from comera.nn.model_size import model_size
 from comera.saved.model_folder import load_model
 from comera.train.log import read_metrics
 
@@ -64,10 +65,9 @@ class TrainedRun:
         return pd.DataFrame(list(rows.values())).set_index("step").sort_index()
 
     def __repr__(self) -> str:
-        params = sum(param.numel() for param in self.model.parameters())
         lines = [
             f"run in {self.folder}",
-            f"model: {type(self.model).__name__}, {params:,} parameters",
+            f"model: {type(self.model).__name__}, {model_size(self.model).params:,} parameters",
             f"trained: {self.result['steps']:,} steps in {self.result['seconds']:.0f} s",
         ]
         for name, part in (("evaluation", "metrics"), ("test", "test")):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from comera.extras import needed_by
 from comera.nn.linear import TTLinear
+from comera.nn.model_size import model_size
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
 from comera.planning import linear_ways, lookup_ways
@@ -93,9 +94,7 @@ class CompressionReport:
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.tokens = tokens
         self.layers = [_layer(n, m, tokens) for n, m in tensor_trains(model).items()]
-        params = list(model.parameters())
-        self.params = sum(param.numel() for param in params)
-        self.bytes = sum(param.numel() * param.element_size() for param in params)
+        self.params, self.bytes = model_size(model)
         others = self.bytes - sum(layer.bytes for layer in self.layers)
         widths = [train.cores[0].element_size() for train in tensor_trains(model).values()]
         frozen = [layer.frozen_params for layer in self.layers]

@@ -44,8 +44,9 @@ def explore(
 
     With calibration data each budget is spent as :func:`~comera.compress_` does, the data read
     once. Each configuration converts the model as :func:`~comera.tensorize_` does, with
-    ``init="svd"``, tables included unless its ``target_modules`` says otherwise. Ctrl-C ends it early and what was measured is returned. What fails at one point,
-    as a budget that is out of reach, is noted there, and the others go on.
+    ``init="svd"``, tables included unless its ``target_modules`` says otherwise. Ctrl-C ends it
+    early and what was measured is returned. What fails at one point, as a budget that is out of
+    reach, is noted there, and the others go on.
 
     Args:
         model: Any trained model.
@@ -56,8 +57,8 @@ def explore(
         budgets: For :func:`~comera.compress_`: shares of parameters, or bytes with a unit. Seven
             from 0.9 to 0.3 if None and there is calibration data.
         configs: For :func:`~comera.tensorize_`. If None and there is no calibration data, orders 1
-            to 3 at 2, 4 and 8 times fewer parameters a layer. An ``init`` of None is ``"svd"`` here;
-            say it, so that :func:`~comera.tensorize_` makes the same of the configuration chosen.
+            to 3 at 2, 4 and 8 times fewer parameters a layer. An ``init`` of None is ``"svd"``
+            here; say it, so that :func:`~comera.tensorize_` makes the same of the one you choose.
         each_layer: Also make each targeted layer smaller alone; budgets, shares then, are of that
             layer. A model of many layers then has many points.
         loss_fn: As :func:`~comera.compress_` has it.

@@ -18,6 +18,7 @@ from comera.compress.target_loss import measured
 from comera.files import replacing
 from comera.nn.forms import as_torch
 from comera.nn.linear import TTLinear
+from comera.nn.model_size import model_size
 from comera.nn.module import tensor_trains
 from comera.nn.table import TTTable
 from comera.report.exploration import WHOLE, Point
@@ -55,7 +56,7 @@ class Explorer:
             return known
         small = copy.deepcopy(self.model)  # evaluate may put it into another mode
         loss, seconds = _timed(evaluate, small)
-        params, size = _size(small)
+        params, size = model_size(small)
         return self._add(
             Point("dense", ratio=1.0, params=params, bytes=size, loss=loss,
                   measured_seconds=seconds)
@@ -88,7 +89,7 @@ class Explorer:
         return self._add(dataclasses.replace(point, note="; ".join(dict.fromkeys(said))))
 
     def _facts(self, small: nn.Module, dense: Point) -> dict[str, Any]:
-        params, size = _size(small)
+        params, size = model_size(small)
         assert dense.params is not None, "the dense model was measured"
         facts: dict[str, Any] = {"params": params, "bytes": size, "ratio": dense.params / params}
         layers = {
@@ -145,11 +146,6 @@ def _timed(evaluate: Callable[[nn.Module], float], model: nn.Module) -> tuple[fl
     begun = time.perf_counter()
     loss = measured(evaluate, model)
     return loss, time.perf_counter() - begun
-
-
-def _size(model: nn.Module) -> tuple[int, int]:
-    params = list(model.parameters())
-    return sum(param.numel() for param in params), sum(param.nbytes for param in params)
 
 
 def _ranks(each: Sequence[tuple[int, ...]]) -> str:

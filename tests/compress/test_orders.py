@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import comera
+from comera.compress.compressed_layers import CompressedLayer
 from comera.compress.layer_moments import Moments
 from comera.compress.orders import better_train
-from comera.compress.sensitivity import CompressedLayer, LayerSensitivity
+from comera.compress.sensitivity import LayerSensitivity
 from comera.compress.whitened import raised_loss, whitened_svd
 
 

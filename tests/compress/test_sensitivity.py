@@ -57,3 +57,25 @@ def test_it_prints_and_draws(seen, tmp_path):
         assert len(figure.axes) == panels
         assert all(len(axes.lines) == 2 for axes in figure.axes)
         figure.savefig(tmp_path / "picture.png")
+
+
+def test_what_no_longer_matters_is_not_drawn(seen):
+    _, found = seen
+    (axes,) = found.plot().axes
+    highest = max(line.get_ydata().max() for line in axes.lines)
+    least, most = axes.get_ylim()
+    assert most > highest > 1000 * least > 0
+
+
+def test_what_is_chosen_prints_as_a_table(seen):
+    _, found = seen
+    made = found.choose(0.7)
+    assert isinstance(made, tuple)
+    text = repr(made)
+    for layer in made:
+        assert f"│ {layer.name} " in text
+    assert "CompressedLayer(" not in text
+    now = sum(layer.params for layer in made)
+    assert text.splitlines()[-1].startswith(f"2 layers: {now:,} parameters of 360, ")
+    assert made._repr_html_().count("<tr>") == 3
+    assert list(made.to_pandas()["rank"].isna()) == [layer.rank is None for layer in made]
