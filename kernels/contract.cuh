@@ -24,7 +24,7 @@
 constexpr int MOST_CORES = 4, MOST_FACTORS = 64;
 
 // One factor of one layer. What differs from call to call, the factors and gradients, is beside it.
-struct Half {
+struct Descriptor {
   const void* core[MOST_CORES];
   const float* gate[MOST_CORES];  // of the inner bonds, or null: set by the kernel
   const void* bias;
@@ -64,37 +64,38 @@ __device__ __forceinline__ float opened(const float* gate, int c, float threshol
   if (!gate) return 1.f;
   return gate[c] > threshold ? gate[c] : 0.f;
 }
-__device__ __forceinline__ float opened(const Half& h, int s, int c) {
-  return opened(h.gate[s], c, h.threshold);
+__device__ __forceinline__ float opened(const Descriptor& d, int s, int c) {
+  return opened(d.gate[s], c, d.threshold);
 }
 template <typename C>
-__device__ __forceinline__ const C* core(const Half& h, int s) {
-  return static_cast<const C*>(h.core[s]);
+__device__ __forceinline__ const C* core(const Descriptor& d, int s) {
+  return static_cast<const C*>(d.core[s]);
 }
 template <typename C>
-__device__ __forceinline__ float read(const Half& h, int s, int64_t at) {
-  return wide(core<C>(h, s)[at]);
+__device__ __forceinline__ float read(const Descriptor& d, int s, int64_t at) {
+  return wide(core<C>(d, s)[at]);
 }
-__device__ __forceinline__ int rows_of(const Half& h, int s) {
+__device__ __forceinline__ int rows_of(const Descriptor& d, int s) {
   int rows = 1;
-  for (int t = 0; t <= s; ++t) rows *= h.mode[t];
+  for (int t = 0; t <= s; ++t) rows *= d.mode[t];
   return rows;
 }
-__device__ __forceinline__ int row_of(const Half& h, int s, int before, int rows_before, int mode) {
-  return h.right ? mode * rows_before + before : before * h.mode[s] + mode;
+__device__ __forceinline__ int row_of(const Descriptor& d, int s, int before, int rows_before,
+                                      int mode) {
+  return d.right ? mode * rows_before + before : before * d.mode[s] + mode;
 }
 __device__ __forceinline__ int at_least_one(int n) { return n ? n : 1; }
 
 // Shared memory of a block: the descriptor, opened gates of all but the last bond, then what a
 // kernel takes of it, as sizes in contract_kernel.py say.
 struct Shared {
-  Half half;
+  Descriptor descriptor;
   float gate[MOST_CORES - 1][MOST_BOND];
 };
 static_assert(sizeof(Shared) <= 1040, "see contract_walk.py");
 static_assert(MOST_CORES * MOST_BOND == THREADS, "a thread for each gate of a bond");
 struct Block {
-  const Half& h;
+  const Descriptor& d;
   const float (*gate)[MOST_BOND];
   float* room;
 
@@ -105,41 +106,41 @@ struct Block {
   }
 };
 
-__device__ Block begin(const Half* halves, int number, const float* gates) {
+__device__ Block begin(const Descriptor* descriptors, int number, const float* gates) {
   DYNAMIC_SHARED(float, memory);
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int* from = reinterpret_cast<const int*>(halves + number);
-  for (int e = threadIdx.x; e < (int)(sizeof(Half) / 4); e += THREADS)
-    reinterpret_cast<int*>(&shared.half)[e] = from[e];
+  const int* from = reinterpret_cast<const int*>(descriptors + number);
+  for (int e = threadIdx.x; e < (int)(sizeof(Descriptor) / 4); e += THREADS)
+    reinterpret_cast<int*>(&shared.descriptor)[e] = from[e];
   __syncthreads();
-  const Half& h = shared.half;
+  const Descriptor& d = shared.descriptor;
   const int s = threadIdx.x / MOST_BOND, c = threadIdx.x % MOST_BOND;
-  const float* gate = h.gated >> s & 1 ? gates + h.gate_at[s] : nullptr;
-  if (c == 0) shared.half.gate[s] = gate;
-  if (s + 1 < h.cores && c < h.bond[s]) shared.gate[s][c] = opened(gate, c, h.threshold);
+  const float* gate = d.gated >> s & 1 ? gates + d.gate_at[s] : nullptr;
+  if (c == 0) shared.descriptor.gate[s] = gate;
+  if (s + 1 < d.cores && c < d.bond[s]) shared.gate[s][c] = opened(gate, c, d.threshold);
   __syncthreads();
-  return {h, shared.gate, memory + (sizeof(Shared) + 15) / 16 * 4};
+  return {d, shared.gate, memory + (sizeof(Shared) + 15) / 16 * 4};
 }
 
 // P_0, [bond][rows up to four]; zeros where there are no rows.
 template <typename C>
 __device__ void make_first(const Block& block, float* p) {
-  const Half& h = block.h;
-  const int bond = h.bond[0], rows = h.mode[0], apart = up_to_four(rows);
+  const Descriptor& d = block.d;
+  const int bond = d.bond[0], rows = d.mode[0], apart = up_to_four(rows);
   for (int k = threadIdx.x / 32; k < bond; k += WARPS)
     for (int i = threadIdx.x % 32; i < apart; i += 32)
       p[k * apart + i] =
-          i < rows ? read<C>(h, 0, h.right ? k * rows + i : i * bond + k) * block.gate[0][k] : 0.f;
+          i < rows ? read<C>(d, 0, d.right ? k * rows + i : i * bond + k) * block.gate[0][k] : 0.f;
 }
 
 // Some values of the mode of core s, as they lie; to the right one number more between values of the
 // inner bond, by which lanes differ.
 template <typename C>
-__device__ void stage(const Half& h, int s, int first, int modes, float* to) {
-  const int outer = h.right ? h.bond[s] : h.bond[s - 1], inner = h.right ? h.bond[s - 1] : h.bond[s];
-  const int apart = modes * inner + h.right, lane = threadIdx.x % 32;
+__device__ void stage(const Descriptor& d, int s, int first, int modes, float* to) {
+  const int outer = d.right ? d.bond[s] : d.bond[s - 1], inner = d.right ? d.bond[s - 1] : d.bond[s];
+  const int apart = modes * inner + d.right, lane = threadIdx.x % 32;
   for (int c = threadIdx.x / 32; c < outer; c += WARPS) {
-    const C* from = core<C>(h, s) + ((int64_t)c * h.mode[s] + first) * inner;
+    const C* from = core<C>(d, s) + ((int64_t)c * d.mode[s] + first) * inner;
 #pragma unroll 4
     for (int i = lane; i < modes * inner; i += 32) {
       if constexpr (sizeof(C) == 4)
@@ -153,12 +154,12 @@ __device__ void stage(const Half& h, int s, int first, int modes, float* to) {
 
 // Where a staged core has its numbers for a mode and a value of the inner bond, and how far apart
 // those of neighbouring outer ones lie.
-__device__ __forceinline__ int staged_at(const Half& h, int s, int modes, int mode, int c) {
-  const int in = h.bond[s - 1], out = h.bond[s];
-  return h.right ? c * (modes * in + 1) + mode * in : mode * out + c;
+__device__ __forceinline__ int staged_at(const Descriptor& d, int s, int modes, int mode, int c) {
+  const int in = d.bond[s - 1], out = d.bond[s];
+  return d.right ? c * (modes * in + 1) + mode * in : mode * out + c;
 }
-__device__ __forceinline__ int staged_step(const Half& h, int s, int modes) {
-  return h.right ? 1 : modes * h.bond[s];
+__device__ __forceinline__ int staged_step(const Descriptor& d, int s, int modes) {
+  return d.right ? 1 : modes * d.bond[s];
 }
 
 // sum[i] = sum over k of before[k][first + i] * staged[k].
@@ -178,20 +179,20 @@ __device__ __forceinline__ void four_rows(const float* before, int apart, const 
 template <typename Wanted, typename Store>
 __device__ void advance(const Block& block, int s, const float* before, const float* staged,
                         int first, int modes, Wanted wanted, Store store) {
-  const Half& h = block.h;
-  const int in = h.bond[s - 1], out = h.bond[s], rows = rows_of(h, s - 1), apart = up_to_four(rows);
-  const int spans = (out + 31) / 32, step = staged_step(h, s, modes);
+  const Descriptor& d = block.d;
+  const int in = d.bond[s - 1], out = d.bond[s], rows = rows_of(d, s - 1), apart = up_to_four(rows);
+  const int spans = (out + 31) / 32, step = staged_step(d, s, modes);
   for (int item = threadIdx.x / 32; item < modes * spans * (apart / 4); item += WARPS) {
     const int r = item % (apart / 4) * 4, rest = item / (apart / 4);
     const int mode = rest / spans, c = rest % spans * 32 + threadIdx.x % 32;
     const int last = r + 3 < rows ? r + 3 : rows - 1;
-    if (!wanted(row_of(h, s, r, rows, first + mode), row_of(h, s, last, rows, first + mode))) continue;
+    if (!wanted(row_of(d, s, r, rows, first + mode), row_of(d, s, last, rows, first + mode))) continue;
     float sum[4] = {};
-    if (c < out) four_rows(before + r, apart, staged + staged_at(h, s, modes, mode, c), step, in, sum);
+    if (c < out) four_rows(before + r, apart, staged + staged_at(d, s, modes, mode, c), step, in, sum);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (r + i < rows)
-        store(row_of(h, s, r + i, rows, first + mode), c, c < out ? sum[i] * block.gate[s][c] : 0.f);
+        store(row_of(d, s, r + i, rows, first + mode), c, c < out ? sum[i] * block.gate[s][c] : 0.f);
   }
 }
 
@@ -199,13 +200,13 @@ __device__ void advance(const Block& block, int s, const float* before, const fl
 template <typename C>
 __device__ void make_second(const Block& block, const float* p0, float* p1, float* staged,
                             int at_once) {
-  const Half& h = block.h;
-  const int apart = up_to_four(rows_of(h, 1)), out = h.bond[1];
+  const Descriptor& d = block.d;
+  const int apart = up_to_four(rows_of(d, 1)), out = d.bond[1];
 #pragma unroll 1
-  for (int first = 0; first < h.mode[1]; first += at_once) {
-    const int modes = first + at_once < h.mode[1] ? at_once : h.mode[1] - first;
+  for (int first = 0; first < d.mode[1]; first += at_once) {
+    const int modes = first + at_once < d.mode[1] ? at_once : d.mode[1] - first;
     __syncthreads();
-    stage<C>(h, 1, first, modes, staged);
+    stage<C>(d, 1, first, modes, staged);
     arrived<0>();
     __syncthreads();
     advance(block, 1, p0, staged, first, modes, [](int, int) { return true; },
@@ -223,39 +224,39 @@ struct Before {
   float *p0, *p1, *staged;
   bool is_staged = false;
 
-  __device__ explicit Before(Block& block) : block(block), s(block.h.cores - 2) {
-    const Half& h = block.h;
-    p0 = s > 0 ? block.take(h.bond[0] * up_to_four(h.mode[0])) : nullptr;
-    p1 = s > 1 ? block.take(h.bond[1] * up_to_four(rows_of(h, 1))) : nullptr;
+  __device__ explicit Before(Block& block) : block(block), s(block.d.cores - 2) {
+    const Descriptor& d = block.d;
+    p0 = s > 0 ? block.take(d.bond[0] * up_to_four(d.mode[0])) : nullptr;
+    p1 = s > 1 ? block.take(d.bond[1] * up_to_four(rows_of(d, 1))) : nullptr;
     staged = block.room;
     if (s > 0) make_first<C>(block, p0);
-    if (s > 1) make_second<C>(block, p0, p1, staged, h.at_once[0]);
+    if (s > 1) make_second<C>(block, p0, p1, staged, d.at_once[0]);
   }
 
   // Called by the whole block; others may still read what lies there.
   __device__ void rows(int row0, float* p, bool keeps_staged) {
     using S = Sizes<BOND>;
-    const Half& h = block.h;
+    const Descriptor& d = block.d;
     if (s == 0) {
       __syncthreads();
-      const int bond = h.bond[0];
+      const int bond = d.bond[0];
       for (int e = threadIdx.x; e < S::ROWS * BOND; e += THREADS) {
         const int row = row0 + e / BOND, c = e % BOND;
         float x = 0.f;
-        if (c < bond && row < h.mode[0])
-          x = read<C>(h, 0, h.right ? c * h.mode[0] + row : row * bond + c) * block.gate[0][c];
+        if (c < bond && row < d.mode[0])
+          x = read<C>(d, 0, d.right ? c * d.mode[0] + row : row * bond + c) * block.gate[0][c];
         p[e / BOND * S::P_ROW + c] = x;
       }
       __syncthreads();
       return;
     }
-    const int at_once = h.at_once[s - 1];
+    const int at_once = d.at_once[s - 1];
 #pragma unroll 1
-    for (int first = 0; first < h.mode[s]; first += at_once) {
-      const int modes = first + at_once < h.mode[s] ? at_once : h.mode[s] - first;
+    for (int first = 0; first < d.mode[s]; first += at_once) {
+      const int modes = first + at_once < d.mode[s] ? at_once : d.mode[s] - first;
       __syncthreads();  // nobody reads rows or staged numbers that were there
-      if (!is_staged) stage<C>(h, s, first, modes, staged);
-      is_staged = keeps_staged && modes == h.mode[s];
+      if (!is_staged) stage<C>(d, s, first, modes, staged);
+      is_staged = keeps_staged && modes == d.mode[s];
       arrived<0>();
       __syncthreads();
       advance(block, s, s > 1 ? p1 : p0, staged, first, modes,
@@ -271,48 +272,48 @@ struct Before {
 // Columns of the last core, [k][ROW], gated to the left; zeros where there are none.
 template <typename C, int BOND>
 __device__ void take_last(const Block& block, int j0, int columns, float* tile) {
-  const Half& h = block.h;
-  const int s = h.cores - 1, in = h.bond[s - 1];
-  if (h.right) {
+  const Descriptor& d = block.d;
+  const int s = d.cores - 1, in = d.bond[s - 1];
+  if (d.right) {
     for (int j = threadIdx.x / 32; j < COLUMNS; j += WARPS)
 #pragma unroll
       for (int k = threadIdx.x % 32; k < BOND; k += 32)
-        tile[k * ROW + j] = j0 + j < columns && k < in ? read<C>(h, s, (int64_t)(j0 + j) * in + k) : 0.f;
+        tile[k * ROW + j] = j0 + j < columns && k < in ? read<C>(d, s, (int64_t)(j0 + j) * in + k) : 0.f;
   } else {
     const int j = threadIdx.x % COLUMNS;
-    const float gate = j0 + j < columns ? opened(h, s, (j0 + j) % h.bond[s]) : 0.f;
+    const float gate = j0 + j < columns ? opened(d, s, (j0 + j) % d.bond[s]) : 0.f;
 #pragma unroll 4
     for (int k = threadIdx.x / COLUMNS; k < BOND; k += THREADS / COLUMNS)
       tile[k * ROW + j] =
-          k < in && j0 + j < columns ? read<C>(h, s, (int64_t)k * columns + j0 + j) * gate : 0.f;
+          k < in && j0 + j < columns ? read<C>(d, s, (int64_t)k * columns + j0 + j) * gate : 0.f;
   }
 }
 
 // Where the numbers of a column of the last core come to stand in the factor, and its rows.
-__device__ __forceinline__ int64_t column_at(const Half& h, int column, int rows) {
-  const int bond = at_least_one(h.bond[h.cores - 1]);
-  return h.right ? (int64_t)column * rows : (int64_t)(column / bond) * h.width + column % bond;
+__device__ __forceinline__ int64_t column_at(const Descriptor& d, int column, int rows) {
+  const int bond = at_least_one(d.bond[d.cores - 1]);
+  return d.right ? (int64_t)column * rows : (int64_t)(column / bond) * d.width + column % bond;
 }
-__device__ __forceinline__ int64_t row_step(const Half& h) {
-  return h.right ? 1 : (int64_t)h.mode[h.cores - 1] * h.width;
+__device__ __forceinline__ int64_t row_step(const Descriptor& d) {
+  return d.right ? 1 : (int64_t)d.mode[d.cores - 1] * d.width;
 }
 
 template <typename C, typename T, int BOND>
 __device__ void forward(Block& block, int number, T* out) {
   using S = Sizes<BOND>;
-  const Half& h = block.h;
-  const int s = h.cores - 1, rows = rows_of(h, s - 1), columns = h.mode[s] * h.bond[s];
-  const int j0 = number * COLUMNS, in = h.bond[s - 1];
+  const Descriptor& d = block.d;
+  const int s = d.cores - 1, rows = rows_of(d, s - 1), columns = d.mode[s] * d.bond[s];
+  const int j0 = number * COLUMNS, in = d.bond[s - 1];
   float* tile = block.take(BOND * ROW);
   float* p = block.take(S::ROWS * S::P_ROW);
   Before<C, BOND> before(block);
   take_last<C, BOND>(block, j0, columns, tile);
   const int a = threadIdx.x % 16 * 4, b = threadIdx.x / 16 * 4;
-  const int row_in = h.right ? a : b, column_in = h.right ? b : a;  // neighbours in memory in lanes
+  const int row_in = d.right ? a : b, column_in = d.right ? b : a;  // neighbours in memory in lanes
   int64_t place[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) place[j] = column_at(h, j0 + column_in + j, rows);
-  const int64_t step = row_step(h);
+  for (int j = 0; j < 4; ++j) place[j] = column_at(d, j0 + column_in + j, rows);
+  const int64_t step = row_step(d);
 #pragma unroll 1
   for (int r0 = 0; r0 < rows; r0 += S::ROWS) {
     before.rows(r0, p, true);
@@ -347,54 +348,54 @@ __device__ void forward(Block& block, int number, T* out) {
 
 // A core without others, gated: a part of it.
 template <typename C, typename T>
-__device__ void alone(const Half& h, int block, T* out) {
-  const int columns = h.mode[0] * h.bond[0], end = (block + 1) * ALONE;
+__device__ void alone(const Descriptor& d, int block, T* out) {
+  const int columns = d.mode[0] * d.bond[0], end = (block + 1) * ALONE;
   for (int e = block * ALONE + threadIdx.x; e < end && e < columns; e += THREADS)
-    out[column_at(h, e, 1)] = narrow<T>(read<C>(h, 0, e) * (h.right ? 1.f : opened(h, 0, e % h.bond[0])));
+    out[column_at(d, e, 1)] = narrow<T>(read<C>(d, 0, e) * (d.right ? 1.f : opened(d, 0, e % d.bond[0])));
 }
 
 // What lies beyond the middle bond: zeros, and the bias as the last row of a right factor. Shared
 // out among the blocks.
 template <typename C, typename T>
-__device__ void pad(const Half& h, int block, T* out) {
-  const int lines = rows_of(h, h.cores - 1);
-  for (int c = h.bond[h.cores - 1]; c < h.width; ++c)
-    for (int e = block * THREADS + threadIdx.x; e < lines; e += h.blocks * THREADS) {
-      const bool in_bias = h.right && c == h.width - 1 && e < h.bias_width;
-      const float x = in_bias ? wide(static_cast<const C*>(h.bias)[e]) : 0.f;
-      out[h.right ? (int64_t)c * lines + e : (int64_t)e * h.width + c] = narrow<T>(x);
+__device__ void pad(const Descriptor& d, int block, T* out) {
+  const int lines = rows_of(d, d.cores - 1);
+  for (int c = d.bond[d.cores - 1]; c < d.width; ++c)
+    for (int e = block * THREADS + threadIdx.x; e < lines; e += d.blocks * THREADS) {
+      const bool in_bias = d.right && c == d.width - 1 && e < d.bias_width;
+      const float x = in_bias ? wide(static_cast<const C*>(d.bias)[e]) : 0.f;
+      out[d.right ? (int64_t)c * lines + e : (int64_t)e * d.width + c] = narrow<T>(x);
     }
 }
 
-// `blocks` has for each block the number of its half and, in the low 16 bits, that of its columns.
+// `blocks` has for each block the number of its factor and, in the low 16 bits, that of its columns.
 template <typename C, typename T>
-__device__ void contract(const Half* halves, const int* blocks, const float* gates,
+__device__ void contract(const Descriptor* descriptors, const int* blocks, const float* gates,
                          const Factors& factors) {
   const int code = blocks[blockIdx.x], number = code & 0xffff;
-  Block block = begin(halves, code >> 16, gates);
-  const Half& h = block.h;
-  T* out = static_cast<T*>(factors.of[h.factor]) + h.place;
-  pad<C>(h, number, out);
-  if (h.cores == 1)
-    alone<C>(h, number, out);
-  else if (h.bond[h.cores - 2] <= 32)
+  Block block = begin(descriptors, code >> 16, gates);
+  const Descriptor& d = block.d;
+  T* out = static_cast<T*>(factors.of[d.factor]) + d.place;
+  pad<C>(d, number, out);
+  if (d.cores == 1)
+    alone<C>(d, number, out);
+  else if (d.bond[d.cores - 2] <= 32)
     forward<C, T, 32>(block, number, out);
   else
     forward<C, T, 64>(block, number, out);
 }
 
 // Numbers of a block's share: of the gradient of the P before, [bond][rows], and of the last gate.
-__device__ __forceinline__ int64_t share_size(const Half& h) {
-  return (int64_t)h.bond[h.cores - 2] * rows_of(h, h.cores - 2) + COLUMNS;
+__device__ __forceinline__ int64_t share_size(const Descriptor& d) {
+  return (int64_t)d.bond[d.cores - 2] * rows_of(d, d.cores - 2) + COLUMNS;
 }
 
 template <typename C, typename T, int BOND>
 __device__ void back_last(Block& block, int number, const T* from, C* core_grad, float* share) {
   using S = Sizes<BOND>;
   constexpr int GROUPS = BOND / 4, PARTS = 16 / GROUPS;  // of four bonds, and of the rows
-  const Half& h = block.h;
-  const int s = h.cores - 1, rows = rows_of(h, s - 1), columns = h.mode[s] * h.bond[s];
-  const int j0 = number * COLUMNS, in = h.bond[s - 1];
+  const Descriptor& d = block.d;
+  const int s = d.cores - 1, rows = rows_of(d, s - 1), columns = d.mode[s] * d.bond[s];
+  const int j0 = number * COLUMNS, in = d.bond[s - 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* tile = block.take(BOND * ROW);
   float* p = block.take(S::ROWS * S::P_ROW);
@@ -408,7 +409,7 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
   for (int r0 = 0; r0 < rows; r0 += S::ROWS) {
     const int count = rows - r0 < S::ROWS ? rows - r0 : S::ROWS;
     before.rows(r0, p, false);
-    if (h.right) {
+    if (d.right) {
 #pragma unroll 2
       for (int j = warp; j < COLUMNS; j += WARPS)
 #pragma unroll
@@ -417,8 +418,8 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
             grad[i * ROW + j] = j0 + j < columns ? wide(from[(int64_t)(j0 + j) * rows + r0 + i]) : 0.f;
     } else {
       const int j = threadIdx.x % COLUMNS;
-      const T* place = from + column_at(h, j0 + j, rows);
-      const int64_t step = row_step(h);
+      const T* place = from + column_at(d, j0 + j, rows);
+      const int64_t step = row_step(d);
 #pragma unroll 8
       for (int row = threadIdx.x / COLUMNS; row < count; row += THREADS / COLUMNS)
         grad[row * ROW + j] = j0 + j < columns ? wide(place[(r0 + row) * step]) : 0.f;
@@ -474,7 +475,7 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
         }
   }
   __syncthreads();
-  if (h.right) {
+  if (d.right) {
     for (int j = warp; j < COLUMNS; j += WARPS)
       for (int k = lane; k < in; k += 32)
         if (j0 + j < columns) core_grad[(int64_t)(j0 + j) * in + k] = narrow<C>(sums[k * ROW + j]);
@@ -483,10 +484,10 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
   const int j = threadIdx.x % COLUMNS;
   float products = 0.f;
   if (j0 + j < columns) {
-    const float gate = opened(h, s, (j0 + j) % h.bond[s]);
+    const float gate = opened(d, s, (j0 + j) % d.bond[s]);
     for (int k = threadIdx.x / COLUMNS; k < in; k += THREADS / COLUMNS) {
       const int64_t at = (int64_t)k * columns + j0 + j;
-      products += sums[k * ROW + j] * read<C>(h, s, at);
+      products += sums[k * ROW + j] * read<C>(d, s, at);
       core_grad[at] = narrow<C>(sums[k * ROW + j] * gate);
     }
   }
@@ -497,21 +498,22 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
 }
 
 template <typename C, typename T>
-__device__ void contract_back_last(const Half* halves, const int* blocks, const float* gates,
-                                   const Factors& grads, C* core_grads, float* shares) {
+__device__ void contract_back_last(const Descriptor* descriptors, const int* blocks,
+                                   const float* gates, const Factors& grads, C* core_grads,
+                                   float* shares) {
   const int code = blocks[blockIdx.x], number = code & 0xffff;
-  Block block = begin(halves, code >> 16, gates);
-  const Half& h = block.h;
-  const T* from = static_cast<const T*>(grads.of[h.factor]) + h.place;
-  C* core_grad = core_grads + h.core_grad[h.cores - 1];
-  if (h.cores == 1) {
-    const int columns = h.mode[0] * h.bond[0], end = (number + 1) * ALONE;
+  Block block = begin(descriptors, code >> 16, gates);
+  const Descriptor& d = block.d;
+  const T* from = static_cast<const T*>(grads.of[d.factor]) + d.place;
+  C* core_grad = core_grads + d.core_grad[d.cores - 1];
+  if (d.cores == 1) {
+    const int columns = d.mode[0] * d.bond[0], end = (number + 1) * ALONE;
     for (int e = number * ALONE + threadIdx.x; e < end && e < columns; e += THREADS)
-      core_grad[e] = narrow<C>(wide(from[column_at(h, e, 1)]) * (h.right ? 1.f : opened(h, 0, e % h.bond[0])));
+      core_grad[e] = narrow<C>(wide(from[column_at(d, e, 1)]) * (d.right ? 1.f : opened(d, 0, e % d.bond[0])));
     return;  // the whole block
   }
-  float* share = shares + h.share + number * share_size(h);
-  if (h.bond[h.cores - 2] <= 32)
+  float* share = shares + d.share + number * share_size(d);
+  if (d.bond[d.cores - 2] <= 32)
     back_last<C, T, 32>(block, number, from, core_grad, share);
   else
     back_last<C, T, 64>(block, number, from, core_grad, share);
@@ -522,17 +524,18 @@ __device__ __forceinline__ float over_lanes(float x) {
   for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
   return x;
 }
-__device__ __forceinline__ void store_gate_grad(const Half& h, int s, int c, float sum, float* grads) {
-  grads[h.gate_grad[s] + c] = h.gate[s][c] > h.threshold ? sum : 0.f;
+__device__ __forceinline__ void store_gate_grad(const Descriptor& d, int s, int c, float sum,
+                                                float* grads) {
+  grads[d.gate_grad[s] + c] = d.gate[s][c] > d.threshold ? sum : 0.f;
 }
 
 // The gradient of some modes of P_s, all blocks' shares added up: g, [mode, row before][apart].
-__device__ void gather(const Half& h, int s, const float* shares, int first, int modes, int apart,
-                       float* g) {
+__device__ void gather(const Descriptor& d, int s, const float* shares, int first, int modes,
+                       int apart, float* g) {
   constexpr int AT_ONCE = 8;  // loads under way together
-  const int rows = rows_of(h, s), before = rows_of(h, s - 1), each = before * modes;
-  const int total = h.bond[s] * each;
-  const int64_t size = share_size(h);
+  const int rows = rows_of(d, s), before = rows_of(d, s - 1), each = before * modes;
+  const int total = d.bond[s] * each;
+  const int64_t size = share_size(d);
 #pragma unroll 1
   for (int e0 = threadIdx.x; e0 < total; e0 += AT_ONCE * THREADS) {
     float sum[AT_ONCE] = {};
@@ -540,12 +543,12 @@ __device__ void gather(const Half& h, int s, const float* shares, int first, int
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int e = e0 + i * THREADS, c = e / each, rest = e - c * each;
-      const int mode = h.right ? rest / before : rest % modes, r = h.right ? rest % before : rest / modes;
-      from[i] = e < total ? c * rows + row_of(h, s, r, before, first + mode) : -1;
+      const int mode = d.right ? rest / before : rest % modes, r = d.right ? rest % before : rest / modes;
+      from[i] = e < total ? c * rows + row_of(d, s, r, before, first + mode) : -1;
       to[i] = (mode * before + r) * apart + c;
     }
 #pragma unroll 1
-    for (int b = 0; b < h.blocks; ++b)
+    for (int b = 0; b < d.blocks; ++b)
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i)
         if (from[i] >= 0) sum[i] += shares[b * size + from[i]];
@@ -561,43 +564,43 @@ template <typename C>
 __device__ void back_stage(const Block& block, int s, const float* p_before, float* of_before,
                            const float* whole, const float* shares, float* room, C* core_grads,
                            float* gate_grads) {
-  const Half& h = block.h;
-  const int in = h.bond[s - 1], out = h.bond[s], before = rows_of(h, s - 1);
-  const int before4 = up_to_four(before), rows4 = up_to_four(rows_of(h, s));
-  const int spans = at_least_one((out + 31) / 32), apart = 32 * spans + 4, most = h.at_once_back[s - 1];
+  const Descriptor& d = block.d;
+  const int in = d.bond[s - 1], out = d.bond[s], before = rows_of(d, s - 1);
+  const int before4 = up_to_four(before), rows4 = up_to_four(rows_of(d, s));
+  const int spans = at_least_one((out + 31) / 32), apart = 32 * spans + 4, most = d.at_once_back[s - 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = warp % spans * 32 + lane;
   const float gate = c < out ? block.gate[s][c] : 0.f;
   float* staged = room;
-  float* g = room + up_to_four((h.right ? out : in) * (most * (h.right ? in : out) + h.right));
-  C* core_grad = core_grads + h.core_grad[s];
+  float* g = room + up_to_four((d.right ? out : in) * (most * (d.right ? in : out) + d.right));
+  C* core_grad = core_grads + d.core_grad[s];
   float of_gate = 0.f;
   for (int e = threadIdx.x; e < in * before4; e += THREADS) of_before[e] = 0.f;
 #pragma unroll 1
-  for (int first = 0; first < h.mode[s]; first += most) {
-    const int modes = first + most < h.mode[s] ? most : h.mode[s] - first;
+  for (int first = 0; first < d.mode[s]; first += most) {
+    const int modes = first + most < d.mode[s] ? most : d.mode[s] - first;
     __syncthreads();  // nobody reads the values of the mode before
-    stage<C>(h, s, first, modes, staged);
+    stage<C>(d, s, first, modes, staged);
     if (whole)
       for (int e = threadIdx.x; e < modes * before * out; e += THREADS) {
         const int r = e / out, k = e % out;
-        g[r * apart + k] = whole[k * rows4 + row_of(h, s, r % before, before, first + r / before)];
+        g[r * apart + k] = whole[k * rows4 + row_of(d, s, r % before, before, first + r / before)];
       }
     else
-      gather(h, s, shares, first, modes, apart, g);
+      gather(d, s, shares, first, modes, apart, g);
     arrived<0>();
     __syncthreads();  // g and the staged core are whole
-    const int step = staged_step(h, s, modes);
+    const int step = staged_step(d, s, modes);
     // A lane has a value of the bond, a warp some modes of 32 values: P_s once more without its gate,
     // for the gate; then the core's gradient.
 #pragma unroll 1
     for (int mode = warp / spans; mode < modes; mode += WARPS / spans) {
       if (c >= out) continue;
-      const float* x = staged + staged_at(h, s, modes, mode, c);
+      const float* x = staged + staged_at(d, s, modes, mode, c);
       float* y = g + mode * before * apart + c;
 #pragma unroll 1
       for (int r = 0; r < before; r += 4) {
         float ungated[4] = {};
-        if (h.gate[s]) four_rows(p_before + r, before4, x, step, in, ungated);
+        if (d.gate[s]) four_rows(p_before + r, before4, x, step, in, ungated);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (r + i < before) {
@@ -617,9 +620,9 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           if (k0 + k < in) {
-            const int64_t left = ((int64_t)(k0 + k) * h.mode[s] + first + mode) * out + c;
-            const int64_t right = ((int64_t)c * h.mode[s] + first + mode) * in + k0 + k;
-            core_grad[h.right ? right : left] = narrow<C>(sum[k]);
+            const int64_t left = ((int64_t)(k0 + k) * d.mode[s] + first + mode) * out + c;
+            const int64_t right = ((int64_t)c * d.mode[s] + first + mode) * in + k0 + k;
+            core_grad[d.right ? right : left] = narrow<C>(sum[k]);
           }
       }
     }
@@ -633,7 +636,7 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
         for (int b = lane; b < out; b += 32)
 #pragma unroll 4
           for (int mode = 0; mode < modes; ++mode)
-            sum += staged[staged_at(h, s, modes, mode, b) + k * step] * g[(mode * before + r) * apart + b];
+            sum += staged[staged_at(d, s, modes, mode, b) + k * step] * g[(mode * before + r) * apart + b];
         sum = over_lanes(sum);
         if (lane == 0) of_before[k * before4 + r] += sum;
       }
@@ -642,54 +645,55 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
   float* of_gates = g;
   of_gates[threadIdx.x] = of_gate;
   __syncthreads();  // all have written theirs
-  if (h.gate[s])
+  if (d.gate[s])
     for (int b = threadIdx.x; b < out; b += THREADS) {
       float sum = 0.f;
       for (int w = b / 32; w < WARPS; w += spans) sum += of_gates[32 * w + b % 32];
-      store_gate_grad(h, s, b, sum, gate_grads);
+      store_gate_grad(d, s, b, sum, gate_grads);
     }
   __syncthreads();  // the room is free
 }
 
 // The rest, a block for each factor: all blocks' shares added up, all cores but the last, all gates.
 template <typename C, typename T>
-__device__ void contract_back_first(const Half* halves, const float* gates, const Factors& grads,
-                                    const float* shares, C* core_grads, float* gate_grads) {
-  Block block = begin(halves, blockIdx.x, gates);
-  const Half& h = block.h;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, last = h.cores - 1;
+__device__ void contract_back_first(const Descriptor* descriptors, const float* gates,
+                                    const Factors& grads, const float* shares, C* core_grads,
+                                    float* gate_grads) {
+  Block block = begin(descriptors, blockIdx.x, gates);
+  const Descriptor& d = block.d;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, last = d.cores - 1;
   if (last == 0) {
-    if (!h.gate[0]) return;  // the whole block
-    const T* from = static_cast<const T*>(grads.of[h.factor]) + h.place;
-    for (int c = warp; c < h.bond[0]; c += WARPS) {
+    if (!d.gate[0]) return;  // the whole block
+    const T* from = static_cast<const T*>(grads.of[d.factor]) + d.place;
+    for (int c = warp; c < d.bond[0]; c += WARPS) {
       float sum = 0.f;
-      for (int mode = lane; mode < h.mode[0]; mode += 32)
-        sum += wide(from[(int64_t)mode * h.width + c]) * read<C>(h, 0, (int64_t)mode * h.bond[0] + c);
+      for (int mode = lane; mode < d.mode[0]; mode += 32)
+        sum += wide(from[(int64_t)mode * d.width + c]) * read<C>(d, 0, (int64_t)mode * d.bond[0] + c);
       sum = over_lanes(sum);
-      if (lane == 0) store_gate_grad(h, 0, c, sum, gate_grads);
+      if (lane == 0) store_gate_grad(d, 0, c, sum, gate_grads);
     }
     return;
   }
-  shares += h.share;
-  const int bond = h.bond[0], heads = h.mode[0], heads4 = up_to_four(heads);
+  shares += d.share;
+  const int bond = d.bond[0], heads = d.mode[0], heads4 = up_to_four(heads);
   float* p0 = block.take(bond * heads4);
   float* of_p0 = block.take(bond * heads4);
   if (last > 1) make_first<C>(block, p0);
   if (last == 3) {
-    const int numbers = h.bond[1] * up_to_four(rows_of(h, 1));
+    const int numbers = d.bond[1] * up_to_four(rows_of(d, 1));
     float* p1 = block.take(numbers);
     float* of_p1 = block.take(numbers);
-    make_second<C>(block, p0, p1, block.room, h.at_once_back[0]);
+    make_second<C>(block, p0, p1, block.room, d.at_once_back[0]);
     back_stage<C>(block, 2, p1, of_p1, nullptr, shares, block.room, core_grads, gate_grads);
     back_stage<C>(block, 1, p0, of_p0, of_p1, nullptr, block.room, core_grads, gate_grads);
   } else if (last == 2) {
     back_stage<C>(block, 1, p0, of_p0, nullptr, shares, block.room, core_grads, gate_grads);
   } else {
-    const int64_t size = share_size(h);
+    const int64_t size = share_size(d);
     for (int e = threadIdx.x; e < bond * heads; e += THREADS) {
       float sum = 0.f;
 #pragma unroll 4
-      for (int b = 0; b < h.blocks; ++b) sum += shares[b * size + e];
+      for (int b = 0; b < d.blocks; ++b) sum += shares[b * size + e];
       of_p0[e / heads * heads4 + e % heads] = sum;
     }
     __syncthreads();
@@ -697,24 +701,24 @@ __device__ void contract_back_first(const Half* halves, const float* gates, cons
   for (int k = warp; k < bond; k += WARPS) {
     float sum = 0.f;
     for (int i = lane; i < heads; i += 32) {
-      const int64_t at = h.right ? k * heads + i : i * bond + k;
+      const int64_t at = d.right ? k * heads + i : i * bond + k;
       const float x = of_p0[k * heads4 + i];
-      sum += x * read<C>(h, 0, at);
-      core_grads[h.core_grad[0] + at] = narrow<C>(x * block.gate[0][k]);
+      sum += x * read<C>(d, 0, at);
+      core_grads[d.core_grad[0] + at] = narrow<C>(x * block.gate[0][k]);
     }
     sum = over_lanes(sum);
-    if (h.gate[0] && lane == 0) store_gate_grad(h, 0, k, sum, gate_grads);
+    if (d.gate[0] && lane == 0) store_gate_grad(d, 0, k, sum, gate_grads);
   }
-  if (!h.gate[last]) return;
-  const int64_t size = share_size(h), numbers = size - COLUMNS;
-  for (int c = warp; c < h.bond[last]; c += WARPS) {
+  if (!d.gate[last]) return;
+  const int64_t size = share_size(d), numbers = size - COLUMNS;
+  for (int c = warp; c < d.bond[last]; c += WARPS) {
     float sum = 0.f;
-    for (int mode = lane; mode < h.mode[last]; mode += 32) {
-      const int j = mode * h.bond[last] + c;
+    for (int mode = lane; mode < d.mode[last]; mode += 32) {
+      const int j = mode * d.bond[last] + c;
       sum += shares[j / COLUMNS * size + numbers + j % COLUMNS];
     }
     sum = over_lanes(sum);
-    if (lane == 0) store_gate_grad(h, last, c, sum, gate_grads);
+    if (lane == 0) store_gate_grad(d, last, c, sum, gate_grads);
   }
 }
 

@@ -2,17 +2,18 @@
 #include "contract.cuh"
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-contract_f16(const Half* halves, const int* blocks, const float* gates,
+contract_f16(const Descriptor* descriptors, const int* blocks, const float* gates,
              ARGUMENTS(Factors) factors) {
-  contract<f16, f16>(halves, blocks, gates, factors);
+  contract<f16, f16>(descriptors, blocks, gates, factors);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
-contract_back_last_f16(const Half* halves, const int* blocks, const float* gates,
+contract_back_last_f16(const Descriptor* descriptors, const int* blocks, const float* gates,
                        ARGUMENTS(Factors) grads, f16* core_grads, float* shares) {
-  contract_back_last<f16, f16>(halves, blocks, gates, grads, core_grads, shares);
+  contract_back_last<f16, f16>(descriptors, blocks, gates, grads, core_grads, shares);
 }
 extern "C" __global__ void __launch_bounds__(256, 2)
-contract_back_first_f16(const Half* halves, const float* gates, ARGUMENTS(Factors) grads,
-                        const float* shares, f16* core_grads, float* gate_grads) {
-  contract_back_first<f16, f16>(halves, gates, grads, shares, core_grads, gate_grads);
+contract_back_first_f16(const Descriptor* descriptors, const float* gates,
+                        ARGUMENTS(Factors) grads, const float* shares, f16* core_grads,
+                        float* gate_grads) {
+  contract_back_first<f16, f16>(descriptors, gates, grads, shares, core_grads, gate_grads);
 }

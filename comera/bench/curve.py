@@ -15,10 +15,10 @@ from comera.bench.numerics import compare_linear, compare_table
 from comera.bench.session import Session
 from comera.bench.table_speed import TRAINED, draw, train_step
 from comera.bench.timing import Timings, milliseconds
-from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.ops.context import static_shapes
+from comera.planning.figures import empty_figure
 from comera.planning.planner import plan_linear
 
 Axis = Literal["tokens", "rank", "width"]
@@ -259,13 +259,7 @@ def check_plot(path: Path) -> None:
 
 def plot_curve(points: Sequence[Point], axis: str, title: str, path: Path) -> None:
     """Draw milliseconds above, dense over comera below, both axes logarithmic."""
-    with needed_by("a plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    figure, (times, ratios) = empty_figure(heights=(3, 2), size=(7, 6))
     at = [point.at for point in points]
     for name, look in _LOOK.items():
         times.plot(at, [1e3 * p.timings.median(name) for p in points], label=name, **look)

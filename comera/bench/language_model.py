@@ -29,6 +29,7 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.linear import TTLinear
 from comera.nn.model_size import model_size
+from comera.planning.figures import empty_figure
 from comera.planning.text_table import text_table
 
 METHODS = {
@@ -275,13 +276,7 @@ def _batches(tokens: list[int], count: int, length: int, path: str) -> list[dict
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw perplexities over the share that is gone."""
-    with needed_by("a plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = empty_figure(size=(6.5, 4))
     dense = next(point["perplexity"] for point in points if point["method"] == "dense")
     for name, text in METHODS.items():
         line = sorted((p["share"], p["perplexity"]) for p in points if p["method"] == name)

@@ -184,7 +184,7 @@ class Sensitivity:
 
         Rises of the loss below a ten-thousandth of the highest are outside of the picture.
         """
-        figure, axes = empty_figure(1)
+        figure, axes = empty_figure()
         top = 0.0
         for layer in self.layers:
             losses = layer.whitened.losses_K

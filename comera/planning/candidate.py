@@ -144,12 +144,12 @@ def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
     right = "B" if len(cores) - shape.split > 1 else cores[-1]
     networks = factor_networks(shape, (f"grad({left})", f"grad({right})"))
     return (
-        _half_chain(left, networks[0], cores[: shape.split], from_left=True),
-        _half_chain(right, networks[1], cores[shape.split :], from_left=False),
+        _factor_chain(left, networks[0], cores[: shape.split], from_left=True),
+        _factor_chain(right, networks[1], cores[shape.split :], from_left=False),
     )
 
 
-def _half_chain(name: str, network: Network, cores: list[str], from_left: bool) -> FactorChain:
+def _factor_chain(name: str, network: Network, cores: list[str], from_left: bool) -> FactorChain:
     tree: Tree = cores[0] if from_left else cores[-1]
     for core in cores[1:] if from_left else cores[-2::-1]:
         tree = (tree, core) if from_left else (core, tree)

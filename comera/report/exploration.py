@@ -189,7 +189,7 @@ class Exploration:
     def _in_matplotlib(
         self, groups: Sequence[tuple[str, list[Point]]], best: Sequence[Point]
     ) -> Any:
-        figure, (axes,) = empty_figure(1)
+        figure, (axes,) = empty_figure()
         for kind, points in groups:
             axes.plot(*_sizes_and_losses(points), "o", ms=4, label=kind)
         axes.plot(*_sizes_and_losses(best), color="#8a9299", lw=0.8, zorder=0, label="Pareto front")

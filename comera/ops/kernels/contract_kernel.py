@@ -30,7 +30,7 @@ _MOST_KEPT = 32
 """Plans that are kept, beside those that captured graphs need."""
 
 
-class _Half(ctypes.Structure):
+class _Descriptor(ctypes.Structure):
     _fields_ = (
         ("core", ctypes.c_void_p * MOST_CORES), ("gate", ctypes.c_void_p * MOST_CORES),
         ("bias", ctypes.c_void_p), ("gate_at", ctypes.c_int64 * MOST_CORES),
@@ -81,7 +81,7 @@ def contract(groups: Sequence[Chains]) -> list[Tensor]:
     for plan in _plans(file, groups, [group.width for group in groups], backward=False):
         launch(
             file, file, like.device, plan.blocks.shape[0], _THREADS, plan.shared[0],
-            plan.halves, plan.blocks, _first_gate(groups), plan.addresses(factors),
+            plan.descriptors, plan.blocks, _first_gate(groups), plan.addresses(factors),
         )  # fmt: skip
     return factors
 
@@ -107,9 +107,9 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
         addresses = plan.addresses(grads)
         for kernel, blocks, shared, arguments in (
             ("last", plan.blocks.shape[0], plan.shared[1],
-             (plan.halves, plan.blocks, gates, addresses, core_grads, shares)),
+             (plan.descriptors, plan.blocks, gates, addresses, core_grads, shares)),
             ("first", plan.count, plan.shared[2],
-             (plan.halves, gates, addresses, shares, core_grads, gate_grads)),
+             (plan.descriptors, gates, addresses, shares, core_grads, gate_grads)),
         ):  # fmt: skip
             name = file.replace("contract", f"contract_back_{kernel}")
             launch(file, name, like.device, blocks, _THREADS, shared, *arguments)
@@ -121,15 +121,15 @@ class _Plan:
     """What a launch works on.
 
     Attributes:
-        halves: Descriptors, on the card.
-        blocks: For each block the number of its factor and, in the low half, that of its columns.
+        descriptors: One for each factor, on the card.
+        blocks: For each block the number of its factor and, in the low 16 bits, of its columns.
         count: How many factors there are.
         groups: Numbers of the groups they belong to.
         shared: Bytes of shared memory of a block: forward, then backward.
         shares: Numbers that the first backward launch leaves for the second.
     """
 
-    halves: Tensor
+    descriptors: Tensor
     blocks: Tensor
     count: int
     groups: list[int]
@@ -189,15 +189,15 @@ class _Draft:
     """Descriptors of some layers, before they are on the card."""
 
     def __init__(self) -> None:
-        self.halves: list[_Half] = []
+        self.descriptors: list[_Descriptor] = []
         self.walks: list[Walk] = []
         self.groups: list[int] = []
         self.shares = 0
 
-    def add(self, half: _Half, walk: Walk) -> None:
-        half.share = self.shares
+    def add(self, descriptor: _Descriptor, walk: Walk) -> None:
+        descriptor.share = self.shares
         self.shares += walk.blocks * walk.share
-        self.halves.append(half)
+        self.descriptors.append(descriptor)
         self.walks.append(walk)
 
     def on_card(self, file: str, device: torch.device) -> _Plan:
@@ -206,8 +206,8 @@ class _Draft:
             range(len(self.walks)), key=lambda n: -self.walks[n].share
         )  # long ones first
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
-        halves = bytes((_Half * len(self.halves))(*self.halves))
-        data = halves + bytes((ctypes.c_int32 * len(codes))(*codes))
+        descriptors = bytes((_Descriptor * len(self.descriptors))(*self.descriptors))
+        data = descriptors + bytes((ctypes.c_int32 * len(codes))(*codes))
         table = torch.empty(len(data) // 4, dtype=torch.int32, device=device)
         for start in range(0, len(data), _AT_ONCE):
             piece = data[start : start + _AT_ONCE]
@@ -216,9 +216,10 @@ class _Draft:
                 _Bytes.from_buffer_copy(piece.ljust(_AT_ONCE, b"\0")), table, start // 4,
                 len(piece) // 4,
             )  # fmt: skip
-        end = len(halves) // 4
+        end = len(descriptors) // 4
         shared = tuple(map(max, zip(*(walk.shared for walk in self.walks), strict=True)))
-        return _Plan(table[:end], table[end:], len(self.halves), self.groups, shared, self.shares)
+        count = len(self.descriptors)
+        return _Plan(table[:end], table[end:], count, self.groups, shared, self.shares)
 
 
 def _drafts(
@@ -233,46 +234,46 @@ def _drafts(
         for layer in range(group.num_layers):
             full = number not in draft.groups and 2 * len(draft.groups) == _MOST_FACTORS
             too_many = backward and draft.shares + more > _MOST_SHARES
-            if draft.halves and (full or too_many):
+            if draft.descriptors and (full or too_many):
                 yield draft
                 draft = _Draft()
             if number not in draft.groups:
                 draft.groups.append(number)
             one = group.of_layers(layer, 1)
             for walk in both:
-                half = _half(one, walk, width, core_grad, gate_grad, gates[first_gate:])
-                half.place = layer * width * walk.rows(len(walk.modes))
-                half.factor = 2 * draft.groups.index(number) + walk.right
-                draft.add(half, walk)
+                descriptor = _describe(one, walk, width, core_grad, gate_grad, gates[first_gate:])
+                descriptor.place = layer * width * walk.rows(len(walk.modes))
+                descriptor.factor = 2 * draft.groups.index(number) + walk.right
+                draft.add(descriptor, walk)
             core_grad += sum(core.numel() for core in one.cores)
             gate_grad += sum(gate.numel() for gate in one.gates)
             first_gate += len(one.gates)
     yield draft
 
 
-def _half(
+def _describe(
     one: Chains, walk: Walk, width: int, core_grad: int, gate_grad: int, gates_at: Sequence[int]
-) -> _Half:
+) -> _Descriptor:
     """Describe a factor of one layer, whose first core and gate have their gradients there."""
-    half = _Half(
+    descriptor = _Descriptor(
         cores=len(walk.modes), right=walk.right, width=width, blocks=walk.blocks,
         threshold=one.threshold,
     )  # fmt: skip
-    half.mode[: len(walk.modes)], half.bond[: len(walk.bonds)] = walk.modes, walk.bonds
-    half.at_once[: len(walk.at_once)] = walk.at_once
-    half.at_once_back[: len(walk.at_once)] = walk.at_once_back
+    descriptor.mode[: len(walk.modes)], descriptor.bond[: len(walk.bonds)] = walk.modes, walk.bonds
+    descriptor.at_once[: len(walk.at_once)] = walk.at_once
+    descriptor.at_once_back[: len(walk.at_once)] = walk.at_once_back
     if walk.right and one.biases:
-        half.bias, half.bias_width = one.biases[0].data_ptr(), one.biases[0].shape[0]
+        descriptor.bias, descriptor.bias_width = one.biases[0].data_ptr(), one.biases[0].shape[0]
     cores = _starts(one.cores, core_grad)
     gates = _starts(one.gates, gate_grad)
     for s in range(len(walk.modes)):
         core = one.length - 1 - s if walk.right else s
-        half.core[s], half.core_grad[s] = one.cores[core].data_ptr(), cores[core]
+        descriptor.core[s], descriptor.core_grad[s] = one.cores[core].data_ptr(), cores[core]
         gate = core - 1 if walk.right else core
         if one.gates and not (walk.right and s == len(walk.modes) - 1):  # the left factor's
-            half.gate_at[s], half.gate_grad[s] = gates_at[gate], gates[gate]
-            half.gated |= 1 << s
-    return half
+            descriptor.gate_at[s], descriptor.gate_grad[s] = gates_at[gate], gates[gate]
+            descriptor.gated |= 1 << s
+    return descriptor
 
 
 def _first_gate(groups: Sequence[Chains]) -> Tensor | None:
