@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from comera.compress.budget import parse_budget
 from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.correct import FittedLayer, correct_factors
 from comera.compress.layer_moments import LossFn
@@ -19,7 +20,6 @@ from comera.compress.sensitivity import (
     Sensitivity,
     check_order,
     look_at,
-    parse_budget,
 )
 from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import balanced

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.block_inputs import Calls, find_blocks, record_calls
+from comera.compress.budget import percent_meant
 from comera.compress.compress import Compression, compress_
 from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.linear_targets import Layer, linear_targets
@@ -99,7 +100,10 @@ def compress_folder(
     estimator of the Gauss-Newton matrix of a block.
     """
     if not (isinstance(budget, float) and 0 < budget < 1):
-        raise ValueError(f"budget={budget!r} must be between 0 and 1, the share of each block kept")
+        raise ValueError(
+            f"budget={budget!r} must be between 0 and 1, the share of each block kept"
+            f"{percent_meant(budget)}"
+        )
     begun = time.monotonic()
     shards = Shards(source)
     folder = Path(folder).expanduser()

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import Choice, allocate
+from comera.compress.budget import parse_budget, smallest_budget
 from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.layer_moments import LossFn, Moments, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 _SHARES = tuple(k / 20 for k in range(1, 21))
 _DRAWN = 1e-4
 """Rise of the loss down to which it is drawn, in units of the highest."""
-_UNITS = {
-    "k": 1000, "K": 1000, "M": 1000**2, "G": 1000**3,
-    "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,12 +105,14 @@ class Sensitivity:
             )
         whole = share if isinstance(share, int) else math.floor(share * total)
         other = total - sum(size(layer, None) for layer in self.layers)
-        room = whole - other
-        if room <= 0:
+        least = sum(min(size(layer, None), size(layer, 1)) for layer in self.layers)
+        if whole < other + least:
             unit = "bytes" if isinstance(share, int) else "parameters"
+            smallest = smallest_budget(other + least, total, isinstance(share, int))
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
-                "target; nothing is left for the targets"
+                f"target, and the targets hold {least:,} at their smallest; {smallest} is the "
+                "smallest that is possible"
             )
         choices = [
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))
@@ -128,7 +126,7 @@ class Sensitivity:
                 rank,
                 0.0 if rank is None else layer.whitened.loss(rank),
             )
-            for layer, rank in zip(self.layers, allocate(choices, room), strict=True)
+            for layer, rank in zip(self.layers, allocate(choices, whole - other), strict=True)
         )
 
     def to_pandas(self, shares: Sequence[float] = _SHARES) -> "pd.DataFrame":
@@ -320,24 +318,6 @@ def check_order(order: int | str, found_moments: bool = True) -> None:
             "order='auto' compares trains by moments that sensitivity did not keep: say "
             "order='auto' to it as well"
         )
-
-
-def parse_budget(budget: float | str) -> float | int:
-    """Return a budget as a share (float), or as bytes (int) where it is text with a unit.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if isinstance(budget, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
-        if found and float(found[1]) > 0:
-            return int(float(found[1]) * _UNITS[found[2]])
-    elif isinstance(budget, float) and 0 < budget < 1:
-        return budget
-    raise ValueError(
-        f"budget={budget!r} must be between 0 and 1, the share of parameters kept, or the bytes of "
-        'all parameters with a unit, as "60MB" or "60MiB"'
-    )
 
 
 def _legend(axes: Any, layers: int) -> None:

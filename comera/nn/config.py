@@ -1,10 +1,10 @@
 """Which layers :func:`~comera.tensorize_` picks, and how it shapes them."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
+from comera.misspelt import did_you_mean, names_misspelt
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
 from comera.shapes import whole_number
@@ -12,6 +12,7 @@ from comera.shapes import whole_number
 Rank = int | list[int]
 
 
+@names_misspelt
 @dataclass
 class TTConfig:
     """How :func:`tensorize_` picks layers and shapes them.
@@ -114,8 +115,7 @@ class TTConfig:
         known = [each.name for each in fields(cls)]
         for name in settings:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                guess = f"; did you mean {near[0]}?" if near else ""
+                guess = did_you_mean(name, known)
                 raise ValueError(f"{name!r} is not a setting of {cls.__name__}{guess}")
         return cls(**settings)
 

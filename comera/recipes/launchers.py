@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from comera.extras import needed_by
-from comera.recipes.parse import did_you_mean
+from comera.misspelt import did_you_mean
 from comera.recipes.run_config import RunConfig
 from comera.recipes.worker import Remote, signals_blocked, take_message, work
 

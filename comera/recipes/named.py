@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from comera.recipes.parse import did_you_mean
+from comera.misspelt import did_you_mean
 
 _FIRST = "quickstart.yaml"
 

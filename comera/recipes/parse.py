@@ -2,17 +2,17 @@
 
 import copy
 import dataclasses
-import difflib
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser
 
+from comera.misspelt import did_you_mean
 from comera.names import listed
 
 T = TypeVar("T")
@@ -125,12 +125,6 @@ def _add(place: dict[str, Any], more: Mapping[str, Any], within: str) -> None:
             raise ValueError(f"{within}{key} is given twice: {place[key]!r} and {value!r}")
         else:
             place[key] = copy.deepcopy(value)
-
-
-def did_you_mean(word: object, known: Collection[str]) -> str:
-    """Return words to add to an error: the nearest of the known names, or all of them."""
-    near = difflib.get_close_matches(str(word), known, n=1)
-    return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from rich.console import Console
 
 from comera import __version__
 from comera.files import replacing
+from comera.misspelt import did_you_mean
 from comera.planning.machine import processor_name
 from comera.recipes import named
 from comera.recipes.dry_run import dry_run
-from comera.recipes.parse import did_you_mean, read_yaml
+from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison_table import comparison_cells, read_comparison
 from comera.recipes.sweep import read_sweep, run_sweep
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from comera.extras import needed_by
+from comera.misspelt import did_you_mean
 from comera.recipes.jobs import Job
-from comera.recipes.parse import did_you_mean
 from comera.recipes.report.comparison import read_trained
 from comera.recipes.report.words import HIGHER_IS_BETTER
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from comera.misspelt import did_you_mean
 from comera.recipes.folder import lock
 from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
 from comera.recipes.launchers import LauncherName, make_launcher
 from comera.recipes.named import file_of
-from comera.recipes.parse import did_you_mean, merged, nested, parse_settings, read_yaml
+from comera.recipes.parse import merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
 from comera.recipes.report.comparison import compare, read_trained
 from comera.recipes.report.comparison_table import comparison_text, write_comparison

@@ -1,5 +1,6 @@
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.compress.sensitivity import parse_budget
+from comera.compress.budget import parse_budget
 from comera.nn.linear import TTLinear
 
 
@@ -165,8 +166,9 @@ def test_what_stays_dense_is_said_once_by_what_was_called(caplog):
         (20_000, "budget=20000 must be .* or the bytes of all parameters with a unit"),
         ("20 mb", "budget='20 mb' must be"),
         ("1GB", "is no less than the .* of all parameters"),
-        ("1kB", "leaves no room|nothing is left"),
-        (0.01, "leaves no room|nothing is left"),
+        (70, r"as \"60MB\" or \"60MiB\"; 70 % is budget=0\.7$"),
+        ("62.5 %", r"62\.5 % is budget=0\.625$"),
+        (100, 'as "60MB" or "60MiB"$'),
     ],
 )
 def test_a_budget_out_of_reach_changes_nothing(trained, budget, problem):
@@ -174,6 +176,18 @@ def test_a_budget_out_of_reach_changes_nothing(trained, budget, problem):
     with pytest.raises(ValueError, match=problem):
         comera.compress_(model, calibration(), budget=budget, loss_fn=loss_fn)
     assert all(type(m) is not TTLinear for m in model.modules())
+
+
+@pytest.mark.parametrize("budget", [0.01, "1kB"])
+def test_a_budget_that_is_too_small_is_told_the_smallest(trained, budget):
+    found = comera.sensitivity(trained, calibration(), loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=f"budget={budget!r}: .* is the smallest") as problem:
+        found.choose(budget)
+    named = re.search(r'budget="?([\d.]+(kB)?)"? is the smallest', str(problem.value))[1]
+    smallest = named if named.endswith("kB") else float(named)
+    assert all(layer.rank == 1 for layer in found.choose(smallest))
+    with pytest.raises(ValueError, match="is the smallest"):
+        found.choose(smallest - 1e-4 if budget == 0.01 else f"{float(named[:-2]) - 0.1:.1f}kB")
 
 
 def test_a_model_that_is_itself_a_layer_is_refused():

@@ -205,8 +205,8 @@ def test_files_that_do_not_fit_are_named(trained, tmp_path):
         given = {"source": source, "model": Model, "budget": 0.6} | options
         comera.compress_folder(folder=tmp_path / "s", calibration=batches, **given)
 
-    with pytest.raises(ValueError, match=r"budget=1\.5 must be between 0 and 1"):
-        call(budget=1.5)
+    with pytest.raises(ValueError, match=r"budget=50 must be between .* kept; 50 % is budget=0\.5"):
+        call(budget=50)
     with pytest.raises(FileNotFoundError, match=r"is no folder with model\.safetensors"):
         call(source=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is the source: the result needs one of its own"):

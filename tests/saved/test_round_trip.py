@@ -146,7 +146,7 @@ def test_configurations_come_back_from_plain_text():
         hot_pattern={"c": [10, None]}, target_modules=["x"], compression=None,
     )  # fmt: skip
     assert comera.TTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match="'rnak' is not a setting of TTConfig; did you mean rank"):
+    with pytest.raises(ValueError, match="'rnak' is not a setting of TTConfig: did you mean rank"):
         comera.TTConfig.from_dict({"rnak": 3})
 
 
