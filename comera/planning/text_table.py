@@ -1,16 +1,23 @@
 """Tables as text that fit the terminal: headings are broken first, then names, then words."""
 
 import io
+import re
 import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 _LEAST = 80
 """Columns that every terminal is taken to have."""
 
 _WORDS = (12, 24)
 """A column of words gets no narrower than the first, nor than its words up to the second."""
+
+_WORD = re.compile(r"\S+\s*")
+_NAME_PART = re.compile(r"[^\s.]*(?:\.|\s+)|[^\s.]+")
+"""A word, or a part of a dotted name with its dot."""
 
 _STANDS_FOR = "…"
 _WORTH_SAYING = 6
@@ -43,32 +50,70 @@ def text_table(
     """
     width = max(_LEAST, shutil.get_terminal_size().columns)
     cells = [list(row) for row in rows]
-    columns = {k: [name, *(row[k] for row in cells)] for k, name in enumerate(header)}
-    if _unbroken(columns) > width:
-        for k, (name, *under) in columns.items():
-            columns[k][0] = _broken(name, max(_longest(under), _longest_word(name)))
-    if _unbroken(columns) > width and names is not None:
-        shared = _shared_beginning(columns[names][1:])
-        columns[names][1:] = [_shortened(cell, shared) for cell in columns[names][1:]]
+    columns = {
+        k: _Column(name, [row[k] for row in cells], _NAME_PART if k == names else _WORD)
+        for k, name in enumerate(header)
+    }
+    if _together(column.full for column in columns.values()) > width:
+        for column in columns.values():
+            column.broken_heading = True
+    if _together(column.full for column in columns.values()) > width and names is not None:
+        shared = _shared_beginning(columns[names].cells)
+        columns[names].cells = [_shortened(cell, shared) for cell in columns[names].cells]
         title += f" ({_STANDS_FOR} is {shared})" if shared else ""
-    floors = {k: _floor(column) if k in left else _longest(column) for k, column in columns.items()}
+    floors = {k: column.floor if k in left else column.full for k, column in columns.items()}
     gone = []
     for k in spare:
         if _together(floors.values()) > width:
             gone.append(k)
             del floors[k], columns[k]
-    table = _drawn(title, columns, _widths(columns, floors, width), left, total)
-    missing = ", ".join(header[k] for k in sorted(gone))
-    if not missing:
+    widths = _widths({k: column.full for k, column in columns.items()}, floors, width)
+    table = _drawn(title, columns, widths, left, total)
+    if not gone:
         return table
+    missing = ", ".join(header[k] for k in sorted(gone))
     return f"{table}\n{textwrap.fill(f'a wider terminal shows too: {missing}', width)}"
 
 
-def _widths(
-    columns: Mapping[int, Sequence[str]], floors: Mapping[int, int], width: int
-) -> dict[int, int]:
-    """Return how wide each column is: as its cells, or narrower down to its floor."""
-    widths = {k: _longest(column) for k, column in columns.items()}
+@dataclass
+class _Column:
+    """A column, whose cells are broken behind what ``part`` matches, where they have to be."""
+
+    heading: str
+    cells: list[str]
+    part: re.Pattern[str]
+    broken_heading: bool = False
+
+    @property
+    def full(self) -> int:
+        """How wide it is with no cell broken."""
+        heading = self.heading.split() if self.broken_heading else [self.heading]
+        return max(map(len, [*heading, *self.cells]))
+
+    @property
+    def floor(self) -> int:
+        """How narrow it may become, if it holds words."""
+        least, most = _WORDS
+        parts = [part for text in (self.heading, *self.cells) for part in self.part.findall(text)]
+        longest = max((len(part.rstrip()) for part in parts), default=0)
+        return min(self.full, most, max(least, longest))
+
+    def broken(self, width: int) -> list[str]:
+        """Return the cells in lines of that width; a part that is longer is left to be folded."""
+        return [self._lines(cell, width) for cell in self.cells]
+
+    def _lines(self, cell: str, width: int) -> str:
+        lines = [""]
+        for part in self.part.findall(cell):
+            if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _widths(full: Mapping[int, int], floors: Mapping[int, int], width: int) -> dict[int, int]:
+    """Return how wide each column is: in full, or narrower down to its floor."""
+    widths = dict(full)
     while _together(widths.values()) > width:
         wide = [k for k in widths if widths[k] > floors[k]]
         if not wide:  # nothing is left to take: the terminal breaks the lines
@@ -79,7 +124,7 @@ def _widths(
 
 def _drawn(
     title: str,
-    columns: Mapping[int, Sequence[str]],
+    columns: Mapping[int, _Column],
     widths: Mapping[int, int],
     left: Collection[int],
     total: bool,
@@ -88,13 +133,12 @@ def _drawn(
     from rich.table import Table
 
     table = Table(title=title)
-    for k, (name, *_) in columns.items():
-        table.add_column(
-            name, justify="left" if k in left else "right", width=widths[k], overflow="fold"
-        )
-    rows = list(zip(*(cells for _, *cells in columns.values()), strict=True))
-    for k, row in enumerate(rows):
-        table.add_row(*row, end_section=total and k == len(rows) - 2)
+    for k, column in columns.items():
+        justify: Literal["left", "right"] = "left" if k in left else "right"
+        table.add_column(column.heading, justify=justify, width=widths[k], overflow="fold")
+    rows = list(zip(*(column.broken(widths[k]) for k, column in columns.items()), strict=True))
+    for number, row in enumerate(rows):
+        table.add_row(*row, end_section=total and number == len(rows) - 2)
     out = io.StringIO()
     width = max(len(title), _together(widths.values()))
     Console(file=out, width=width, color_system=None, markup=False).print(table)
@@ -104,29 +148,6 @@ def _drawn(
 def _together(widths: Iterable[int]) -> int:
     """Return what columns take with the lines between and around them."""
     return sum(width + 3 for width in widths) + 1
-
-
-def _unbroken(columns: Mapping[int, Sequence[str]]) -> int:
-    return _together(map(_longest, columns.values()))
-
-
-def _longest(cells: Iterable[str]) -> int:
-    return max((len(line) for cell in cells for line in cell.splitlines()), default=0)
-
-
-def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
-
-
-def _floor(cells: Sequence[str]) -> int:
-    """Return how narrow a column of words may become."""
-    least, most = _WORDS
-    words = max(least, *map(_longest_word, cells))
-    return min(_longest(cells), most, words)
-
-
-def _broken(heading: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(heading, max(1, width)))
 
 
 def _shared_beginning(names: Iterable[str]) -> str:
