@@ -84,6 +84,15 @@ class Sensitivity:
     model_params: int
     model_bytes: int
 
+    def least(self, *, in_bytes: bool = False) -> int:
+        """Return the parameters, or bytes, of the whole model with all targets at their smallest.
+
+        That is at rank one, or dense where this is less.
+        """
+        total = self.model_bytes if in_bytes else self.model_params
+        size = LayerSensitivity.bytes if in_bytes else LayerSensitivity.params
+        return total - sum(max(0, size(layer, None) - size(layer, 1)) for layer in self.layers)
+
     def choose(self, budget: float | str) -> CompressedLayers:
         """Choose the ranks that :func:`compress_` would, without a change to the model.
 
@@ -105,14 +114,14 @@ class Sensitivity:
             )
         whole = share if isinstance(share, int) else math.floor(share * total)
         other = total - sum(size(layer, None) for layer in self.layers)
-        least = sum(min(size(layer, None), size(layer, 1)) for layer in self.layers)
-        if whole < other + least:
+        least = self.least(in_bytes=isinstance(share, int))
+        if whole < least:
             unit = "bytes" if isinstance(share, int) else "parameters"
-            smallest = smallest_budget(other + least, total, isinstance(share, int))
+            smallest = smallest_budget(least, total, isinstance(share, int))
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
-                f"target, and the targets hold {least:,} at their smallest; {smallest} is the "
-                "smallest that is possible"
+                f"target, and the targets hold {least - other:,} at their smallest; {smallest} is "
+                "the smallest that is possible"
             )
         choices = [
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))

@@ -48,9 +48,7 @@ def smallest_share(
         raise ValueError(
             f"max_loss={max_loss}: the dense model itself has a loss of {best:.6g} in evaluate"
         )
-    ours = sum(layer.params(None) for layer in found.layers)
-    least = sum(min(layer.params(None), layer.params(1)) for layer in found.layers)
-    low, high = (found.model_params - ours + least) / found.model_params, 1.0
+    low, high = found.least() / found.model_params, 1.0
     loss = best
     for _ in range(_TRIES):
         share = (low + high) / 2
