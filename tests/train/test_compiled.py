@@ -21,8 +21,8 @@ from tests.train.counting import attention_as_on_a_card
 pytestmark = pytest.mark.slow
 
 
-def classifier(norm="post"):
-    encoder = Encoder(60, 32, 2, 2, 48, 8, 0.0, num_segments=2, norm=norm)
+def classifier(norm="post", layers=1):
+    encoder = Encoder(60, 32, layers, 2, 48, 8, 0.0, num_segments=2, norm=norm)
     return SequenceClassifier(encoder, 3, dropout=0.0)
 
 
@@ -45,7 +45,7 @@ def pairs(number, rows=4, padded=True):
 
 
 def decoder():
-    return CausalLanguageModel(Decoder(60, 32, 2, 2, 48), 60)
+    return CausalLanguageModel(Decoder(60, 32, 1, 2, 48), 60)
 
 
 def predict(model, batch):
@@ -96,8 +96,9 @@ def assert_graphs(count):
 
 
 def test_all_the_way_to_code():
-    """Both stages of rank learning: one graph, no break in it."""
-    assert_equal_steps([make(True), make(False)], [pairs(k) for k in range(6)])
+    """Both stages of rank learning of two layers: one graph, no break in it."""
+    steps = [make(c, functools.partial(classifier, layers=2)) for c in (True, False)]
+    assert_equal_steps(steps, [pairs(k) for k in range(6)])
     assert_graphs(1)
 
 
