@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# What tests start would else compile the package anew, each time.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all lint format site gpu sanitize clean
 
 demo: $(VENV)/installed
