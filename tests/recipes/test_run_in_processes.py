@@ -37,7 +37,7 @@ from tests.texts import write_functions
 
 pytestmark = pytest.mark.slow  # interpreters have to start
 
-STEPS, SAVED = 30, 10
+STEPS, SAVED = 15, 5
 """Of the runs through all stages: they are in their first stage when they are saved first."""
 
 STAGED = ("stages", "shared out", "split")
@@ -92,8 +92,8 @@ def cases() -> dict[str, RunConfig]:
             model=dataclasses.replace(small, dropout=0.3),
         ),
         "importance": config(
-            16, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
-            optimizer=OptimizerConfig("adamw"), train=every(steps=16, accumulate=2),
+            10, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
+            optimizer=OptimizerConfig("adamw"), train=every(steps=10, accumulate=2),
         ),
         "in backward": config(
             8, masked_text=text, optimizer=OptimizerConfig("came", in_backward=True),
