@@ -57,6 +57,20 @@ def in_a_process(find, *given, **environment):
         process.join()
 
 
+class ForkedRuns:
+    """What :mod:`comera.recipes.launchers` asks ``multiprocessing`` for, with forked processes."""
+
+    def get_context(self, method):
+        assert method == "spawn"
+        return self
+
+    def Pipe(self, duplex):
+        return forking().Pipe(duplex)
+
+    def Process(self, target, args):
+        return forking().Process(target=_here, args=(dict(os.environ), os.getcwd(), target, *args))
+
+
 @functools.cache
 def forking():
     """The context of processes that are forked from one that has imported what takes seconds.
@@ -67,7 +81,9 @@ def forking():
     if sys.platform == "win32":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["comera", "torch._dynamo", "torch.distributed.fsdp", "pytest"])
+    context.set_forkserver_preload(
+        ["comera", "comera.recipes.run", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+    )
     return context
 
 
@@ -76,12 +92,19 @@ def _of_rank(rank, environment, work, *given):
     work(rank, *given)
 
 
+def _here(environment, cwd, work, *given):
+    _see(environment)
+    os.chdir(cwd)
+    work(*given)
+
+
 def _answer(environment, send, find, *given):
     _see(environment)
     send.send(find(*given))
 
 
 def _see(environment):
+    gc.freeze()  # what was imported before the fork is not looked through again and again
     os.environ.clear()
     os.environ.update(environment)
 

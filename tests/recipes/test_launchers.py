@@ -77,7 +77,7 @@ def test_a_launcher_finishes_one_run_and_ctrl_c_saves_the_other(
         try:
             wait_for(ready)
             process.send_signal(signal.SIGINT)
-            printed, _ = process.communicate(timeout=120)
+            printed, _ = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 130, printed

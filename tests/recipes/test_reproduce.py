@@ -77,7 +77,7 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys):
+def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, forked_runs):
     changes = ",".join(f"{key}={value}" for key, value in TINY.items())
     command = ["reproduce", "came-shapes", f"--out={tmp_path}", f"--set=[{changes}]"]
     most = [f"{name}/seed-{seed}" for name in ("adamw", "adafactor") for seed in (1, 2)]

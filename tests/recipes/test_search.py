@@ -19,7 +19,7 @@ from comera.recipes.run_config import RunConfig
 from comera.recipes.search import JOURNAL, Search, read_search
 from comera.recipes.sweep import run_sweep
 from tests.peers import peer
-from tests.recipes.test_sweep import content, written, wrong  # noqa: F401
+from tests.recipes.test_sweep import carried_out, content, written, wrong  # noqa: F401
 
 ROOT = Path(comera.__file__).parents[1]
 
@@ -155,7 +155,7 @@ def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on(content, tmp_path):  # noqa: F811
+def test_a_search_that_is_killed_goes_on(content, tmp_path, forked_runs):  # noqa: F811
     """By kill -9, while its first trial trains; the base is compared with."""
     peer("optuna")
     del content["variants"], content["reference"]
@@ -175,13 +175,13 @@ def test_a_search_that_is_killed_goes_on(content, tmp_path):  # noqa: F811
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
     settings = yaml.safe_load((log.parent / "config.yaml").read_text())
-    until = time.monotonic() + 120  # the run sees that, saves and stops
+    until = time.monotonic() + 300  # the run sees that, saves and stops
     while not _is_free(log.parent):
         assert time.monotonic() < until
         time.sleep(0.1)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "search: 2 of 2 trials finished; best: " in done.stdout
+    status, printed = carried_out(content, tmp_path)
+    assert status == 0, printed
+    assert "search: 2 of 2 trials finished; best: " in printed
     rows = json.loads((tmp_path / "out/results.json").read_text())["summary"]
     assert [row["variant"] for row in rows] == ["base", "trial-000", "trial-001"]
     assert yaml.safe_load((log.parent / "config.yaml").read_text()) == settings

@@ -280,7 +280,9 @@ def test_another_folder_than_the_file_names(content, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(content, tmp_path):
+def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
+    content, tmp_path, forked_runs
+):
     content["variants"] |= {
         "fails": {"masked_text.folder": str(tmp_path / "nowhere")},
         "waits": {"extends": "dense", "same_time_as": "fails"},
@@ -329,13 +331,13 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(content, tmp_path):
     ) as process:
         folders = [tmp_path / "out" / "dense" / f"seed-{seed}" for seed in (0, 1)]
         logs = [folder / "metrics.jsonl" for folder in folders]
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not all(log.is_file() and log.stat().st_size for log in logs):
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert printed.count("stopped; it can be resumed") == 2
     assert "the same command goes on" in printed
