@@ -68,13 +68,13 @@ def cases() -> dict[str, RunConfig]:
     return {
         "stages": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
-            optimizer=OptimizerConfig(gate_lr=0.05), twin=True,
+            optimizer=OptimizerConfig(gate_lr=0.1), twin=True,
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
-            optimizer=OptimizerConfig(gate_lr=0.05), parallel=ParallelConfig("fsdp"),
+            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "split": config(
@@ -84,7 +84,7 @@ def cases() -> dict[str, RunConfig]:
                 exclude_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"],
             ),
             model=dataclasses.replace(small, num_heads=4),
-            optimizer=OptimizerConfig(gate_lr=0.05), parallel=ParallelConfig("tensor"),
+            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("tensor"),
             train=every(steps=STEPS, save_every=SAVED, accumulate=2),
         ),
         "split with dropout": config(
