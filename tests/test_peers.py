@@ -82,11 +82,11 @@ def test_skips_are_counted_by_reason_at_the_end(tmp_path):
         "def test_c(): pytest.importorskip('no_such_module')\n"
         "def test_d(): pass\n"
     )
-    # As the tests are run: without workers the same reports come from one process less.
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-n", "2"]
+    # As the tests are run, by a worker: without one the same reports come from one process less.
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-n", "1"]
     done = subprocess.run(
         [sys.executable, *words, str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     lines = done.stdout.splitlines()
