@@ -1,12 +1,19 @@
 """``torchrun -m comera train``: stopped, killed, started again."""
 
+import os
 import signal
 
 import pytest
 import torch
+import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
+from comera.recipes.parse import parse_settings
+from comera.recipes.run import run
+from comera.recipes.run_config import RunConfig
 from comera.train.log import read_metrics
+from tests.processes import in_processes, this_process
 from tests.texts import write_functions
 
 from .torchrun import Torchrun
@@ -17,6 +24,8 @@ pytestmark = [
 ]
 
 STEPS = 60
+ROWS = 9
+"""Of a batch of three processes."""
 CONFIG = f"""
 masked_text: {{folder: text, vocab_size: 300, length: 16, heldout: 0.2}}
 model: {{d_model: 16, num_layers: 1, num_heads: 2, ffn_dim: 32, dropout: 0.1}}
@@ -86,13 +95,22 @@ def test_processes_are_killed_and_torchrun_starts_all_again(folder):
     assert said.count("2 processes: preparing data") == 3
 
 
-def test_four_processes_one_of_which_is_killed(folder):
+def _whole(rank):
+    """Train by processes that were forked, not started by torchrun."""
+    os.chdir(os.environ["FOLDER"])
+    config = parse_settings(RunConfig, yaml.safe_load(CONFIG) | {"out": "three"})
+    config.train.batch_size = ROWS
+    return run(config, Console(quiet=True), quiet=True, processes=this_process())
+
+
+def test_three_processes_one_of_which_is_killed(folder, tmp_path, monkeypatch):
     """With more than two, gloo adds in an order that depends on where in a buffer a number is."""
-    assert Torchrun(folder, "four", 4).end() == 0
-    run = Torchrun(folder, "four killed", 4, restarts=1)
-    run.wait_for(34)
-    run.kill(2)
-    assert run.end() == 0
-    whole, killed = weights(folder, "four"), weights(folder, "four killed")
+    monkeypatch.setenv("FOLDER", str(folder))
+    in_processes(3, _whole, tmp_path)
+    train = Torchrun(folder, "three killed", 3, f"--train.batch_size={ROWS}", restarts=1)
+    train.wait_for(34)
+    train.kill(2)
+    assert train.end() == 0
+    whole, killed = weights(folder, "three"), weights(folder, "three killed")
     for name, weight in whole.items():
         torch.testing.assert_close(killed[name], weight, rtol=1e-3, atol=1e-3)
