@@ -86,12 +86,15 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-# What the tests compare with, one by one: tests of a package that cannot be had are skipped, and it
-# is tried again the next time. galore-torch comes without bitsandbytes, which the tests do not need.
+# What the tests compare with, at once or, where that fails, one by one: tests of a package that
+# cannot be had are skipped, and it is tried again the next time. galore-torch comes without bitsandbytes, which the tests do not need.
 PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft pytorch-lightning ray submitit tensorly-torch torchao transformers "--no-deps galore-torch"
+AT_ONCE := $(filter-out "% %",$(PEERS))
 
 $(VENV)/installed-peers: $(VENV)/installed-dev
-	@all=yes; for peer in $(PEERS); do \
+	@all=yes; each() { for peer in "$$@"; do \
 	$(INSTALL) $$peer || { all=no; echo "$$peer cannot be installed: its tests are skipped"; }; \
-	done; \
+	done; }; \
+	$(INSTALL) $(AT_ONCE) 2> /dev/null || each $(AT_ONCE); \
+	each $(filter-out $(AT_ONCE),$(PEERS)); \
 	if [ $$all = yes ]; then touch $@; fi
