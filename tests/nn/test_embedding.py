@@ -199,12 +199,14 @@ def assert_compiled(model, **settings):
     ("rows", "width", "rank"),
     [(50, 24, 4), pytest.param(30522, 768, 32, id="products large enough for oneDNN")],
 )
-def test_a_model_compiles_to_machine_code(rows, width, rank, monkeypatch):
-    # Graphs are compiled anew; what a C++ compiler made of the same text and headers is kept.
-    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
-    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)
+def test_a_model_compiles_to_machine_code(rows, width, rank):
+    """Graphs are made anew; what a C++ compiler made of the same text, and of headers, is kept."""
+    from torch._functorch import config as graphs
+    from torch._inductor import config as code
+
     table = TTEmbedding(rows, width, rank=rank)
-    assert_compiled(nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4)))
+    with code.patch(fx_graph_cache=False), graphs.patch(enable_autograd_cache=False):
+        assert_compiled(nn.Sequential(table, nn.GELU(), TTLinear(width, 18, rank=4)))
 
 
 def test_exports_for_any_batch():
