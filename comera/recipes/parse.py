@@ -17,6 +17,8 @@ from comera.names import listed
 
 T = TypeVar("T")
 
+_PARSERS: dict[type, ArgumentParser] = {}
+
 _SHORT = {"optimizer": "name"}
 """Sections of a run that can be given by one word, and the key that it is."""
 
@@ -36,8 +38,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         ValueError: If a key is no field, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, None)
+    parser = _parser_of(kind)
     found = {}
     for key, value in (values if within else spelled_out(values)).items():
         if key not in hints:
@@ -62,6 +63,15 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         return kind(**found)
     except ValueError as problem:  # it begins with the name of a field
         raise ValueError(f"{within}{problem}") from None
+
+
+def _parser_of(kind: type) -> ArgumentParser:
+    """Return the one for a dataclass: to make it takes longer than to read with it."""
+    if kind not in _PARSERS:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(kind, None)
+        _PARSERS[kind] = parser
+    return _PARSERS[kind]
 
 
 def check_nulls(settings: Any, within: str = "") -> None:
