@@ -356,7 +356,7 @@ def test_a_second_writer_is_refused(tmp_path):
         answer = context.Queue()
         process = context.Process(target=_try_to_save, args=(tmp_path, answer))
         process.start()
-        assert "being written to by another process" in answer.get(timeout=60)
+        assert "being written to by another process" in answer.get(timeout=300)
         process.join()
         assert CheckpointChain(tmp_path).load().step == 1  # reading needs no lock
     with CheckpointChain(tmp_path) as other:

@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_goes_on_by_the_same_command(source, tmp_path):
     for _ in range(2):
         process = forking().Process(target=main, args=([*words, "--train.log_every=1"],))
         process.start()
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         chain = CheckpointChain(out / "checkpoints")
         while max(chain.steps(), default=0) < reached + 6:
             assert process.is_alive()

@@ -97,7 +97,7 @@ def open_pages(folder: Path, *pages: tuple[str, int, str]) -> tuple[list[dict], 
         f"--user-data-dir={folder / 'profile'}", "--window-size=1400,900", "--dump-dom",
         around.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)
     assert found, console
