@@ -216,6 +216,24 @@ class _Split:
         }
 
 
+def find_pairs(settings: NliData) -> None:
+    """Make sure that all files are there, without reading any of them, or a data set.
+
+    Raises:
+        FileNotFoundError: If one is missing; the message says what is expected.
+        ValueError: If no file is named.
+    """
+    for name in ("train", "dev"):
+        if not getattr(settings, name):
+            raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
+    for sources in settings.splits.values():
+        for source in sources:
+            if not _is_on_hub(source):
+                _find(source)
+    if settings.vocab:
+        find_vocabulary(settings.vocab)
+
+
 def nli_digests(settings: NliData) -> dict[str, str]:
     """Return digests of all files and data sets, as the settings name them.
 
@@ -225,9 +243,7 @@ def nli_digests(settings: NliData) -> dict[str, str]:
         FileNotFoundError: If a file is missing; the message says what is expected.
         ValueError: If no file is named, or one cannot be decompressed.
     """
-    for name in ("train", "dev"):
-        if not getattr(settings, name):
-            raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
+    find_pairs(settings)
     found = {s: _digest(s) for sources in settings.splits.values() for s in sources}
     if settings.vocab:
         found[settings.vocab] = content_digest(find_vocabulary(settings.vocab))
@@ -235,7 +251,7 @@ def nli_digests(settings: NliData) -> dict[str, str]:
 
 
 def _digest(source: str) -> str:
-    if not source.startswith("datasets:"):
+    if not _is_on_hub(source):
         return content_digest(_find(source))
     running = hashlib.sha256()
     for row in _hub_rows(source):
@@ -300,6 +316,10 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
             return
         names = first.rstrip("\r\n").split("\t")
         yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _is_on_hub(source: str) -> bool:
+    return source.startswith("datasets:")
 
 
 def _find(source: str) -> Path:

@@ -121,6 +121,15 @@ class TextStreams:
         return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
 
 
+def find_text(settings: TextData) -> None:
+    """Make sure that there is text, without reading any of it.
+
+    Raises:
+        FileNotFoundError: If no file matches.
+    """
+    _text_files(_folder(settings), settings.pattern)
+
+
 def text_digests(settings: TextData) -> dict[str, str]:
     """Return digests of the files that are read, by their names in the folder, in that order.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from comera.files import cache_folder, replacing
 
-log = logging.getLogger("comera")
+log = logging.getLogger("comera.machine")
 
 ONEDNN_FROM = 1 << 22
 """Multiply-adds from which oneDNN's 30 us a call, and 1 ms a new shape, are soon won back."""

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
-from comera.recipes.build import find_device
+from comera.recipes.build import find_device, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.export import export
 from comera.recipes.folder import other_data
@@ -56,6 +56,11 @@ def add_commands(commands: Any) -> None:
 
 def run_command(command: str, options: Namespace, console: Console) -> int:
     """Carry one of them out; returns the exit status."""
+    with without_remarks("comera.machine"):  # that it was not measured: these are about no speed
+        return _carried_out(command, options, console)
+
+
+def _carried_out(command: str, options: Namespace, console: Console) -> int:
     if command == "list":
         folder = Path(options.folder).expanduser()
         console.print(files_table(folder) if is_run(folder) else runs_table(folder))

@@ -21,8 +21,6 @@ from comera.train.sharded import shard_dense_
 from comera.train.step import TrainStep
 from comera.train.tensor_parallel import split_dense_
 
-log = logging.getLogger("comera")
-
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
     """Return the device of a run's settings; ``auto`` is a GPU where there is one.
@@ -132,8 +130,9 @@ def _rate(settings: OptimizerConfig, steps: int):
 
 
 @contextlib.contextmanager
-def without_remarks() -> Iterator[None]:
-    """Run what is inside without remarks about the layers."""
+def without_remarks(about: str = "comera") -> Iterator[None]:
+    """Run what is inside without remarks about the layers, or of another logger."""
+    log = logging.getLogger(about)
     before = log.level
     log.setLevel(logging.ERROR)
     try:

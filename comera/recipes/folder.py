@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from comera.files import replacing
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
+from comera.train.log import read_metrics
 
 _WRITTEN_BY_A_RUN = (
     CATEGORIES, "checkpoints", "comera.json", "dense", NAME, "metrics.jsonl",
@@ -25,6 +27,11 @@ _WRITTEN_BY_A_RUN = (
 
 _LENGTH = ("steps", "epochs")
 """Settings in the section ``train`` of which one says how long a run is."""
+
+_LET_IT_END = (
+    ": it was interrupted in the late stage of rank learning, whose length follows from that "
+    "number; let it end with the old one, and give it more afterwards"
+)
 
 _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
@@ -120,7 +127,8 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
                 path.unlink(missing_ok=True)
     known = not _begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        text = yaml.safe_dump(_settings(config), sort_keys=False)
+        # As given: the twin has other defaults of the optimizer, and more steps another `gate_lr`.
+        text = yaml.safe_dump(_kept(asdict(config)), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
     return known
@@ -159,7 +167,8 @@ def other_settings(config: RunConfig) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
     None if it does not, or if no run was begun there. How checkpoints are kept, how many processes
-    train it, and more steps for one that is finished make no other run.
+    train it, and more steps make no other run, but for the latter in the late stage of rank
+    learning: how much it cuts at a time follows from them.
     """
     folder = Path(config.out)
     if not _begun(folder) or not (folder / "config.yaml").is_file():
@@ -168,20 +177,22 @@ def other_settings(config: RunConfig) -> str | None:
         there, here = _settings_there(folder), _settings(config)
     except ValueError as problem:
         return str(problem)
-    if trains_on(config):
+    longer = trains_on(config)
+    way_out = _LET_IT_END if longer and _in_late_stage(folder) else ""
+    if longer and config.optimizer.gate_lr is None and _gate_lr_follows(folder):
+        there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
+    if longer and not way_out:
         there["train"] |= {key: here["train"][key] for key in _LENGTH}
-        if config.optimizer.gate_lr is None:  # it followed from the number of steps
-            there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
     for settings in (there, here):
         for key in ("checkpoints", "parallel"):
             settings.pop(key, None)
-    return None if there == here else _difference(there, here)
+    return None if there == here else _difference(there, here) + way_out
 
 
 def trains_on(config: RunConfig) -> bool:
-    """Tell whether a finished run is to be trained for more steps, or epochs, than it was."""
+    """Tell whether a run is to be trained for more steps, or epochs, than it was begun with."""
     folder = Path(config.out)
-    if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
+    if not _begun(folder) or not (folder / "config.yaml").is_file():
         return False
     try:
         there = _settings_there(folder).get("train") or {}
@@ -189,6 +200,30 @@ def trains_on(config: RunConfig) -> bool:
         return False
     here = {key: getattr(config.train, key) for key in _LENGTH}
     return any(here[key] and there.get(key) and here[key] > there[key] for key in _LENGTH)
+
+
+def _in_late_stage(folder: Path) -> bool:
+    """Tell whether a run was interrupted while it gave up ranks for its target.
+
+    That is as its log has it, which may be behind by the few steps that make a line of it.
+    """
+    saved = max(Archive(folder / "checkpoints").steps(), default=0)
+    lines = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
+    stages = [line["stage"] for line in lines if line["step"] <= saved and "stage" in line]
+    return stages[-1:] == ["late"]
+
+
+def _gate_lr_follows(folder: Path) -> bool:
+    """Tell whether the rate of the gates in a run's settings is what its number of steps makes it.
+
+    That is so where it is null; earlier versions filled it in.
+    """
+    with contextlib.suppress(ValueError):
+        there = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
+        default = replace(there, optimizer=replace(there.optimizer, gate_lr=None))
+        follows = default.optimizer_for(there.train.steps).gate_lr
+        return there.optimizer.gate_lr in (None, follows)
+    return False
 
 
 def _settings_there(folder: Path) -> dict[str, Any]:
@@ -207,11 +242,14 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    settings = config.settings()
-    for where in ("overwrite", "out"):  # not part of what is trained: a folder may be moved
-        settings.pop(where)
-    # tuples become lists, as they are after a round trip through the file
-    return json.loads(json.dumps(settings))
+    return _kept(config.settings())
+
+
+def _kept(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as they are kept in the file: tuples are lists there."""
+    where = ("overwrite", "out")  # not part of what is trained: a folder may be moved
+    kept = {key: value for key, value in settings.items() if key not in where}
+    return json.loads(json.dumps(kept))
 
 
 def _difference(there: Any, here: Any) -> str:

@@ -84,7 +84,9 @@ def _row(run: Path) -> tuple[str, ...]:
     logged = last_logged(run, "loss")
     done = result.get("steps") or (logged[0] if logged else 0)
     of = train.get("steps") or result.get("steps")
-    state = "finished" if result else "begun" if logged else "not begun"
+    state = "finished" if result else _begun(run)
+    if result and _has_twin(settings) and not _result(run / "dense"):
+        state += f", its dense twin {_begun(run / 'dense')}"
     metrics = result.get("metrics") or {}
     first = next(iter(metrics), None)
     shown = f"{first} {metrics[first]:.4f}" if first else _last_evaluation(run)
@@ -93,6 +95,15 @@ def _row(run: Path) -> tuple[str, ...]:
         task, f"{done:,} of {of:,}" if of else f"{done:,}", state, params, shown,
         f"{_size(run) / _MB:.1f}",
     )  # fmt: skip
+
+
+def _has_twin(settings: dict[str, Any]) -> bool:
+    """Tell whether a run trains a second model; of a dense one there is no twin."""
+    return bool(settings.get("twin") and settings.get("tensorize"))
+
+
+def _begun(folder: Path) -> str:
+    return "begun" if last_logged(folder, "loss") else "not begun"
 
 
 def _last_evaluation(run: Path) -> str:

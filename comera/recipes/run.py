@@ -27,7 +27,14 @@ from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks import Task, data_digests, planned_dense_model, prepare_task
+from comera.recipes.tasks import (
+    Task,
+    data_digests,
+    find_data,
+    is_told_by_data,
+    planned_dense_model,
+    prepare_task,
+)
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
@@ -111,13 +118,14 @@ def run(
     if outcomes is not None:
         return outcomes
     device = find_device(config.device, processes)
+    processes.from_first(lambda: _check_settings(config, processes.count))
     console.print(
         f"run folder {folder}, device {device}{_count(processes)}: preparing data",
         soft_wrap=True, markup=False,
     )  # fmt: skip
     digests = processes.in_turn(lambda: data_digests(config))
-    # Before anything is made of the data; what does not fit is said before anything is written.
-    processes.from_first(lambda: _check_early(config, DataRecord(digests), processes.count))
+    # Before anything is made of the data, and before anything is written.
+    processes.from_first(lambda: _check_content(config, DataRecord(digests), processes.count))
     with contextlib.ExitStack() as held:
         processes.from_first(lambda: _take(held, config))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
@@ -148,11 +156,19 @@ def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | N
         return outcomes
 
 
-def _check_early(config: RunConfig, record: DataRecord, count: int) -> None:
+def _check_settings(config: RunConfig, count: int) -> None:
+    """Check what can be told before any data are read."""
+    check_folder(config)
+    find_data(config)
+    if not is_told_by_data(config):
+        planned_memory(config, count)
+
+
+def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:
     """Check what can be told before data are prepared and the folder is locked."""
     check_data(config, record)
-    planned_memory(config, count)
-    check_folder(config)  # before there is anything in it
+    if is_told_by_data(config):
+        planned_memory(config, count)
 
 
 def _take(held: contextlib.ExitStack, config: RunConfig) -> None:
@@ -180,8 +196,8 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
     check_data(config, record)
     if not config.overwrite and trains_on(config):
         console.print(
-            f"the run in {config.out} was finished, and is trained on: its learning rate goes on "
-            "where the schedule of a run of that length is by then, not where its own ended",
+            f"the run in {config.out} is trained for longer than it was to be: its learning rate "
+            "goes on where the schedule of a run of that length is by then, not where its own was",
             soft_wrap=True, markup=False,
         )  # fmt: skip
     if not claim(config, record):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CRITEO_CONTINUOUS
+from comera.data.click_files import CRITEO_CONTINUOUS, find_file
 from comera.data.click_rows import ClickRows
 from comera.data.clicks import Clicks, click_digests
-from comera.data.nli import LABELS, NliPairs, nli_digests
-from comera.data.text import TextStreams, text_digests
+from comera.data.nli import LABELS, NliPairs, find_pairs, nli_digests
+from comera.data.text import TextData, TextStreams, find_text, text_digests
 from comera.data.token_batches import CausalText, MaskedText
 from comera.data.vocabulary import Tokenizer
 from comera.models.decoder import CausalLanguageModel, Decoder
@@ -126,15 +126,34 @@ class _Place:
         return self.processes.gathered(rows) if self.alone else rows
 
 
+def find_data(config: RunConfig) -> None:
+    """Make sure that the files of a run are there, before one is read; raises what readers do."""
+    if config.clicks is not None:
+        find_file(config.clicks.file)
+    elif config.nli is not None:
+        find_pairs(config.nli)
+    else:
+        find_text(_text_of(config))
+
+
 def data_digests(config: RunConfig) -> dict[str, str]:
     """Return digests of all that a run reads, by name; raises what the readers raise."""
     if config.clicks is not None:
         return click_digests(config.clicks)
     if config.nli is not None:
         return nli_digests(config.nli)
+    return text_digests(_text_of(config))
+
+
+def _text_of(config: RunConfig) -> TextData:
     text = config.masked_text or config.causal_text
     assert text is not None, "RunConfig.check allows exactly one task"
-    return text_digests(text)
+    return text
+
+
+def is_told_by_data(config: RunConfig) -> bool:
+    """Tell whether the sizes of the model are those of the data."""
+    return config.clicks is not None and config.dlrm.table_sizes is None
 
 
 def planned_dense_model(config: RunConfig) -> nn.Module:
@@ -146,8 +165,8 @@ def planned_dense_model(config: RunConfig) -> nn.Module:
     if config.text is not None:
         return dense_model(config, {"vocab_size": config.text.vocab_size})
     assert config.clicks is not None, "RunConfig.check allows exactly one task"
-    sizes = config.dlrm.table_sizes
-    if sizes is not None:
+    if not is_told_by_data(config):
+        sizes = config.dlrm.table_sizes
         criteo = config.clicks.format == "criteo"
         continuous = CRITEO_CONTINUOUS if criteo else config.clicks.continuous
         return dense_model(config, {"table_sizes": sizes, "num_continuous": len(continuous)})
@@ -167,7 +186,14 @@ def dense_model(config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
     """
     if config.clicks is not None:
         return _dlrm(config, sizes["table_sizes"], sizes["num_continuous"])
-    model, vocab_size = config.model, int(sizes["vocab_size"])
+    try:
+        return _transformer(config, int(sizes["vocab_size"]))
+    except ValueError as problem:  # it begins with the name of a setting
+        raise ValueError(f"model.{problem}") from None
+
+
+def _transformer(config: RunConfig, vocab_size: int) -> nn.Module:
+    model = config.model
     if config.causal_text is not None:
         decoder = Decoder(
             vocab_size,

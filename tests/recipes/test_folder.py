@@ -12,10 +12,12 @@ from rich.console import Console
 import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
+from comera.data.clicks import ClickData
+from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
 from comera.recipes.folder import lock
-from comera.recipes.rank_config import ImportancePruningConfig
+from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
 from tests.texts import write_functions
@@ -125,6 +127,31 @@ def test_a_run_is_deleted_only_once_another_can_begin(config, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         quiet_run(config, overwrite=True, **changes)
     assert contents(Path(config.out)) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"masked_text": TextData("/nowhere/at/all")}, "there is no folder /nowhere/at/all"),
+        ({"nli": NliData("/nowhere.txt", "/nowhere.txt")}, "no data file at /nowhere.txt"),
+        ({"clicks": ClickData("/nowhere.csv")}, "no data file at /nowhere.csv"),
+        (
+            {"model": ModelConfig(d_model=16, num_heads=3)},
+            "model.d_model=16 is not a multiple of num_heads=3",
+        ),
+        (
+            {"tensorize": comera.TTConfig(rank=2), "two_stage": TwoStageConfig(target=1e-4)},
+            "two_stage.target=0.0001 leaves",
+        ),
+    ],
+    ids=["text", "pairs", "clicks", "model", "target"],
+)
+def test_what_settings_alone_tell_is_said_before_any_work(config, capsys, changes, message):
+    data = {name: None for name in ("masked_text",) if {"nli", "clicks"} & changes.keys()}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run(dataclasses.replace(config, **data, **changes))
+    assert "preparing data" not in capsys.readouterr().out
+    assert not Path(config.out).exists()
 
 
 def test_home_is_expanded(config, monkeypatch, tmp_path):

@@ -1,0 +1,99 @@
+"""An interrupted run goes on, and to more steps than it was begun with where that is sound."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from comera.data.text import TextData
+from comera.nn.config import TTConfig
+from comera.recipes.folder import other_settings
+from comera.recipes.list_runs import runs_table
+from comera.recipes.optimizers import OptimizerConfig, twin_of
+from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.rank_config import TwoStageConfig
+from comera.recipes.run import planned_memory, run
+from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
+from comera.train.log import read_metrics
+from tests.recipes.test_sweep import interrupted_at
+from tests.texts import write_functions
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> RunConfig:
+    """A run of 20 steps: 8 of the early stage, 8 of the late one, 4 afterwards."""
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    write_functions(tmp_path / "text", 4, 30)
+    return RunConfig(
+        out=str(tmp_path / "runs" / "mine"),
+        masked_text=TextData(str(tmp_path / "text"), vocab_size=300, length=16, heldout=0.3),
+        model=ModelConfig(d_model=16, num_layers=1, num_heads=2, ffn_dim=32),
+        tensorize=TTConfig(rank=4, order=2, target_modules="transform"),
+        two_stage=TwoStageConfig(target=0.7),
+        train=TrainConfig(steps=20, batch_size=2, eval_batches=1, log_every=1),
+    )
+
+
+def longer(config: RunConfig, steps: int) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
+def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
+    interrupted_at(3, config)
+    interrupted_at(15, longer(config, 30))  # its late stage is from 12 to 24
+    with pytest.raises(ValueError, match="mine holds a run with other settings") as caught:
+        run(longer(config, 40))
+    assert "(train.steps: 30 -> 40: it was interrupted in the late stage" in str(caught.value)
+    assert "let it end with the old one, and give it more" in str(caught.value)
+    interrupted_at(25, longer(config, 30))  # its ranks are cut
+    (outcome,) = run(longer(config, 32), Console(quiet=True), quiet=True)
+    assert outcome.steps == 32
+    assert outcome.ranks["size"] <= outcome.ranks["target_size"]
+    lines = [line for line in read_metrics(Path(config.out)) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 33))
+
+
+def test_a_run_by_its_folder_has_the_optimizers_of_its_file(config):
+    """Its twin has another default: what was left open has to be left open in the folder."""
+    config.twin = True
+    interrupted_at(0, config)
+    path = Path(config.out) / "config.yaml"
+    again = parse_settings(RunConfig, read_yaml(path) | {"out": config.out})
+    assert [*map(str, planned_memory(again))] == [*map(str, planned_memory(config))]
+    assert twin_of(again.optimizer) == twin_of(config.optimizer)
+    assert other_settings(again) is other_settings(longer(again, 30)) is None
+
+
+def test_a_rate_of_the_gates_that_is_no_longer_given_is_another_setting(config):
+    given = dataclasses.replace(config, optimizer=OptimizerConfig(gate_lr=0.05))
+    interrupted_at(0, given)
+    assert other_settings(given) is other_settings(longer(given, 30)) is None
+    assert other_settings(longer(config, 30)) == f"optimizer.gate_lr: 0.05 -> {1.25 / 12}"
+    # An earlier version filled in what was not given.
+    path = Path(config.out) / "config.yaml"
+    settings = read_yaml(path)
+    settings["optimizer"]["gate_lr"] = 1.25 / 8
+    path.write_text(yaml.safe_dump(settings))
+    assert other_settings(longer(config, 30)) is None
+
+
+def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
+    (tmp_path / "mine" / "dense").mkdir(parents=True)
+    (tmp_path / "mine" / "config.yaml").write_text(
+        "train: {steps: 20}\ntensorize: {rank: 2}\ntwin: true\n"
+    )
+    (tmp_path / "mine" / "result.json").write_text('{"steps": 20}')
+
+    def listed() -> str:
+        table = Console(width=160)
+        with table.capture() as shown:
+            table.print(runs_table(tmp_path))
+        return shown.get()
+
+    assert "20 of 20 │ finished, its dense twin not begun │" in listed()
+    (tmp_path / "mine" / "dense" / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    assert "20 of 20 │ finished, its dense twin begun │" in listed()
+    (tmp_path / "mine" / "dense" / "result.json").write_text('{"steps": 20}')
+    assert "20 of 20 │ finished │" in listed()
