@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import types
 import typing
 from argparse import ArgumentError
@@ -16,8 +17,6 @@ from comera.misspelt import did_you_mean
 from comera.names import listed
 
 T = TypeVar("T")
-
-_PARSERS: dict[type, ArgumentParser] = {}
 
 _SHORT = {"optimizer": "name"}
 """Sections of a run that can be given by one word, and the key that it is."""
@@ -38,7 +37,6 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         ValueError: If a key is no field, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
-    parser = _parser_of(kind)
     found = {}
     for key, value in (values if within else spelled_out(values)).items():
         if key not in hints:
@@ -46,7 +44,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         section, optional = section_of(hints[key])
         if section is None:
             try:
-                found[key] = parser.parse_object({key: value})[key]
+                found[key] = _parser_of(hints[key]).parse_object({"value": value}).value
             except ArgumentError:
                 raise ValueError(f"{within}{key}={value!r} must be {wanted(hints[key])}") from None
         elif isinstance(value, Mapping):
@@ -65,13 +63,11 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         raise ValueError(f"{within}{problem}") from None
 
 
-def _parser_of(kind: type) -> ArgumentParser:
-    """Return the one for a dataclass: to make it takes longer than to read with it."""
-    if kind not in _PARSERS:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(kind, None)
-        _PARSERS[kind] = parser
-    return _PARSERS[kind]
+@functools.cache  # a parser of all fields would look at all of them for each
+def _parser_of(hint: Any) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser
 
 
 def check_nulls(settings: Any, within: str = "") -> None:
