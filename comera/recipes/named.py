@@ -45,6 +45,8 @@ def file_of(word: str, beside: Path = Path()) -> Path:
     by_name = {short: name for name in names() for short in (name, Path(name).name)}
     if word in by_name:
         return folder() / f"{by_name[word]}.yaml"
+    if path.is_dir():
+        raise FileNotFoundError(f"{path} is a folder, and not that of a run: it has no config.yaml")
     near = did_you_mean(Path(word).stem, by_name)
     raise FileNotFoundError(
         f"there is no file {path}{near}"

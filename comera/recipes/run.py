@@ -158,10 +158,10 @@ def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | N
 
 def _check_settings(config: RunConfig, count: int) -> None:
     """Check what can be told before any data are read."""
-    check_folder(config)
-    find_data(config)
     if not is_told_by_data(config):
         planned_memory(config, count)
+    find_data(config)
+    check_folder(config)
 
 
 def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:

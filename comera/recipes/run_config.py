@@ -107,7 +107,7 @@ class TrainConfig:
     """The loop.
 
     Args:
-        steps: Optimizer steps; or give ``epochs``.
+        steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
@@ -212,8 +212,7 @@ class RunConfig:
         optimizer: The optimizer and its schedule, or its name alone.
         train: The loop.
         checkpoints: How the state is kept every ``train.save_every`` steps and at the end.
-        parallel: How the processes that ``torchrun`` has started train one model, if it has started
-            several.
+        parallel: How several processes, as ``torchrun`` starts them, train one model.
         twin: Train the dense model too, for the same steps, and compare.
         overwrite: Start again where ``out`` holds a run already.
     """
@@ -301,6 +300,8 @@ class RunConfig:
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
+        if not self.out:
+            raise ValueError("out='' must name the folder of the run")
         sections = ("masked_text", "causal_text", "nli", "clicks")
         given = [name for name in sections if getattr(self, name) is not None]
         if len(given) != 1:

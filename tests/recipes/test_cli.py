@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from comera.recipes import typed
 from comera.recipes.cli import main
+from comera.recipes.parse import read_yaml
+from comera.recipes.typed import typed_settings
 from tests.texts import write_functions
 
 
@@ -29,6 +32,65 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
     (tmp_path / "run.yaml").write_text(content)
     assert main(["train", "run.yaml"]) == 1
     assert message in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian", "x.yaml"], "comera has no command trian: did you mean train?"),
+        (["bench", "linaer"], "comera bench has no command linaer: did you mean linear?"),
+        (["checkpoint", "zzz"], "comera checkpoint has no command zzz; there are "),
+        (["plan", "a.yaml", "b.yaml"], "b.yaml cannot stand beside a.yaml: a run is one file"),
+        (["plan", "seed=3"], "seed=3 is no file: if it is a setting, type --seed=3"),
+        (["plan", "quickstart", "--twin"], "--twin needs a value: --twin=..."),
+        (["plan", "quickstart", "--twin", "--seed=3"], "--twin needs a value: --twin=..."),
+        (["plan", "quickstart", "-seed=3"], "-seed=3 is not a setting: did you mean --seed?"),
+        (["plan", "quickstart", "--qqq=3"], "--qqq=3 is not a setting; `comera train --help_all`"),
+        (["plan", "quickstart", "--out="], "out='' must name the folder of the run"),
+        (["plan", "."], ". is a folder, and not that of a run: it has no config.yaml"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 1
+    assert capsys.readouterr().out.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--out=2024", ("out", "2024")),
+        ("--device cuda:1", ("device", "cuda:1")),
+        ("--seed 7", ("seed", 7)),
+        ("--twin=yes", ("twin", True)),
+        ("--optimizer=came", ("optimizer.name", "came")),
+        ("--optimizer={name: came}", ("optimizer.name", "came")),
+        ("--optimizer.eps=1e-8", ("optimizer.eps", 1e-8)),
+        ("--optimizer.eps=[1e-30,1e-3]", ("optimizer.eps", (1e-30, 1e-3))),
+        ("--tensorize.exclude_modules=[fc1,fc2]", ("tensorize.exclude_modules", ["fc1", "fc2"])),
+        (r"--tensorize.exclude_modules=fc\d", ("tensorize.exclude_modules", r"fc\d")),
+        ("--tensorize.exclude_modules=null", ("tensorize.exclude_modules", None)),
+        ("--dlrm.table_sizes.user=3", ("dlrm.table_sizes", {"user": 3})),
+        ("--nli.train=7", ("nli.train", ["7"])),
+        ("--two_stage=null --two_stage.target=0.25", ("two_stage.target", 0.25)),
+        ("--config=nli/snli-small --seed=2", ("seed", 2)),
+    ],
+)
+def test_values_are_read_as_what_they_are_for(words, value):
+    split = words.split() if "{" not in words else [words]
+    found = typed_settings(split)
+    for name in value[0].split("."):
+        found = getattr(found, name)
+    assert found == value[1]
+
+
+def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text("masked_text: {}\ntrain: {steps: 3}\n")
+    read = []
+    monkeypatch.setattr(typed, "read_yaml", lambda path: read.append(path) or read_yaml(path))
+    assert typed_settings([str(path), "--seed=2"]).train.steps == 3
+    assert read == [path]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, capsys):

@@ -1,9 +1,12 @@
 """``--help`` can be read on one screen, and leads to the rest."""
 
+import re
+
 import pytest
 
 from comera.recipes.cli import main
 from comera.recipes.run_config import RunConfig
+from comera.recipes.short_help import FIRST
 
 
 def printed(capsys, *words):
@@ -11,6 +14,17 @@ def printed(capsys, *words):
         main(words)
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+def test_what_is_changed_first_is_shown_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = printed(capsys, "train", "--help")
+    first = text[text.index("changed first") : text.index("sections of settings")]
+    entries = [" ".join(entry.split()) for entry in first.split("\n  --")[1:]]
+    assert len(entries) == len(FIRST)
+    says = r"\[[\w/.]+\]$|[Bb]y default|have to be given|where it has an end|32 if neither"
+    assert [entry for entry in entries if not re.search(says, entry)] == []
+    assert "train.batch_size= Rows a step, of all processes together. [32]" in entries
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

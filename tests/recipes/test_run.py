@@ -225,14 +225,10 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     quickstart = str(next(p for p in CONFIGS if p.stem == "quickstart"))
     assert main(["plan", quickstart, "--model.d_model=64", "--tensorize.rank=8"]) == 0
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["plan", quickstart, "--two_stage.targt=0.5"])
-    assert "targt" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", quickstart, "--train.step=3"])  # no abbreviations
-    said = capsys.readouterr().err
-    assert "--train.step=3: did you mean --train.steps?" in said
-    assert len(said.splitlines()) < 5
+    for typed, meant in (("train.step", "train.steps"), ("two_stage.targt", "two_stage.target")):
+        assert main(["plan", quickstart, f"--{typed}=3"]) == 1  # no abbreviations
+        said = capsys.readouterr().out
+        assert said == f"error: --{typed}=3 is not a setting: did you mean --{meant}?\n"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("modell:\n  d_model: 3\n")
     assert main(["train", str(wrong)]) == 1
@@ -242,20 +238,19 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("section", "words", "message"),
     [
-        ("{}", ["--two_stage.late_steps=3"], "late_steps is not a setting: did you mean late_sh"),
-        ("{}", ["--two_stage.min_keep=0.5"], "min_keep is not a setting: did you mean"),
-        ("{}", ["--two_stage.target=half"], "target='half' must be a number"),
-        ("{}", ["--two_stage.target", "half"], "target='half' must be a number"),
-        ("{target: half}", [], "target='half' must be a number"),
+        ("{}", ["--two_stage.late_steps=3"], "--two_stage.late_steps=3 is not a setting: did you "),
+        ("{}", ["--two_stage.target=half"], "two_stage.target='half' must be a number"),
+        ("{}", ["--two_stage.target", "half"], "two_stage.target='half' must be a number"),
+        ("{target: half}", [], "run.yaml: two_stage.target='half' must be a number"),
     ],
 )
-def test_a_key_of_a_section_is_named_in_one_line(tmp_path, capsys, section, words, message):
+def test_a_key_of_a_section_is_named(tmp_path, monkeypatch, capsys, section, words, message):
     path = tmp_path / "run.yaml"
     text = "masked_text: {}\ntensorize: {}\ntrain: {steps: 3}\n"
     path.write_text(f"{text}two_stage: {section}\n")
-    with pytest.raises(SystemExit):
-        main(["plan", str(path), *words])
-    assert f"error: two_stage.{message}" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "run.yaml", *words]) == 1
+    assert capsys.readouterr().out.startswith(f"error: {message}")
 
 
 def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
@@ -399,10 +394,8 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
     ],
 )
 def test_a_wrong_value_is_repeated_with_what_would_be_right(words, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "quickstart", *words.split()])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {message}")
+    assert main(["plan", "quickstart", *words.split()]) == 1
+    assert capsys.readouterr().out.startswith(f"error: {message}")
 
 
 def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
