@@ -7,8 +7,12 @@ The model has the shape of BERT, and rows are drawn here, so that nothing is dow
 first word of a row the larger one?
 """
 
+try:
+    import transformers
+except ModuleNotFoundError:
+    raise SystemExit("this example needs transformers: pip install 'comera[hf]'") from None
+
 import torch
-import transformers
 
 import comera
 from comera.integrations.transformers import learn_ranks_  # 1

@@ -69,6 +69,18 @@ def test_huggingface_trainer(tmp_path):
     assert (tmp_path / "small-bert/config.json").is_file()
 
 
+def test_without_transformers_their_example_says_what_to_install(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('transformers')")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/huggingface_trainer.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "this example needs transformers: pip install 'comera[hf]'\n"
+
+
 @pytest.mark.slow
 def test_several_processes(tmp_path):
     text = printed_by("several_processes.py", tmp_path, *TORCHRUN)
