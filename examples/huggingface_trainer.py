@@ -30,12 +30,9 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 
 transformers.set_seed(0)
 config = transformers.BertConfig(
-    vocab_size=100,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
+    vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
     intermediate_size=256,
-)
+)  # fmt: skip
 model = transformers.BertForSequenceClassification(config)
 args = transformers.TrainingArguments(
     "trainer-run",

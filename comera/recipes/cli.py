@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _understood(words, speaks)
     except (ValueError, OSError) as problem:
         if speaks:
-            _print_error(str(problem), console)
+            _print_error(_said(problem), console)
         return 1
     try:
         if isinstance(chosen, RunConfig):
@@ -93,8 +93,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as problem:
         # What the processes have found together the first one says; else each its own.
         if speaks or not isinstance(problem, NonFiniteLossError | OtherProcessError):
-            _print_error(str(problem) if speaks else f"in process {rank}: {problem}", console)
+            said = _said(problem)
+            _print_error(said if speaks else f"in process {rank}: {said}", console)
         return 1
+
+
+def _said(problem: Exception) -> str:
+    """Return what a problem says, without the number that the system has for it."""
+    if isinstance(problem, OSError) and problem.strerror is not None:
+        return (
+            problem.strerror
+            if problem.filename is None
+            else (f"{problem.filename}: {problem.strerror}")
+        )
+    return str(problem)
 
 
 def _print_error(text: str, console: Console) -> None:
@@ -107,22 +119,28 @@ def _understood(words: Sequence[str], speaks: bool) -> RunConfig | Namespace:
     if words and words[0] in RUN_COMMANDS and not asks_for_help(words):
         return run_settings(words[1:])
     parser = make_parser()
-    _check_command(parser, words)
+    _check_names(parser, words)
     with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
         return parser.parse_args(words)
 
 
-def _check_command(parser: Any, words: Sequence[str]) -> None:
-    """Check names of commands and of those inside them: argparse has no guess what was meant."""
-    for number, word in enumerate(words):
-        below = getattr(parser, "_subcommands_action", None)
-        if below is None or word.startswith("-"):
-            return
+def _check_names(parser: Any, words: Sequence[str]) -> None:
+    """Check names of commands and options: argparse has no guess what was meant."""
+    command, rest = "comera", list(words)
+    while (below := getattr(parser, "_subcommands_action", None)) is not None:
         known = below._name_parser_map
-        if word not in known:
-            before = " ".join(["comera", *words[:number]])
-            raise ValueError(f"{before} has no command {word}{did_you_mean(word, known)}")
-        parser = known[word]
+        if not rest:
+            raise ValueError(f"{command} needs a command; there are {', '.join(known)}")
+        if rest[0].startswith("-"):
+            return
+        if rest[0] not in known:
+            raise ValueError(f"{command} has no command {rest[0]}{did_you_mean(rest[0], known)}")
+        command, parser = f"{command} {rest[0]}", known[rest.pop(0)]
+    options = [option for action in parser._actions for option in action.option_strings]
+    for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        short = parser.allow_abbrev and any(name.startswith(option) for name in options)
+        if option not in options and not short:
+            raise ValueError(f"{command} has no option {option}{did_you_mean(option, options)}")
 
 
 def make_parser() -> ArgumentParser:

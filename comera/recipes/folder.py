@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -71,6 +72,11 @@ def check_folder(config: RunConfig) -> None:
         raise ValueError(
             f"{folder} holds {', '.join(foreign)} that no run here has written: "
             "choose another --out, or move that away"
+        )
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if there.is_dir() and not os.access(there, os.W_OK):
+        raise ValueError(
+            f"{folder} cannot be written: {there} may only be read; choose another --out"
         )
     difference = None if config.overwrite else other_settings(config)
     if difference is not None:

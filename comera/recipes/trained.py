@@ -105,6 +105,10 @@ def load_run(
     place = folder / "dense" if twin else folder
     if twin and not place.is_dir():
         raise FileNotFoundError(f"{folder} holds no dense twin: it was trained without twin: true")
+    if not (place / "result.json").is_file():
+        raise ValueError(
+            f"the run in {place} is not finished: comera train {folder} goes on with it"
+        )
     result = _result(place)
     with torch.device("meta"):
         dense = dense_model(config, result["sizes"])
@@ -116,8 +120,6 @@ def load_run(
 
 def _result(folder: Path) -> dict[str, Any]:
     path = folder / "result.json"
-    if not path.is_file():
-        raise ValueError(f"the run in {folder} is not finished: comera train with its file goes on")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:

@@ -39,6 +39,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
     [
         (["trian", "x.yaml"], "comera has no command trian: did you mean train?"),
         (["bench", "linaer"], "comera bench has no command linaer: did you mean linear?"),
+        ([], "comera needs a command; there are train, plan, sweep, "),
+        (["bench"], "comera bench needs a command; there are linear, "),
+        (["sweep", "x.yaml", "--job=2"], "comera sweep has no option --job: did you mean --jobs?"),
         (["checkpoint", "zzz"], "comera checkpoint has no command zzz; there are "),
         (["plan", "a.yaml", "b.yaml"], "b.yaml cannot stand beside a.yaml: a run is one file"),
         (["plan", "seed=3"], "seed=3 is no file: if it is a setting, type --seed=3"),

@@ -1,6 +1,7 @@
 """Whose a folder is: nothing is deleted that no run has written, nor while one is running."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -152,6 +153,13 @@ def test_what_settings_alone_tell_is_said_before_any_work(config, capsys, change
         run(dataclasses.replace(config, **data, **changes))
     assert "preparing data" not in capsys.readouterr().out
     assert not Path(config.out).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_work(config, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path(config.out).parent)
+    with pytest.raises(ValueError, match="run cannot be written: .* may only be read; choose"):
+        run(config)
+    assert "preparing data" not in capsys.readouterr().out
 
 
 def test_home_is_expanded(config, monkeypatch, tmp_path):
