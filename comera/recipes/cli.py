@@ -100,13 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _said(problem: Exception) -> str:
     """Return what a problem says, without the number that the system has for it."""
-    if isinstance(problem, OSError) and problem.strerror is not None:
-        return (
-            problem.strerror
-            if problem.filename is None
-            else (f"{problem.filename}: {problem.strerror}")
-        )
-    return str(problem)
+    if not isinstance(problem, OSError) or problem.strerror is None:
+        return str(problem)
+    return ": ".join(str(part) for part in (problem.filename, problem.strerror) if part)
 
 
 def _print_error(text: str, console: Console) -> None:

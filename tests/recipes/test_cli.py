@@ -59,6 +59,11 @@ def test_a_mistake_on_the_command_line_is_named(tmp_path, monkeypatch, capsys, w
     assert capsys.readouterr().out.startswith(f"error: {message}")
 
 
+def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
+    assert main(["predict", "x" * 300]) == 1
+    assert capsys.readouterr().out.endswith("xxx/config.yaml: File name too long\n")
+
+
 @pytest.mark.parametrize(
     ("words", "value"),
     [

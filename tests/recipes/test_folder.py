@@ -157,7 +157,7 @@ def test_what_settings_alone_tell_is_said_before_any_work(config, capsys, change
 
 def test_a_folder_that_cannot_be_written_is_named_before_any_work(config, monkeypatch, capsys):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path(config.out).parent)
-    with pytest.raises(ValueError, match="run cannot be written: .* may only be read; choose"):
+    with pytest.raises(ValueError, match=r"run cannot be written: .* may only be read; choose"):
         run(config)
     assert "preparing data" not in capsys.readouterr().out
 
