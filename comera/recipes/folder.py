@@ -133,8 +133,7 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
                 path.unlink(missing_ok=True)
     known = not _begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        # As given: the twin has other defaults of the optimizer, and more steps another `gate_lr`.
-        text = yaml.safe_dump(_kept(asdict(config)), sort_keys=False)
+        text = yaml.safe_dump(_written(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
     return known
@@ -249,6 +248,19 @@ def is_finished(config: RunConfig) -> bool:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     return _kept(config.settings())
+
+
+def _written(config: RunConfig) -> dict[str, Any]:
+    """Return the settings for the file of a run: defaults filled in where they can only be these.
+
+    An optimizer that was not named is another one for the twin, and ``gate_lr`` another number in a
+    run of more steps.
+    """
+    settings = config.settings()
+    if config.twin and config.optimizer.name is None:
+        settings["optimizer"] = asdict(config.optimizer)
+    settings["optimizer"]["gate_lr"] = config.optimizer.gate_lr
+    return _kept(settings)
 
 
 def _kept(settings: dict[str, Any]) -> dict[str, Any]:

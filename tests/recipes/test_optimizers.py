@@ -175,7 +175,7 @@ def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
     assert compressed.ranks["size"] <= compressed.ranks["target_size"]
     assert 0 < dense.metrics["loss"] < 8
     plain = yaml.safe_load((Path(config.out) / "config.yaml").read_text())
-    assert plain["optimizer"]["name"] is None  # what is not given is the default of each model
+    assert plain["optimizer"]["name"] is None  # the twin has another default
     assert twin_of(config.optimizer) == OptimizerConfig()
     assert twin_of(OptimizerConfig("muon", dense_lr=0.1)) == OptimizerConfig("muon", 0.1, 0.1)
 
@@ -199,7 +199,7 @@ def test_adamw_is_what_it_always_was(config):
     settings = yaml.safe_load(file.read_text())
     assert settings["optimizer"] == {
         "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "scale_rates": None,
-        "gate_lr": 1.25 / 4, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
+        "gate_lr": None, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
         "in_backward": False, "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
     for key in ("eps", "in_backward"):
