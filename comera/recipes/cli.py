@@ -22,11 +22,11 @@ from comera.bench.commands import add_bench, run_bench
 from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
+from comera.misspelt import did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.named import described, file_of
-from comera.recipes.parse import did_you_mean
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run_commands import (
