@@ -15,7 +15,6 @@ from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machi
 from comera.ops.factors import Factors, contract_cores
 from comera.ops.linear.plain import plain_linear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
-from comera.planning.crossover import dense_from
 from comera.planning.products import Layer
 from comera.shapes import TTShape, only_one, padded_rank
 
@@ -179,7 +178,9 @@ class TTLinear(TensorTrainModule):
 
     @property
     def _middle_rank(self) -> int:
-        return listed(self.cores)[self._modes.split].shape[0]
+        cores, number = self._modules["cores"], str(self._modes.split)
+        core = cores._parameters.get(number)  # see _plain; a wrapper may have put another there
+        return (getattr(cores, number) if core is None else core).shape[0]
 
     def dense_weight(self) -> Tensor:
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
@@ -317,8 +318,13 @@ def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
 
 @_LINEAR.way("plain", _not_alone)
 def _plain(layer: TTLinear, input: Tensor) -> Tensor:
+    # Read where modules keep them: each as an attribute is a call of Python, some 3 us.
+    parts, params = layer._modules, layer._parameters
+    bias = params.get("bias")
+    if bias is None:
+        bias = layer.bias
     return plain_linear(
-        input, listed(layer.cores), listed(layer.gates), layer.bias, layer._modes.split,
+        input, listed(parts["cores"]), listed(parts["gates"]), bias, layer._modes.split,
         layer.prune_below, layer.in_features, layer.out_features,
     )  # fmt: skip
 
@@ -348,6 +354,8 @@ def _dense_from(
     """Return from how many rows on the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
+    from comera.planning.crossover import dense_from  # few layers have ranks so large
+
     shape = TTShape(in_modes, out_modes, ranks)
     layer = Layer(shape, 1, in_features, out_features, bias, train)
     rows = dense_from(layer, dtype=dtype, machine=machine_of(torch.device(device)))

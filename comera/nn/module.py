@@ -65,7 +65,7 @@ def listed(params: nn.ParameterList) -> list[Tensor]:
     Quicker than the list's own way, which looks each up by name: layers do this in every pass.
     """
     found = list(params._parameters.values())
-    whole = len(found) == len(params) and all(param is not None for param in found)
+    whole = len(found) == params._size and type(None) not in map(type, found)
     return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
 
 

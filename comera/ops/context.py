@@ -12,7 +12,7 @@ from comera.planning.machine import Machine, load_machine
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
     """Switch autocast off on the tensor's device; the meta device has none."""
-    if _is_on(like):
+    if is_autocast_on(like):
         return torch.autocast(like.device.type, enabled=False)
     return nullcontext()
 
@@ -21,7 +21,7 @@ def autocast_together(
     x: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Cast all to autocast's dtype where autocast is on; float64 is left as it is."""
-    if not _is_on(x) or lefts[0].dtype == torch.float64:
+    if not is_autocast_on(x) or lefts[0].dtype == torch.float64:
         return x, list(lefts), list(rights)
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), [left.to(dtype) for left in lefts], [right.to(dtype) for right in rights]
@@ -29,12 +29,15 @@ def autocast_together(
 
 def autocast_dtype(like: Tensor) -> torch.dtype:
     """Return the dtype of products with a tensor: autocast's where it is on, but float64 stays."""
-    if like.dtype == torch.float64 or not _is_on(like):
+    if like.dtype == torch.float64 or not is_autocast_on(like):
         return like.dtype
     return torch.get_autocast_dtype(like.device.type)
 
 
-def _is_on(like: Tensor) -> bool:
+def is_autocast_on(like: Tensor) -> bool:
+    """Say whether autocast is on for the device of a tensor."""
+    if like.is_cpu:
+        return torch.is_autocast_enabled("cpu")
     kind = like.device.type
     return _is_available(kind) and torch.is_autocast_enabled(kind)
 

@@ -121,6 +121,15 @@ def is_concrete(value: Any) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
 
 
+def is_traced() -> bool:
+    """Say whether operations are transformed, or recorded to be run again on other numbers."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
 def _is_opened(value: Any) -> bool:
     """Say whether it is a list, but not one of numbers."""
     return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))

@@ -172,3 +172,14 @@ def test_calls_that_a_plain_layer_adds_in_eager_mode():
             model(x).sum().backward()
         counts.append(counter.count)
     assert (counts[1] - counts[0]) / 4 <= 34
+
+
+def test_calls_of_a_layer_by_itself():
+    """Of 89, 29 compute: 17 products, 10 multiplications by gates there and back, and the sums of
+    those and of the bias. Views turn 5 matrices of cores around, there and back (24), and operands
+    (12); each of 12 parameters and the batch get a gradient.
+    """
+    layer, x = comera.TTLinear(64, 64, rank=4), torch.randn(4, 64, requires_grad=True)
+    with Calls() as counter:
+        layer(x).sum().backward()
+    assert counter.count <= 89
