@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +179,8 @@ class TTLinear(TensorTrainModule):
 
     @property
     def _middle_rank(self) -> int:
-        cores, number = self._modules["cores"], str(self._modes.split)
+        cores: Any = self._modules["cores"]
+        number = str(self._modes.split)
         core = cores._parameters.get(number)  # see _plain; a wrapper may have put another there
         return (getattr(cores, number) if core is None else core).shape[0]
 
@@ -319,8 +321,8 @@ def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
 @_LINEAR.way("plain", _not_alone)
 def _plain(layer: TTLinear, input: Tensor) -> Tensor:
     # Read where modules keep them: each as an attribute is a call of Python, some 3 us.
-    parts, params = layer._modules, layer._parameters
-    bias = params.get("bias")
+    parts: dict[str, Any] = layer._modules
+    bias = layer._parameters.get("bias")
     if bias is None:
         bias = layer.bias
     return plain_linear(

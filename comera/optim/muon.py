@@ -140,32 +140,34 @@ class MuonAdamW(torch.optim.AdamW):
         return loss
 
     def _step_by_muon(self, group: dict[str, Any]) -> None:
-        momentum = group["momentum"]
-        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        momentum, lr = group["momentum"], group["lr"]
+        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = {}
         for param in group["params"]:
-            if param.grad is None or not param.numel():  # a layer that has vanished
+            grad = param.grad
+            if grad is None or not param.numel():  # a layer that has vanished
                 continue
-            if param.grad.is_sparse or param.is_complex():
-                kind = "sparse" if param.grad.is_sparse else "complex"
+            if grad.is_sparse or param.is_complex():
+                kind = "sparse" if grad.is_sparse else "complex"
                 raise RuntimeError(f"MuonAdamW does not support {kind} gradients")
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros(())  # AdamW looks for it wherever there is state
                 state["momentum_buffer"] = torch.zeros_like(param)
-            state["step"] += 1
-            average = state["momentum_buffer"].lerp_(param.grad, 1 - momentum)
-            update = param.grad.lerp(average, momentum)
             key = param.shape, param.dtype, param.device
-            alike.setdefault(key, []).append((param, update))
+            alike.setdefault(key, []).append((param, grad, state))
         for (shape, *_), members in alike.items():
-            params, updates = (list(column) for column in zip(*members, strict=True))
+            params, grads, states = (list(column) for column in zip(*members, strict=True))
+            averages = [state["momentum_buffer"] for state in states]
+            torch._foreach_add_([state["step"] for state in states], 1)
+            torch._foreach_lerp_(averages, grads, 1 - momentum)
+            updates = torch.stack(grads).lerp_(torch.stack(averages), momentum)
             rows, cols = core_matrix(shape)
-            steps = orthogonalize(torch.stack(updates).reshape(-1, rows, cols), group["ns_steps"])
-            steps = steps.reshape(-1, *shape)
-            steps *= group["lr"] * STEP_SIZE * math.sqrt(max(rows, cols))
+            steps = orthogonalize(updates.view(-1, rows, cols), group["ns_steps"]).view(-1, *shape)
+            steps *= lr * STEP_SIZE * math.sqrt(max(rows, cols))
             if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(steps if group["maximize"] else -steps))
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            move = torch._foreach_add_ if group["maximize"] else torch._foreach_sub_
+            move(params, steps.unbind(0))
 
 
 def _check(settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 import comera
 from comera.nn.module import tensor_trains
 from comera.optim.muon import core_matrix, orthogonalize
+from tests.train.counting import Calls
 
 from .updating import assert_same, loss_of, make_model
 
@@ -121,6 +122,21 @@ def test_cores_of_one_shape_step_together_as_they_would_alone():
         for optimizer in each:
             optimizer.step()
     torch.testing.assert_close(cores, alone)
+
+
+def test_more_cores_of_one_shape_take_no_more_calls():
+    """Python's share of a step: a call for all of a shape, however many there are."""
+    counts = []
+    for count in (2, 20):
+        cores = [torch.nn.Parameter(torch.randn(3, 4, 5)) for _ in range(count)]
+        optimizer = comera.MuonAdamW([{"name": "cores", "params": cores}], weight_decay=0.1)
+        for core in cores:
+            core.grad = torch.randn_like(core)
+        optimizer.step()
+        with Calls() as counter:
+            optimizer.step()
+        counts.append(counter.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

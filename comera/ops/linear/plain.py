@@ -50,8 +50,8 @@ def plain_linear(
     if is_autocast_on(x_BI):
         with without_autocast(x_BI):
             left_IR, right_RO = _factors(cores, gates, split, threshold)
-        biases = () if bias_O is None else (bias_O,)
-        x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, (left_IR, right_RO), biases)
+        biases = [] if bias_O is None else [bias_O]
+        x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, [left_IR, right_RO], biases)
         bias_O = biases[0] if biases else None
     else:
         left_IR, right_RO = _factors(cores, gates, split, threshold)
