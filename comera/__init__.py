@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from comera.compress.compress_folder import compress_folder
     from comera.compress.heal import heal_
     from comera.compress.sensitivity import sensitivity
+    from comera.nn.attention_init import init_keys_as_queries_
     from comera.nn.collection import TTEmbeddingBagCollection
     from comera.nn.config import TTConfig
     from comera.nn.convert import densify_, tensorize_
@@ -79,6 +80,7 @@ _HOMES = {
     "comera.compress.compress_folder": ("compress_folder",),
     "comera.compress.heal": ("heal_",),
     "comera.compress.sensitivity": ("sensitivity",),
+    "comera.nn.attention_init": ("init_keys_as_queries_",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.config": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
@@ -143,6 +145,7 @@ __all__ = [
     "frozen",
     "galore_param_groups",
     "heal_",
+    "init_keys_as_queries_",
     "load_model",
     "load_run",
     "load_sweep",

@@ -21,6 +21,8 @@ PAD = 0
 """Token that is attended to by nobody."""
 _EPS = 1e-6
 """What the norms of queries and keys add to the mean square."""
+_STD = 0.02
+"""Of fresh embeddings, as BERT's."""
 
 
 class Attention(nn.Module):
@@ -110,6 +112,8 @@ class Encoder(nn.Module):
         qk_norm: Normalise the queries and keys of every head, so that attention scores stay
             bounded at high learning rates. Tensor trains then attend by heads, not in the space of
             their ranks.
+        position_std: Standard deviation of fresh embeddings of positions; those of words have 0.02.
+            Below it positions do not hide that two words are the same.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
@@ -129,9 +133,10 @@ class Encoder(nn.Module):
         num_segments: int = 0,
         norm: Literal["pre", "post"] = "pre",
         qk_norm: bool = False,
+        position_std: float = _STD,
     ) -> None:
         super().__init__()
-        self.d_model, self.max_length = d_model, max_length
+        self.d_model, self.max_length, self.position_std = d_model, max_length, position_std
         self.tokens = nn.Embedding(vocab_size, d_model, padding_idx=PAD)
         self.positions = nn.Parameter(torch.empty(max_length, d_model))
         self.segments = nn.Parameter(torch.empty(num_segments, d_model)) if num_segments else None
@@ -145,9 +150,10 @@ class Encoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw embeddings as BERT does; a layer norm follows, so their scale is only relative."""
-        for table in (self.tokens.weight, self.positions, self.segments):
-            if table is not None:
-                nn.init.normal_(table, std=0.02)
+        nn.init.normal_(self.tokens.weight, std=_STD)
+        nn.init.normal_(self.positions, std=self.position_std)
+        if self.segments is not None:
+            nn.init.normal_(self.segments, std=_STD)
 
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor | None = None, padded: bool = True

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from comera.nn.attention_init import init_keys_as_queries_
 from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.recipes.optimizers import make_optimizer
@@ -47,6 +48,12 @@ def make_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module
 
     Numbers are drawn on the CPU, since a GPU draws others.
     """
+    model = _drawn(config, task, device)
+    # Here, since fresh cores are drawn one layer after the other.
+    return init_keys_as_queries_(model) if config.model.qk_init == "same" else model
+
+
+def _drawn(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     settings = config.tt_config
     if settings is not None and settings.init is None:
         settings = replace(settings, init="orthogonal")  # nobody loses weights of a fresh model

@@ -36,6 +36,10 @@ class ModelConfig:
         dropout: Dropout probability.
         norm: Norm before (pre) or after (post) each part of a block; a decoder's is before.
         qk_norm: Normalise queries and keys, which bounds attention scores.
+        qk_init: ``same``: keys begin as a copy of queries, so that a position looks first at what
+            is like it, see ``comera.init_keys_as_queries_``.
+        position_std: Standard deviation of fresh embeddings of positions, of an encoder; those of
+            words have 0.02.
     """
 
     d_model: int = 256
@@ -45,6 +49,8 @@ class ModelConfig:
     dropout: float = 0.1
     norm: Literal["pre", "post"] = "pre"
     qk_norm: bool = False
+    qk_init: Literal["independent", "same"] = "independent"
+    position_std: float = 0.02
 
 
 @dataclass
@@ -312,6 +318,10 @@ class RunConfig:
             )
         if self.causal_text is not None and self.model.norm != "pre":
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
+        if self.clicks is not None and self.model.qk_init == "same":
+            raise ValueError("model.qk_init=same: the model of clicks has no attention")
+        if not self.model.position_std > 0:
+            raise ValueError(f"model.position_std={self.model.position_std} must be positive")
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and not (self.nli or self.clicks):

@@ -225,6 +225,7 @@ def _encoder(model: ModelConfig, vocab_size: int, length: int, segments: int) ->
         segments,
         model.norm,
         model.qk_norm,
+        model.position_std,
     )
 
 

@@ -280,6 +280,20 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
     assert torch.equal(*states)
 
 
+@pytest.mark.parametrize("tensorize", [None, TTConfig(rank=8, order=2), TTConfig(8, init="svd")])
+def test_keys_of_a_run_may_begin_as_its_queries(config, tensorize):
+    model = ModelConfig(32, 1, 2, 64, qk_init="same", position_std=0.002)
+    config = dataclasses.replace(config, tensorize=tensorize, two_stage=None, model=model)
+    made = build.make_model(
+        config, prepare_task(config, torch.device("cpu")), torch.device("cpu")
+    ).encoder
+    attention = made.blocks[0].attention
+    keys = attention.key.state_dict()
+    assert keys
+    assert all(torch.equal(keys[name], q) for name, q in attention.query.state_dict().items())
+    assert float(made.positions.detach().std()) == pytest.approx(0.002, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("method", "section"),
     [(comera.TwoStage, TwoStageConfig), (comera.ImportancePruning, ImportancePruningConfig)],
