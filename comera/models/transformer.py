@@ -112,8 +112,8 @@ class Encoder(nn.Module):
         qk_norm: Normalise the queries and keys of every head, so that attention scores stay
             bounded at high learning rates. Tensor trains then attend by heads, not in the space of
             their ranks.
-        position_std: Standard deviation of fresh embeddings of positions; those of words have 0.02.
-            Below it positions do not hide that two words are the same.
+        position_std: Standard deviation of fresh embeddings of positions and segments; those of
+            words have 0.02. Below it they do not hide that two words are the same.
 
     Shapes:
         tokens ``(B, T)`` integers, segments likewise or None; output ``(B, T, D)``.
@@ -153,7 +153,7 @@ class Encoder(nn.Module):
         nn.init.normal_(self.tokens.weight, std=_STD)
         nn.init.normal_(self.positions, std=self.position_std)
         if self.segments is not None:
-            nn.init.normal_(self.segments, std=_STD)
+            nn.init.normal_(self.segments, std=self.position_std)
 
     def forward(
         self, tokens_BT: Tensor, segments_BT: Tensor | None = None, padded: bool = True

@@ -38,8 +38,8 @@ class ModelConfig:
         qk_norm: Normalise queries and keys, which bounds attention scores.
         qk_init: ``same``: keys begin as a copy of queries, so that a position looks first at what
             is like it, see ``comera.init_keys_as_queries_``.
-        position_std: Standard deviation of fresh embeddings of positions, of an encoder; those of
-            words have 0.02.
+        position_std: Standard deviation of fresh embeddings of positions and segments, of an
+            encoder; those of words have 0.02.
     """
 
     d_model: int = 256
