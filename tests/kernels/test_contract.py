@@ -381,14 +381,14 @@ BUGS = {
     "no barrier before the next modes": (r"__syncthreads\(\);  // nobody reads the values", "//"),
     "a row too few": (r"r1 \+ row_in \+ i < rows", "r1 + row_in + i + 1 < rows"),
     "a column too many": (r"j0 \+ column_in \+ j < columns\)", "j0 + column_in + j <= columns)"),
-    "a share forgotten": (r"b < h\.blocks; \+\+b\)\n#pragma", "b + 1 < h.blocks; ++b)\n#pragma"),
+    "a share forgotten": (r"b < d\.blocks; \+\+b\)\n#pragma", "b + 1 < d.blocks; ++b)\n#pragma"),
     "modes in the wrong order": (
-        r"mode \* rows_before \+ before : ", "before * h.mode[s] + mode : ",
+        r"mode \* rows_before \+ before : ", "before * d.mode[s] + mode : ",
     ),
-    "pruned gates let through": (r"h\.gate\[s\]\[c\] > h\.threshold \?", "true ?"),
-    "gradients of pruned gates": (r"h\.gate\[s\]\[c\] > h\.threshold \? sum : 0", "true ? sum : 0"),
+    "pruned gates let through": (r"d\.gate\[s\]\[c\] > d\.threshold \?", "true ?"),
+    "gradients of pruned gates": (r"d\.gate\[s\]\[c\] > d\.threshold \? sum : 0", "true ? sum : 0"),
     "a wrong sign": (r"of_gate \+= ungated", "of_gate -= ungated"),
-    "the bias a row too early": (r"c == h\.width - 1", "c == h.width - 2"),
+    "the bias a row too early": (r"c == d\.width - 1", "c == d.width - 2"),
 }  # fmt: skip
 
 
