@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import comera
+from comera.extras import MissingPackageError
 from comera.recipes.cli import make_parser
 from comera.recipes.parse import nested, parse_settings
 from comera.recipes.run_config import RunConfig
@@ -182,14 +183,19 @@ def code_of(text: str) -> str:
 
 
 def exists(name: str) -> bool:
-    """Whether ``comera.x.y`` is a module, or something in one."""
+    """Whether ``comera.x.y`` is a module, or something in one.
+
+    What a module holds is not looked at where a package that it needs is not installed.
+    """
     found = comera
     for depth, part in enumerate(name.split(".")[1:], start=2):
         if not hasattr(found, part):
             try:
                 importlib.import_module(".".join(name.split(".")[:depth]))
-            except ModuleNotFoundError:
-                return False
+            except MissingPackageError:
+                return True
+            except ModuleNotFoundError as problem:
+                return not str(problem.name).startswith("comera")
         found = getattr(found, part)
     return True
 
