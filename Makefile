@@ -87,7 +87,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 # What the tests compare with, at once or, where that fails, one by one: tests of a package that
-# cannot be had are skipped, and it is tried again the next time. galore-torch comes without bitsandbytes, which the tests do not need.
+# cannot be had are skipped, and it is tried again the next time. galore-torch comes without
+# bitsandbytes, which the tests do not need.
 PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft pytorch-lightning ray submitit tensorly-torch torchao transformers "--no-deps galore-torch"
 AT_ONCE := $(filter-out "% %",$(PEERS))
 

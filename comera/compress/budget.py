@@ -1,4 +1,4 @@
-"""What a user says of a size: a share of the parameters, or their bytes with a unit."""
+"""Read and write budgets: shares of the parameters, or their bytes with a unit."""
 
 import math
 import re

@@ -22,7 +22,7 @@ PAD = 0
 _EPS = 1e-6
 """What the norms of queries and keys add to the mean square."""
 _STD = 0.02
-"""Of fresh embeddings, as BERT's."""
+"""Standard deviation of fresh embeddings, as in BERT."""
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Where attention begins: keys that are made of a position as its queries are.
+"""Start attention so that every position looks first at what is like it.
 
 With independent ones a fresh model attends to everything alike, and has to find out that a word in
 one sentence and the same word in another have to do with each other. That search ends at steps that

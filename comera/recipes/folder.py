@@ -223,6 +223,7 @@ def _gate_lr_follows(folder: Path) -> bool:
 
     That is so where it is null; earlier versions filled it in.
     """
+    # Settings that cannot be read here differ from the new ones, which the caller says.
     with contextlib.suppress(ValueError):
         there = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
         default = replace(there, optimizer=replace(there.optimizer, gate_lr=None))

@@ -93,13 +93,7 @@ def _sweep_parser() -> ArgumentParser:
         help="Where runs are started: as processes here, through submitit (Slurm), or by Ray; "
         "settings of the latter are the sections submitit and ray of the file.",
     )
-    parser.add_argument(
-        "--overwrite",
-        type=bool,
-        default=False,
-        help="Begin those runs anew whose folders hold other settings or were begun with other "
-        "data; the others stay.",
-    )
+    _add_overwrite(parser)
     return parser
 
 
@@ -140,13 +134,7 @@ def _reproduce_parser() -> ArgumentParser:
     parser.add_argument(
         "--jobs", type=int | None, default=None, help="Number of runs at a time (default: one)."
     )
-    parser.add_argument(
-        "--overwrite",
-        type=bool,
-        default=False,
-        help="Begin those runs anew whose folders hold other settings or were begun with other "
-        "data; the others stay.",
-    )
+    _add_overwrite(parser)
     parser.add_argument(
         "--dry_run",
         type=bool,
@@ -155,3 +143,13 @@ def _reproduce_parser() -> ArgumentParser:
         "shapes where memory does not suffice.",
     )
     return parser
+
+
+def _add_overwrite(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--overwrite",
+        type=bool,
+        default=False,
+        help="Begin those runs anew whose folders hold other settings or were begun with other "
+        "data; the others stay.",
+    )
