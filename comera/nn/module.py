@@ -15,7 +15,7 @@ from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
 from comera.params import is_sharded, set_data_
-from comera.shapes import TTMShape, TTShape, is_number
+from comera.shapes import BTTShape, TTMShape, TTShape, is_number
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
@@ -137,11 +137,11 @@ class TensorTrainModule(WeightByAssignment):
     dense_form: str | None = None
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
-    _modes: TTShape | TTMShape
+    _modes: TTShape | TTMShape | BTTShape
 
     def _build(
         self,
-        shape: TTShape | TTMShape,
+        shape: TTShape | TTMShape | BTTShape,
         prune_below: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -164,7 +164,7 @@ class TensorTrainModule(WeightByAssignment):
         )
 
     @property
-    def shape(self) -> TTShape | TTMShape:
+    def shape(self) -> TTShape | TTMShape | BTTShape:
         """Modes and present ranks."""
         return replace(self._modes, ranks=self.ranks)
 

@@ -9,7 +9,7 @@ from comera.planning.linear_ways import factorized, reconstructed, torch_linear
 from comera.planning.machine import Machine, load_machine
 from comera.planning.planner import plan_linear
 from comera.planning.products import Layer
-from comera.shapes import TTShape
+from comera.shapes import BTTShape, TTShape
 
 _MOST_ORDER = 4
 _KEPT = 1024
@@ -25,7 +25,7 @@ class Suggestion:
         time_ratio: Predicted time in units of the dense layer's.
     """
 
-    shape: TTShape
+    shape: TTShape | BTTShape
     change: str
     time_ratio: float
 
@@ -132,6 +132,8 @@ def suggest(
 @functools.lru_cache(maxsize=_KEPT)
 def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
     machine.rate(dtype)
+    if isinstance(layer.shape, BTTShape):
+        return _suggest_blocks(layer, dtype, machine)
     target = torch_linear(layer, machine, dtype).seconds
 
     def ratio(shape: TTShape) -> float:
@@ -154,6 +156,16 @@ def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
         rank = widest if not slower(widest) else first_where(slower, widest) - 1
         best = shape.with_rank(rank)
         return Suggestion(best, f"{change}rank={rank}", ratio(best))
+    return None
+
+
+def _suggest_blocks(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
+    """Find the largest rank of the blocks at which a block tensor train beats nn.Linear."""
+    for rank in range(layer.shape.max_ranks[0], 0, -1):
+        shape = layer.shape.with_rank(rank)
+        found = plan_linear(replace(layer, shape=shape), dtype=dtype, machine=machine)
+        if found.time_ratio < 1:
+            return Suggestion(shape, f"rank={rank}", found.time_ratio)
     return None
 
 

@@ -15,6 +15,7 @@ from comera.planning.machine import Machine
 from comera.planning.network import OUTPUT_GRADIENT, linear_network
 from comera.planning.operation import Step, product
 from comera.planning.products import Layer, factorized_products, reconstructed_products
+from comera.shapes import TTShape
 
 
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -35,7 +36,7 @@ def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
         product(f"grad({right.name})", ("t", "gy"), "br,bo->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return _linear("factorized", layer, machine, dtype, forward, backward, _cores(layer))
+    return linear_candidate("factorized", layer, machine, dtype, forward, backward, _cores(layer))
 
 
 def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -50,12 +51,14 @@ def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     backward = [
         product("grad(x)", ("gy", "W"), "bo,io->bi", (1, *gx)),
         product("grad(W)", ("x", "gy"), "bi,bo->io", (1, *gw)),
-        *_bias_gradient(layer),
+        *bias_gradient(layer),
         product(f"grad({left.name})", ("grad(W)", "B"), "io,ro->ir", (1, *ga)),
         product(f"grad({right.name})", ("A", "grad(W)"), "ir,io->ro", (1, *gb)),
         *_core_gradients(layer),
     ]
-    return _linear("reconstructed", layer, machine, dtype, forward, backward, _cores(layer))
+    return linear_candidate(
+        "reconstructed", layer, machine, dtype, forward, backward, _cores(layer)
+    )
 
 
 def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
@@ -64,6 +67,7 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
     Where the input gets no gradient the tree is still the forward pass's best.
     """
     shape = layer.shape
+    assert isinstance(shape, TTShape), "a block tensor train is multiplied in one way"
     network = linear_network(shape, layer.tokens)
     tree = find_tree(network.without(OUTPUT_GRADIENT))
     wanted = {name for name in network.tensors if name != "x" or layer.input_grad}
@@ -79,13 +83,13 @@ def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, S
         *([_pass("y", "bias added", high)] if layer.bias else []),
     ]
     backward = [
-        *_bias_gradient(layer),
+        *bias_gradient(layer),
         *([_pass("gy", "zeros up to the modes", high)] if pads_y else []),
         *plan.backward,
         *([_pass("grad(x)", "cut to the width", wide)] if pads_x else []),
         *_shared(layer, gate_gradients(shape, layer.operators)),
     ]
-    made = _linear(
+    made = linear_candidate(
         "sequential", layer, machine.without_onednn, dtype, forward, backward, _cores(layer)
     )
     return made, plan
@@ -98,10 +102,12 @@ def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     backward = [
         product("grad(x)", ("gy", "weight"), "bo,oi->bi", (1, *gx)),
         replace(product("grad(weight)", ("gy", "x"), "bo,bi->oi", (1, *gw)), modules=0.5),
-        *_bias_gradient(layer),
+        *bias_gradient(layer),
     ]
     weight = {"weight": layer.in_features * layer.out_features}
-    return _linear("nn.Linear", layer, machine.without_onednn, dtype, forward, backward, weight)
+    return linear_candidate(
+        "nn.Linear", layer, machine.without_onednn, dtype, forward, backward, weight
+    )
 
 
 def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -109,11 +115,11 @@ def only_bias(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     wide, high = layer.tokens * layer.in_features, layer.tokens * layer.out_features
     what = "the bias in every row" if layer.bias else "zeros"
     forward = [Step("y", (), what, high, moved=high)]
-    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *_bias_gradient(layer)]
-    return _linear("only the bias", layer, machine, dtype, forward, backward, {})
+    backward = [Step("grad(x)", (), "zeros", wide, moved=wide), *bias_gradient(layer)]
+    return linear_candidate("only the bias", layer, machine, dtype, forward, backward, {})
 
 
-def _linear(
+def linear_candidate(
     name: str,
     layer: Layer,
     machine: Machine,
@@ -171,7 +177,8 @@ def _cores(layer: Layer) -> dict[str, int]:
     return {f"core{k}": a * n * b for k, (a, n, b) in enumerate(layer.shape.core_shapes)}
 
 
-def _bias_gradient(layer: Layer) -> list[Step]:
+def bias_gradient(layer: Layer) -> list[Step]:
+    """List the sum over rows that is a bias's gradient, if there is one."""
     if not layer.bias:
         return []
     numbers = layer.tokens * layer.out_features

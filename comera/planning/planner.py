@@ -2,13 +2,13 @@
 
 import functools
 
-from comera.planning import linear_ways, lookup_ways
+from comera.planning import block_ways, linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine, load_machine
 from comera.planning.plan import Plan
 from comera.planning.products import Layer, check_count, check_width
-from comera.shapes import TTMShape
+from comera.shapes import BTTShape, TTMShape
 
 _KEPT_PLANS = 1024
 
@@ -82,6 +82,9 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
         return Plan(
             title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
         )
+    if isinstance(shape, BTTShape):
+        only = block_ways.blocks(layer, machine, dtype)
+        return Plan(title, layer.tokens, dtype, machine, (only,), (only.name,), dense, None, eager)
     optimal, search = linear_ways.sequential(layer, machine, dtype)
     candidates = [
         linear_ways.factorized(layer, machine, dtype),

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from comera.extras import needed_by
+from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.nn.model_size import model_size
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.planning import linear_ways, lookup_ways
+from comera.planning import block_ways, linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.printing import show_bytes, show_count, table_html
@@ -215,6 +216,8 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
 
 def _frozen_params(layer: TensorTrainModule, ranks: tuple[int, ...]) -> int:
     shape: Any = layer.shape
+    if isinstance(layer, BTTLinear):  # which freezing leaves as it is
+        return shape.size_at(layer.ranks)
     rank = max(1, ranks[shape.split - 1])
     if isinstance(layer, TTTable):
         pairs = list(zip(shape.row_modes, shape.col_modes, strict=True))
@@ -233,10 +236,12 @@ def _ways(
     setting = layer.planner_setting()
     dtype, machine = setting["dtype"], setting["machine"]
     shape: Any = replace(layer.shape, ranks=ranks)
-    if isinstance(layer, TTLinear):
+    if isinstance(layer, TTLinear | BTTLinear):
         request = replace(layer.at(tokens), shape=shape)
         if 0 in ranks:
             ways = [linear_ways.only_bias(request, machine, dtype)]
+        elif isinstance(layer, BTTLinear):
+            ways = [block_ways.blocks(request, machine, dtype)]
         else:
             ways = [
                 way(request, machine, dtype)
@@ -254,7 +259,7 @@ def _ways(
             else lookup_ways.from_factors(batch, machine, dtype, unique=True)
         )
         return mine, lookup_ways.torch_embedding(batch, machine, dtype)
-    assert isinstance(layer, HotRows), "there are three formats"
+    assert isinstance(layer, HotRows), "there are no other layers"
     return None, None  # every index is counted as one of the train's
 
 
