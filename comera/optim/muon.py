@@ -4,7 +4,8 @@ Adam gives every number of a core a step of one size. What a step does to the we
 of all cores, where a few large singular values then drown the others. Muon (K. Jordan et al., 2024,
 https://kellerjordan.github.io/posts/muon) replaces the averaged gradient by the nearest matrix
 whose singular values are all one. A core is taken as the matrix between its wider bond and all its
-other dimensions, which is how orthonormal cores start (``comera/nn/init.py``).
+other dimensions, which is how orthonormal cores start (``comera/nn/init.py``); one of a block
+tensor train as the matrices that its blocks are.
 """
 
 import logging
@@ -161,9 +162,8 @@ class MuonAdamW(torch.optim.AdamW):
             torch._foreach_add_([state["step"] for state in states], 1)
             torch._foreach_lerp_(averages, grads, 1 - momentum)
             updates = torch.stack(grads).lerp_(torch.stack(averages), momentum)
-            rows, cols = core_matrix(shape)
-            steps = orthogonalize(updates.view(-1, rows, cols), group["ns_steps"]).view(-1, *shape)
-            steps *= lr * STEP_SIZE * math.sqrt(max(rows, cols))
+            make = _steps_of_blocks if _are_blocks(shape, group) else _steps
+            steps = make(updates, group["ns_steps"]).mul_(lr * STEP_SIZE)
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             move = torch._foreach_add_ if group["maximize"] else torch._foreach_sub_
@@ -187,6 +187,33 @@ def _check_state(state_dict: dict[str, Any]) -> None:
                 "this is the state of another optimizer, not of MuonAdamW, and has no momentum of "
                 "the cores: begin with a new state, or go on with the optimizer that wrote it"
             )
+
+
+def _are_blocks(shape: torch.Size, group: dict[str, Any]) -> bool:
+    """Tell the cores of block tensor trains from the weights of three-dimensional convolutions."""
+    return len(shape) == 5 and group.get("name") == "cores"
+
+
+def _steps(updates: Tensor, ns_steps: int) -> Tensor:
+    """Return steps of stacked cores or matrices, in learning rates and ``STEP_SIZE``."""
+    rows, cols = core_matrix(updates.shape[1:])
+    steps = orthogonalize(updates.view(-1, rows, cols), ns_steps).view(updates.shape)
+    return steps.mul_(math.sqrt(max(rows, cols)))
+
+
+def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
+    """Do the same for cores of block tensor trains, each of whose blocks is a matrix.
+
+    Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``. All
+    blocks of a core are one matrix with zeros between them, and the two cores of a layer share what
+    a step of such a matrix would be.
+    """
+    blocks = updates.transpose(1, 2)
+    _, count, left, width, others, right = blocks.shape
+    rows, cols = left * width, others * right
+    steps = orthogonalize(blocks.reshape(-1, rows, cols), ns_steps)
+    steps *= math.sqrt(count * max(rows, cols)) / 2
+    return steps.view(blocks.shape).transpose(1, 2)
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:

@@ -92,6 +92,46 @@ def test_dense_matrices_step_as_by_torchs_muon():
     assert (mine - theirs).norm() < 0.03 * (theirs - start).norm()
 
 
+def test_blocks_of_a_block_tensor_train_step_one_by_one():
+    layer = comera.BTTLinear(12, 20, shape=((3, 4), (4, 5)), rank=2)
+    before = [core.detach().clone() for core in layer.cores]
+    layer(torch.randn(6, 12)).square().sum().backward()
+    comera.MuonAdamW(comera.param_groups(layer, 1e-2)).step()
+    for core, old in zip(layer.cores, before, strict=True):
+        one, blocks, width, others, two = core.shape
+        for k in range(blocks):
+            # The first step is in the direction of the gradient.
+            grad = core.grad[:, k].reshape(1, one * width, others * two)
+            whole = max(blocks * one * width, blocks * others * two)
+            want = orthogonalize(grad, 5) * 1e-2 * 0.6 * whole**0.5 / 2
+            moved = (old - core.detach())[:, k].reshape(want.shape)
+            torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_of_blocks_is_about_that_of_a_dense_layer():
+    sizes = []
+    for made in (comera.BTTLinear(64, 64, rank=1), nn.Linear(64, 64)):
+        before = made.weight.detach().clone()
+        groups = comera.param_groups(made, 1e-2, muon_modules=None)
+        if isinstance(made, nn.Linear):
+            groups = [{"params": [made.weight], "muon": True}]
+        optimizer = comera.MuonAdamW(groups, lr=1e-2)
+        made(torch.randn(256, 64)).square().sum().backward()
+        optimizer.step()
+        sizes.append(float((made.weight.detach() - before).norm()))
+    assert 0.5 < sizes[0] / sizes[1] < 1.5
+
+
+def test_weights_of_convolutions_are_no_blocks():
+    conv = nn.Conv3d(4, 6, 3)
+    twin = nn.Parameter(conv.weight.detach().flatten(1))
+    conv.weight.grad = torch.randn_like(conv.weight)
+    twin.grad = conv.weight.grad.flatten(1).clone()
+    for param in (conv.weight, twin):
+        comera.MuonAdamW([{"params": [param], "muon": True}], lr=1e-2).step()
+    torch.testing.assert_close(conv.weight.flatten(1), twin, rtol=1e-4, atol=1e-6)
+
+
 def test_other_groups_step_as_by_adamw():
     model, twin = tensorized(), tensorized()
     ours = muon(model)
