@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from comera.compress.heal import heal_
     from comera.compress.sensitivity import sensitivity
     from comera.nn.attention_init import init_keys_as_queries_
+    from comera.nn.block_linear import BTTLinear
     from comera.nn.collection import TTEmbeddingBagCollection
     from comera.nn.config import TTConfig
     from comera.nn.convert import densify_, tensorize_
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from comera.saved.model_folder import load_model, save_model
     from comera.serving.freeze import freeze_, frozen
     from comera.serving.to_plain import to_plain_
-    from comera.shapes import TTMShape, TTShape
+    from comera.shapes import BTTShape, TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
     from comera.surgery.truncate import truncate_
@@ -81,6 +82,7 @@ _HOMES = {
     "comera.compress.heal": ("heal_",),
     "comera.compress.sensitivity": ("sensitivity",),
     "comera.nn.attention_init": ("init_keys_as_queries_",),
+    "comera.nn.block_linear": ("BTTLinear",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.config": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
@@ -107,7 +109,7 @@ _HOMES = {
     "comera.saved.model_folder": ("load_model", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen"),
     "comera.serving.to_plain": ("to_plain_",),
-    "comera.shapes": ("TTMShape", "TTShape"),
+    "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
     "comera.surgery.truncate": ("truncate_",),
@@ -117,6 +119,8 @@ _HOMES = {
 
 __all__ = [
     "CAME",
+    "BTTLinear",
+    "BTTShape",
     "BatchedContraction",
     "CheckpointChain",
     "GaLore",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.collection import Bags, TTEmbeddingBagCollection
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
@@ -95,9 +96,9 @@ class DLRM(nn.Module):
             else:
                 nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
         for layer in self.modules():
-            if isinstance(layer, nn.Linear | TTLinear):
+            if isinstance(layer, nn.Linear | TTLinear | BTTLinear):
                 std = math.sqrt(2 / (layer.in_features + layer.out_features))
-                if isinstance(layer, TTLinear):
+                if isinstance(layer, TTLinear | BTTLinear):
                     layer.reset_parameters(std, init)
                 else:
                     nn.init.normal_(layer.weight, std=std)

@@ -24,7 +24,10 @@ class TTConfig:
         embedding_rank: Bound on the bonds of embeddings; ``rank`` if that is an int and this None.
         compression: Instead of ``rank``: how many times smaller each layer becomes.
         tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
-        order: How many modes each side of a linear layer is split into.
+        linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
+            weights are of low rank; ``"btt"`` block tensor trains (:class:`~comera.BTTLinear`),
+            whose blocks are. With ``"btt"`` the rank is one small number, 2 if none is given.
+        order: How many modes each side of a linear layer is split into, with ``"tt"``.
         embedding_order: How many cores an embedding has.
         target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
             regular expression that must match the whole module name; a list holds names or ends
@@ -59,6 +62,7 @@ class TTConfig:
     embedding_rank: Rank | None = None
     compression: float | None = None
     tolerance: float | None = None
+    linear_format: Literal["tt", "btt"] = "tt"
     order: int = 3
     embedding_order: int = 4
     target_modules: str | list[str] = "all"
@@ -79,6 +83,12 @@ class TTConfig:
         init = self.init or "orthogonal"
         _one_of("init", init, ("orthogonal", "normal", "svd"))
         _one_of("tied", self.tied, ("skip", "share", "untie"))
+        _one_of("linear_format", self.linear_format, ("tt", "btt"))
+        if self.linear_format == "btt" and self.order != type(self).order:
+            raise ValueError(
+                f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
+                "shape_pattern says how many"
+            )
         for name, rank in self._ranks():
             try:
                 bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from comera.names import listed
+from comera.nn.block_linear import BTTLinear
 from comera.nn.config import TTConfig
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -145,7 +146,7 @@ def densify_(model: nn.Module) -> nn.Module:
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, (TTLinear, TTTable)):
+        if isinstance(module, (TTLinear, BTTLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
             replacements[id(module)] = from_torch(dense, module.dense_form)
@@ -183,7 +184,7 @@ def _say_what_is_off(
     linear = {
         name: layer
         for name, new in made.items()
-        if isinstance(new, TTLinear)
+        if isinstance(new, TTLinear | BTTLinear)
         and isinstance(layer := as_torch(old[name]), nn.Linear)
         and _holds_numbers(new)
     }
@@ -215,9 +216,9 @@ def _say_what_is_off(
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
     """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
-    alike: dict[object, list[tuple[str, TTLinear]]] = {}
+    alike: dict[object, list[tuple[str, TTLinear | BTTLinear]]] = {}
     for name, layer in layers.items():
-        if isinstance(layer, TTLinear):
+        if isinstance(layer, TTLinear | BTTLinear):
             alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
@@ -245,7 +246,9 @@ def _convert(
         return "scale_grad_by_freq is not supported"
     settings = _settings(name, module, config)
     try:
-        new = _build(module, settings, config.init or "orthogonal", feature_dim)
+        new = _build(
+            module, settings, config.init or "orthogonal", feature_dim, config.linear_format
+        )
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
@@ -281,6 +284,8 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
         settings |= dict(zip(("hot_rows", "hot_rank"), hot, strict=True))
         if config.init != "svd":
             settings["scatter_rows"] = config.scatter_rows
+    elif config.linear_format == "btt":
+        del settings["order"]
     if config.init == "svd":
         settings["tolerance"] = config.tolerance if own_rank is None else None
     return settings
@@ -291,9 +296,17 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(
-    module: Any, settings: dict[str, Any], init: Init | Literal["svd"], feature_dim: int
+    module: Any,
+    settings: dict[str, Any],
+    init: Init | Literal["svd"],
+    feature_dim: int,
+    linear_format: Literal["tt", "btt"],
 ) -> TensorTrainModule:
-    linear_class = TTLinear if feature_dim == -1 else TTPointwise
+    linear_class: Any = TTLinear if feature_dim == -1 else TTPointwise
+    if linear_format == "btt" and isinstance(module, nn.Linear):
+        if feature_dim != -1:
+            raise ValueError('convolutions have no linear_format="btt": exclude_modules leaves it')
+        linear_class = BTTLinear
     if init == "svd" and module.weight.device.type != "meta":
         if isinstance(module, nn.Linear):
             return _along(linear_class.from_linear(module, **settings), feature_dim)
@@ -304,7 +317,7 @@ def _build(
     if init == "svd" and not isinstance(module, nn.Linear):
         settings["scatter_rows"] = False
     settings |= {"device": module.weight.device, "dtype": module.weight.dtype}
-    new: TTLinear | TTTable
+    new: TTLinear | BTTLinear | TTTable
     if isinstance(module, nn.Linear):
         bias = module.bias is not None
         new = linear_class(module.in_features, module.out_features, bias, **settings)
@@ -327,7 +340,7 @@ def _build(
     return new.train(module.training)
 
 
-def _along(layer: TTLinear, feature_dim: int) -> TTLinear:
+def _along(layer: Any, feature_dim: int) -> Any:
     if isinstance(layer, TTPointwise):
         layer.feature_dim = feature_dim
     return layer
@@ -337,7 +350,7 @@ def _along(layer: TTLinear, feature_dim: int) -> TTLinear:
 def _take_scale(new: Any, module: Any, init: Init) -> None:
     """Keep the scale that the model's own initialisation gave the weight, and its bias."""
     new.reset_parameters(float(module.weight.float().square().mean().sqrt()), init)
-    if isinstance(new, TTLinear) and new.bias is not None:
+    if isinstance(new, TTLinear | BTTLinear) and new.bias is not None:
         new.bias.copy_(module.bias)
 
 

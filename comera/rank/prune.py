@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.module import TensorTrainModule
 from comera.shapes import is_number
 from comera.surgery.truncate import check_min_rank, kept_ranks
@@ -195,19 +196,28 @@ def _importance_of(gate: Tensor, importance: Mapping[int, Tensor]) -> Tensor:
 
 def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
     """Return, for each bond, the share of the weight's squared norm that each rank carries."""
-    cores = [core.double() for core in layer.gated_cores()]
-    cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
-    left = _grams(cores)
-    right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
-    total = float((left[0] * right[0]).sum()) if left else 0.0
-    pairs = zip(left, right, strict=True)
-    norms = [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
+    norms = _norms_of_blocks(layer) if isinstance(layer, BTTLinear) else _norms_of_chain(layer)
     if not all(of_bond.isfinite().all() for of_bond in norms):
         raise ValueError(
             f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
             "telling its ranks apart. Go back to a checkpoint from before"
         )
     return norms
+
+
+def _norms_of_blocks(layer: BTTLinear) -> list[Tensor]:
+    norms = layer.rank_norms()
+    return [norms / norms.sum().clamp(min=1e-300)]
+
+
+def _norms_of_chain(layer: TensorTrainModule) -> list[Tensor]:
+    cores = [core.double() for core in layer.gated_cores()]
+    cores = [core.reshape(core.shape[0], -1, core.shape[-1]) for core in cores]
+    left = _grams(cores)
+    right = _grams([core.transpose(0, 2) for core in reversed(cores)])[::-1]
+    total = float((left[0] * right[0]).sum()) if left else 0.0
+    pairs = zip(left, right, strict=True)
+    return [a.diagonal() * b.diagonal() / max(total, 1e-300) for a, b in pairs]
 
 
 def _grams(cores: Sequence[Tensor]) -> list[Tensor]:

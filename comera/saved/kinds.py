@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear
@@ -22,7 +23,7 @@ from comera.serving.frozen_layers import (
     FrozenLinear,
     FrozenTable,
 )
-from comera.shapes import TTMShape, TTShape
+from comera.shapes import BTTShape, TTMShape, TTShape
 
 Entry = Mapping[str, Any]
 """What a description says of one layer: plain numbers, strings and lists."""
@@ -126,7 +127,7 @@ def _tuple(entry: Entry, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _describe_linear(layer: TTLinear) -> dict[str, Any]:
+def _describe_linear(layer: TTLinear | BTTLinear) -> dict[str, Any]:
     return {
         "in_features": layer.in_features,
         "out_features": layer.out_features,
@@ -138,18 +139,25 @@ def _describe_linear(layer: TTLinear) -> dict[str, Any]:
 
 
 def _build_linear(
-    entry: Entry, other: nn.Module | None, linear_class: Callable[..., TTLinear] = TTLinear
-) -> TTLinear:
+    entry: Entry,
+    other: nn.Module | None,
+    linear_class: Callable[..., Any] = TTLinear,
+    shape_class: Callable[..., TTShape | BTTShape] = TTShape,
+) -> Any:
     layer = linear_class(
         entry["in_features"],
         entry["out_features"],
         entry["bias"],
         "meta",
         _dtype(entry),
-        shape=TTShape(*(_tuple(entry, key) for key in ("in_modes", "out_modes", "ranks"))),
+        shape=shape_class(*(_tuple(entry, key) for key in ("in_modes", "out_modes", "ranks"))),
         prune_below=entry["prune_below"],
     )
     return _finish(layer, entry, other)
+
+
+def _build_blocks(entry: Entry, other: nn.Module | None) -> BTTLinear:
+    return _build_linear(entry, other, BTTLinear, BTTShape)
 
 
 def _describe_pointwise(layer: TTPointwise) -> dict[str, Any]:
@@ -338,6 +346,7 @@ def _build_frozen_head(entry: Entry, other: nn.Module | None) -> FrozenHead:
 # ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 register_kind("TTLinear", Kind(TTLinear, _describe_linear, _build_linear))
+register_kind("BTTLinear", Kind(BTTLinear, _describe_linear, _build_blocks))
 register_kind("TTPointwise", Kind(TTPointwise, _describe_pointwise, _build_pointwise))
 register_kind("TTEmbedding", Kind(TTEmbedding, _describe_table, _build_embedding))
 register_kind("TTEmbeddingBag", Kind(TTEmbeddingBag, _describe_bag, _build_bag))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from comera.names import listed
+from comera.nn.block_linear import BTTLinear
 from comera.nn.experts import split_names
 from comera.nn.forms import from_torch
 from comera.nn.module import TensorTrainModule
@@ -30,7 +31,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
     Cores are contracted once. A linear layer becomes ``nn.Sequential`` of two thin ``nn.Linear``,
     or one where two would hold more numbers, and a 1 x 1 convolution two such. A table becomes a
     ``torch.fx.GraphModule`` that multiplies rows of two small ``nn.Embedding``, or ``nn.Embedding``
-    and ``nn.EmbeddingBag`` themselves where those would hold more. What is tied stays tied. The
+    and ``nn.EmbeddingBag`` themselves where those would hold more. A :class:`~comera.BTTLinear`
+    stays one, of operations of torch's, and is named in the log. What is tied stays tied. The
     model computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
     ``torch.jit.trace`` and AOTInductor take it, and a process without this package can run what
     they make.
@@ -55,6 +57,13 @@ def to_plain_(model: nn.Module) -> nn.Module:
             "to_plain_: the layers of %s are torch's now, and what calls them is still of comera: "
             "a program exported from the model runs without it, the module itself does not",
             listed(apart),
+        )
+    blocks = [name or "the model" for name, m in model.named_modules() if isinstance(m, BTTLinear)]
+    if blocks:
+        log.warning(
+            "to_plain_ leaves %s as block tensor trains, which torch has no layer for: a program "
+            "exported from the model runs without comera, the module itself does not",
+            listed(blocks),
         )
     trained = {
         id(layer): any(param.requires_grad for param in layer.parameters())

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.ops.linear.blocks import split_blocks
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import reset_state_
 
@@ -71,6 +73,8 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     """Bring one layer into canonical form; False for a weight that is zero or not finite."""
     if 0 in layer.ranks:
         return False
+    if isinstance(layer, BTTLinear):
+        return _canonicalize_blocks(layer)
     # On the CPU in float64: it happens once in a run, and not every device has float64.
     cores = [core.detach().to("cpu", torch.float64).flatten(1, -2) for core in layer.gated_cores()]
     found = canonical(cores, layer.shape.split)
@@ -86,6 +90,18 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     for gate, carried in zip(layer.gates, singular_values, strict=True):
         gate.zero_()
         gate[: int((carried > _NOTHING * carried[0]).sum())] = 1
+    return True
+
+
+def _canonicalize_blocks(layer: BTTLinear) -> bool:
+    """Make the ranks of every block its singular vectors; the function does not change."""
+    blocks = layer.blocks().detach().to("cpu", torch.float64)
+    if not bool(blocks.isfinite().all()) or not bool(blocks.any()):
+        return False
+    layer.set_cores_(split_blocks(blocks, layer.ranks[0]))
+    carried = layer.rank_norms().sqrt()
+    (gate,) = layer.gates
+    gate[carried <= _NOTHING * carried[0]] = 0
     return True
 
 

@@ -1,0 +1,350 @@
+"""Linear layers that are block tensor trains: what they compute, approximate, prune and keep."""
+
+import copy
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import comera
+from comera.rank.prune import prune_to_
+from comera.shapes import BTTShape
+
+SHAPES = [
+    (6, 12, BTTShape((2, 3), (3, 4), (1,))),
+    (6, 12, BTTShape((2, 3), (3, 4), (3,))),
+    (12, 6, BTTShape((3, 4), (2, 3), (2,))),
+    (11, 7, BTTShape((3, 4), (2, 4), (2,))),  # padded on both sides
+    (7, 6, BTTShape((1, 7), (1, 6), (4,))),  # one block: plain low rank
+]
+
+
+@pytest.fixture(params=SHAPES, ids=lambda case: f"{case[0]}->{case[1]} rank {case[2].ranks[0]}")
+def layer(request, device):
+    wide, high, shape = request.param
+    made = comera.BTTLinear(wide, high, shape=shape, device=device, dtype=torch.float64)
+    with torch.no_grad():
+        made.gates[0].uniform_(0.5, 1.5)[1:2] = 0.001  # pruned, where there is a second rank
+    return made
+
+
+def by_definition(layer):
+    """The weight as a product of matrices with blocks along their diagonals, rank by rank."""
+    (a, b), (c, d) = layer.shape.in_modes, layer.shape.out_modes
+    left, right = (core.detach() for core in layer.gated_cores())
+    shuffle = torch.eye(a * c, dtype=left.dtype).view(a, c, a, c)
+    shuffle = shuffle.permute(0, 1, 3, 2).reshape(a * c, a * c)  # (a, c) to (c, a)
+    total = torch.zeros(a * b, c * d, dtype=left.dtype)
+    for r in range(layer.ranks[0]):
+        first = torch.block_diag(*left[0, ..., r].cpu())  # a blocks (b, c)
+        second = torch.block_diag(*right[r, ..., 0].cpu())  # c blocks (a, d)
+        total += first @ shuffle @ second
+    return total.T[: layer.out_features, : layer.in_features]
+
+
+def test_the_weight_is_what_the_paper_defines(layer):
+    torch.testing.assert_close(layer.weight.detach().cpu(), by_definition(layer))
+
+
+def test_it_computes_what_its_dense_twin_does(layer, device):
+    x = torch.randn(2, 5, layer.in_features, device=device, dtype=torch.float64)
+    want = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer.to_dense()(x), want)
+    torch.testing.assert_close(layer(x[:0]), want[:0])
+    torch.testing.assert_close(layer(x[0, 0]), want[0, 0])
+
+
+def test_every_gradient_is_that_through_the_dense_weight(layer, device):
+    x = torch.randn(5, layer.in_features, device=device, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *layer.parameters()]
+    got = torch.autograd.grad(layer(x).square().sum(), wanted)
+    dense = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(got, torch.autograd.grad(dense.square().sum(), wanted))
+
+
+def test_second_derivatives():
+    layer = comera.BTTLinear(6, 4, rank=2, dtype=torch.float64)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, x)
+
+
+def test_no_bias_and_a_wrong_width():
+    layer = comera.BTTLinear(6, 4, bias=False)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T)
+    with pytest.raises(ValueError, match=r"width 5 .* takes 6"):
+        layer(torch.randn(3, 5))
+
+
+def test_a_compiled_layer():
+    layer = comera.BTTLinear(12, 6)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_autocast(device):
+    layer = comera.BTTLinear(64, 96, rank=2, device=device)
+    x = torch.randn(32, 64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.03)
+
+
+def test_narrow_parameters_keep_wide_gates():
+    layer = comera.BTTLinear(8, 8).bfloat16()
+    assert (layer.cores[0].dtype, layer.gates[0].dtype) == (torch.bfloat16, torch.float32)
+    assert layer(torch.randn(3, 8).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "normal"])
+@pytest.mark.parametrize(("wide", "high"), [(64, 256), (256, 64), (60, 90)])
+def test_fresh_weights_spread_as_those_of_torch(init, wide, high):
+    layer = comera.BTTLinear(wide, high, rank=2)
+    layer.reset_parameters(init=init)
+    assert float(layer.weight.detach().std()) == pytest.approx(1 / math.sqrt(3 * wide), rel=0.05)
+
+
+def test_orthogonal_blocks_give_a_weight_of_full_rank_and_equal_singular_values():
+    layer = comera.BTTLinear(64, 64, rank=1)
+    values = torch.linalg.svdvals(layer.weight.detach())
+    torch.testing.assert_close(values, values[:1].expand(64), rtol=1e-4, atol=0)
+
+
+def test_a_weight_of_zeros_can_still_learn():
+    dense = nn.Linear(16, 16)
+    nn.init.zeros_(dense.weight)
+    config = comera.TTConfig(linear_format="btt", init="orthogonal", rank=1)
+    layer = comera.tensorize_(nn.Sequential(dense), config)[0]
+    assert not layer.weight.any()
+    layer(torch.randn(4, 16)).square().sum().backward()
+    assert layer.cores[1].grad.any()
+
+
+# ── approximation ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_weight_is_approximated_as_well_as_blocks_of_that_rank_can():
+    dense = nn.Linear(20, 15, dtype=torch.float64)
+    layer = comera.BTTLinear.from_linear(dense, shape=((4, 5), (3, 5)), rank=2)
+    left_out = 0.0
+    for rows in dense.weight.detach().split(5, 0):
+        for block in rows.split(5, 1):
+            left_out += float(torch.linalg.svdvals(block)[2:].square().sum())
+    error = float((layer.weight - dense.weight).detach().square().sum())
+    assert error == pytest.approx(left_out)
+    torch.testing.assert_close(layer.bias, dense.bias)
+
+
+def test_the_full_rank_of_blocks_is_exact_and_a_tolerance_takes_what_it_needs():
+    dense = nn.Linear(20, 15, dtype=torch.float64)
+    exact = comera.BTTLinear.from_linear(dense, rank=99)
+    torch.testing.assert_close(exact.dense_weight(), dense.weight)
+    errors = []
+    for rank in range(1, exact.ranks[0]):
+        rough = comera.BTTLinear.from_linear(dense, rank=rank)
+        errors.append(float(((rough.weight - dense.weight).norm() / dense.weight.norm()).detach()))
+    tolerance = (errors[0] + errors[1]) / 2
+    assert comera.BTTLinear.from_linear(dense, tolerance=tolerance).ranks == (2,)
+    assert exact.set_weight_(dense.weight.detach() * 2, tolerance=tolerance) == pytest.approx(
+        errors[1]
+    )
+    assert exact.ranks == (2,)
+
+
+def test_what_cannot_be_approximated():
+    with pytest.raises(TypeError, match="bias is needed"):
+        comera.BTTLinear.from_linear(nn.Embedding(3, 4))
+    dense = nn.Linear(4, 4)
+    dense.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        comera.BTTLinear.from_linear(dense)
+
+
+# ── ranks ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_truncation_leaves_the_function(layer):
+    x = torch.randn(5, layer.in_features, dtype=torch.float64, device=layer.cores[0].device)
+    before, live = layer(x), layer.live_ranks
+    comera.truncate_(layer)
+    assert layer.ranks == live
+    torch.testing.assert_close(layer(x), before)
+
+
+def test_canonical_ranks_are_sorted_and_leave_the_function(layer):
+    x = torch.randn(5, layer.in_features, dtype=torch.float64, device=layer.cores[0].device)
+    before = layer(x)
+    comera.canonicalize_(layer)
+    torch.testing.assert_close(layer(x), before)
+    norms = layer.rank_norms().tolist()
+    assert norms == sorted(norms, reverse=True)
+
+
+def test_a_layer_may_vanish():
+    layer = comera.BTTLinear(6, 4)
+    with torch.no_grad():
+        layer.gates[0].zero_()
+    comera.truncate_(layer, min_rank=0)
+    assert layer.ranks == (0,)
+    x = torch.randn(3, 6, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y, layer.bias.expand(3, 4))
+    y.sum().backward()
+    assert not x.grad.any()
+
+
+def test_the_rank_that_carries_least_goes_first():
+    layer = comera.BTTLinear(12, 12, rank=3)
+    with torch.no_grad():
+        layer.gates[0].copy_(torch.tensor([1.0, 0.1, 1.0]))
+    prune_to_({"layer": layer}, 2 * layer.shape.size_at((1,)))
+    assert layer.gates[0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_numbers_that_are_not_finite_are_named():
+    layer = comera.BTTLinear(12, 12, rank=3)
+    layer.cores[0].data.flatten()[0] = math.inf
+    with pytest.raises(ValueError, match="cores of first hold numbers"):
+        prune_to_({"first": layer}, layer.shape.size_at((1,)))
+
+
+def test_ranks_are_learned_to_a_target():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    comera.tensorize_(model, comera.TTConfig(linear_format="btt", rank=3, init="orthogonal"))
+    before = sum(core.numel() for layer in (model[0], model[2]) for core in layer.cores)
+    optimizer = comera.MuonAdamW(comera.param_groups(model, lr=1e-3, gate_lr=0.05))
+    ranks = comera.TwoStage(model, target=0.7, early_steps=2, late_steps=30)
+    step = comera.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, ranks)
+    while not ranks.due:
+        step(torch.randn(8, 64))
+    ranks.finish_(optimizer)
+    after = sum(core.numel() for layer in (model[0], model[2]) for core in layer.cores)
+    assert after <= 0.7 * before
+    step(torch.randn(8, 64))  # the optimizer's state has been cut with the ranks
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def model_of_two():
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.Linear(64, 16))
+
+
+CONFIG = comera.TTConfig(
+    linear_format="btt", rank=1, embedding_rank=2, init="orthogonal", target_modules="all"
+)
+
+
+def test_linear_layers_become_blocks_and_tables_tensor_trains():
+    model = comera.tensorize_(model_of_two(), CONFIG)
+    kinds = [type(layer) for layer in model]
+    assert kinds == [comera.TTEmbedding, comera.BTTLinear, comera.BTTLinear]
+    dense = comera.densify_(copy.deepcopy(model))
+    x = torch.arange(6)
+    torch.testing.assert_close(dense(x), model(x))
+
+
+def test_a_saved_model_comes_back(tmp_path):
+    model = comera.tensorize_(model_of_two(), CONFIG)
+    comera.save_model(model, tmp_path)
+    again = comera.load_model(tmp_path, model_of_two())
+    x = torch.arange(6)
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_truncated_state_loads():
+    small, large = comera.BTTLinear(16, 16, rank=2), comera.BTTLinear(16, 16, rank=4)
+    large.load_state_dict(small.state_dict())
+    assert large.ranks == (2,)
+    assert torch.equal(large.weight, small.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": 2}, "order=2"),
+        ({"linear_format": "monarch"}, "linear_format='monarch' must be one of 'tt', 'btt'"),
+        ({"rank": [1, 2]}, "give one int or 1 of them"),
+        ({"rank": None, "compression": 100}, "use fewer blocks .shape=. or a compression up to"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        comera.tensorize_(
+            nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(**{"linear_format": "btt"} | change)
+        )
+
+
+def test_the_reports_know_it():
+    model = comera.tensorize_(model_of_two(), CONFIG)
+    report = comera.compression_report(model, tokens=100)
+    first = next(layer for layer in report.layers if layer.name == "1")
+    stored = 16 * model[1].shape.out_modes[0] + 64 * model[1].shape.in_modes[0]
+    assert (first.kind, first.live_params) == ("BTTLinear", stored)
+    assert first.operations == pytest.approx(3 * 100 * stored)  # forward and both gradients
+    plan = comera.plan(model[1], tokens=4096)
+    assert plan.chosen.name == "blocks"
+    assert "blocks" in str(comera.plan(model, tokens=4096))
+
+
+def test_as_many_numbers_as_dense_stay_dense(caplog):
+    model = comera.tensorize_(
+        nn.Sequential(nn.Linear(16, 16)),
+        comera.TTConfig(linear_format="btt", rank=4, init="orthogonal"),
+    )
+    assert type(model[0]) is nn.Linear
+    assert "leaves 0 dense" in caplog.text
+
+
+def test_freezing_leaves_it_and_an_exported_program_knows_torch_alone(caplog):
+    model = comera.tensorize_(model_of_two()[1:], CONFIG).eval()
+    x = torch.randn(5, 16)
+    want = model(x)
+    assert type(comera.freeze_(copy.deepcopy(model))[0]) is comera.BTTLinear
+    plain = comera.to_plain_(model)
+    assert "leaves 1, 2 as block tensor trains" in caplog.text
+    program = torch.export.export(plain, (x,))
+    named = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("comera" in name for name in named)
+    torch.testing.assert_close(program.module()(x), want)
+
+
+def test_layers_of_one_model_in_one_context():
+    model = comera.tensorize_(model_of_two(), CONFIG)
+    x, contracted = torch.arange(6), comera.BatchedContraction(model)
+    want = model(x)
+    with contracted:
+        torch.testing.assert_close(model(x), want)
+        model(x).sum().backward()
+    assert all(gate.grad is not None for layer in model for gate in layer.gates)
+
+
+@pytest.mark.parametrize("optimizer", [comera.CAME, torch.optim.AdamW])
+def test_other_optimizers_step_it(optimizer):
+    layer = comera.BTTLinear(16, 16)
+    before = layer.weight.detach().clone()
+    stepper = optimizer(comera.param_groups(layer, lr=1e-2))
+    layer(torch.randn(4, 16)).square().sum().backward()
+    stepper.step()
+    assert layer.weight.isfinite().all()
+    assert not torch.equal(layer.weight, before)
+
+
+def test_a_program_in_another_process_runs_without_comera(tmp_path):
+    layer = comera.BTTLinear(12, 6).eval()
+    x = torch.randn(5, 12)
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
+    torch.save((x, layer(x).detach()), tmp_path / "pair.pt")
+    code = (
+        "import sys, torch; sys.modules['comera'] = None\n"
+        "x, y = torch.load(sys.argv[2])\n"
+        "torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x), y)"
+    )
+    paths = [str(tmp_path / name) for name in ("layer.pt2", "pair.pt")]
+    subprocess.run([sys.executable, "-c", code, *paths], check=True)
