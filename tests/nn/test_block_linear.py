@@ -80,6 +80,30 @@ def test_no_bias_and_a_wrong_width():
         layer(torch.randn(3, 5))
 
 
+def test_a_transformed_layer():
+    layer = comera.BTTLinear(12, 6)
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
+    left = layer.cores[0].detach()
+
+    def loss(core):
+        return torch.func.functional_call(layer, {"cores.0": core}, (x,)).square().sum()
+
+    (want,) = torch.autograd.grad(layer(x).square().sum(), layer.cores[0])
+    torch.testing.assert_close(torch.func.grad(loss)(left), want)
+
+
+def test_only_the_gradients_that_are_wanted():
+    layer = comera.BTTLinear(12, 6)
+    layer.cores[0].requires_grad_(False)
+    x = torch.randn(5, 12)
+    layer(x).square().sum().backward()
+    assert layer.cores[0].grad is None
+    dense = nn.functional.linear(x, layer.weight, layer.bias)
+    (want,) = torch.autograd.grad(dense.square().sum(), layer.cores[1])
+    torch.testing.assert_close(layer.cores[1].grad, want)
+
+
 def test_a_compiled_layer():
     layer = comera.BTTLinear(12, 6)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -4,18 +4,20 @@ Letters: T = tokens, a and b = blocks of the input and the numbers in each, c an
 output, R = rank of the blocks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from comera.ops.context import autocast_together, without_autocast
+from comera.ops.dispatch import is_eager
 
 
 def block_linear(
     x_TI: Tensor, left_1abcR: Tensor, right_Rcad1: Tensor, bias_O: Tensor | None, out_features: int
 ) -> Tensor:
     """Return ``x @ W.T + bias`` where the block (a, c) of ``W.T`` is ``left[a, c] @ right[c, a]``.
-
-    By operations of torch alone, so that autograd, compilers and exporters know all of it. The
-    shuffle moves whole rows of tokens: it takes the first product with tokens last.
 
     Args:
         x_TI: ``(*, in)``, in at most a b.
@@ -25,28 +27,88 @@ def block_linear(
         out_features: At most c d.
 
     Returns:
-        ``(*, out_features)``, at autocast's dtype where autocast is on.
+        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated as
+        often as one likes.
     """
+    biases = [] if bias_O is None else [bias_O]
+    x_TI, (left_1abcR, right_Rcad1), biases = autocast_together(
+        x_TI, [left_1abcR, right_Rcad1], biases
+    )
     _, a, b, c, rank = left_1abcR.shape
     d = right_Rcad1.shape[3]
     lead, missing = x_TI.shape[:-1], a * b - x_TI.shape[-1]
     x = x_TI.reshape(lead.numel(), x_TI.shape[-1])  # -1 is ambiguous for no rows
     x = F.pad(x, (0, missing)) if missing else x
-    left = left_1abcR.reshape(a, b, c * rank).transpose(1, 2)
+    cut = out_features < c * d
+    left = left_1abcR.reshape(a, b, c * rank)
     right = right_Rcad1.squeeze(4).permute(1, 2, 0, 3).reshape(c, a * rank, d)
-    hidden = torch.bmm(left, x.t().unflatten(0, (a, b)))
-    tokens = x.shape[0]
-    hidden = hidden.view(a, c, rank, tokens).transpose(0, 1).reshape(c, a * rank, tokens)
-    rows = hidden.transpose(1, 2)
-    if bias_O is None or out_features < c * d:
-        y = torch.bmm(rows, right)
-    else:
-        y = torch.baddbmm(bias_O.view(c, 1, d), rows, right)
-    y = y.transpose(0, 1).reshape(tokens, c * d)
-    if out_features < c * d:
+    bias = biases[0] if biases and not cut else None
+    with without_autocast(x):
+        multiply = _multiply if _is_recorded() else _Multiply.apply
+        y = multiply(x, left, right, bias, rank)[0]
+    if cut:
         y = y[:, :out_features]
-        y = y if bias_O is None else y + bias_O
+        y = y + biases[0] if biases else y
     return y.reshape(*lead, out_features)
+
+
+def _multiply(
+    x_TI: Tensor, left_abK: Tensor, right_cSd: Tensor, bias_O: Tensor | None, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Return ``(T, c d)`` and what the second product read, ``(c, S, T)``; S = a R, K = c R.
+
+    The shuffle moves whole rows of tokens: it takes the first product with tokens last.
+    """
+    (a, b, _), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
+    first_aKT = torch.bmm(left_abK.transpose(1, 2), x_TI.t().unflatten(0, (a, b)))
+    hidden_cST = first_aKT.view(a, c, rank, tokens).transpose(0, 1).reshape(c, a * rank, tokens)
+    rows_cTS = hidden_cST.transpose(1, 2)
+    if bias_O is None:
+        y_cTd = torch.bmm(rows_cTS, right_cSd)
+    else:
+        y_cTd = torch.baddbmm(bias_O.view(c, 1, d), rows_cTS, right_cSd)
+    return y_cTd.transpose(0, 1).reshape(tokens, c * d), hidden_cST
+
+
+def _is_recorded() -> bool:
+    """Say whether operations are compiled or transformed, which has to see them all."""
+    return not is_eager() or torch._C._are_functorch_transforms_active()
+
+
+class _Multiply(torch.autograd.Function):
+    """:func:`_multiply` with gradients whose shuffle moves whole rows of tokens, too.
+
+    Those that autograd finds by itself move single numbers and take up to half as long again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TI, left_abK, right_cSd, bias_O, rank):  # type: ignore[override]
+        y, hidden_cST = _multiply(x_TI, left_abK, right_cSd, bias_O, rank)
+        ctx.save_for_backward(x_TI, left_abK, right_cSd, hidden_cST)
+        ctx.rank = rank
+        ctx.mark_non_differentiable(hidden_cST)
+        return y, hidden_cST
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TI, left_abK, right_cSd, hidden_cST = ctx.saved_tensors
+        (a, b, _), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
+        needs_x, needs_left, needs_right, needs_bias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # to be differentiated again: it depends on x and left
+            hidden_cST = _multiply(x_TI, left_abK, right_cSd, None, ctx.rank)[1]
+        grad_cTd = grad_TO.reshape(tokens, c, d).transpose(0, 1)
+        right = torch.bmm(hidden_cST, grad_cTd) if needs_right else None
+        bias = grad_TO.sum(0) if needs_bias else None
+        if not (needs_x or needs_left):
+            return None, None, right, bias, None
+        grad_cST = torch.bmm(right_cSd, grad_cTd.transpose(1, 2))
+        first_aKT = (
+            grad_cST.view(c, a, ctx.rank, tokens).transpose(0, 1).reshape(a, c * ctx.rank, tokens)
+        )
+        rows_aTK = first_aKT.transpose(1, 2)
+        left = torch.bmm(x_TI.t().unflatten(0, (a, b)), rows_aTK) if needs_left else None
+        x = torch.bmm(rows_aTK, left_abK.transpose(1, 2)).transpose(0, 1) if needs_x else None
+        return None if x is None else x.reshape(tokens, a * b), left, right, bias, None
 
 
 def blocks_to_dense(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
