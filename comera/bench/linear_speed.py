@@ -8,6 +8,7 @@ from torch import nn
 from comera.bench import peers
 from comera.bench.numerics import compare_linear
 from comera.bench.session import Session
+from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 
 
@@ -19,12 +20,14 @@ def linear(
     dtype: torch.dtype,
     with_peers: bool,
 ) -> None:
-    """Time dense, comera and tensorly-torch side by side."""
+    """Time dense, comera's two formats and tensorly-torch side by side."""
     layer, dense = make_layers(session, shape, rank, dtype)
+    blocks = _blocks_beside(layer)
     x = make_input(session, tokens, shape[0], dtype)
     session.check(compare_linear(layer, x))
-    runs = {"dense": forward_backward(dense, x), "comera": forward_backward(layer, x)}
-    parameters = {"dense": count(dense), "comera": count(layer)}
+    made = {"dense": dense, "comera": layer, f"comera blocks, rank {blocks.ranks[0]}": blocks}
+    runs = {name: forward_backward(each, x) for name, each in made.items()}
+    parameters = {name: count(each) for name, each in made.items()}
 
     def peer(name: str, implementation: str) -> Callable[[], object]:
         other = peers.tensorly_linear(layer, implementation)
@@ -50,6 +53,17 @@ def make_layers(
     torch.manual_seed(0)
     layer = TTLinear(*shape, rank=rank, dtype=dtype).to(session.device)
     return layer, nn.Linear(*shape, dtype=dtype).to(session.device)
+
+
+def _blocks_beside(layer: TTLinear) -> BTTLinear:
+    """Make a block tensor train of the highest rank that holds no more than a layer does.
+
+    It may hold more at rank one, of which there is no less.
+    """
+    core, size = layer.cores[0], (layer.in_features, layer.out_features)
+    one = BTTLinear(*size, rank=1, device=core.device, dtype=core.dtype)
+    rank = layer.num_stored // one.num_stored
+    return BTTLinear(*size, rank=rank, device=core.device, dtype=core.dtype) if rank > 1 else one
 
 
 def make_input(session: Session, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:

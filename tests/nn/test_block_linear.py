@@ -107,8 +107,13 @@ def test_only_the_gradients_that_are_wanted():
 def test_a_compiled_layer():
     layer = comera.BTTLinear(12, 6)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(5, 12)
-    torch.testing.assert_close(compiled(x), layer(x))
+    x = torch.randn(5, 12, requires_grad=True)
+    got, want = compiled(x), layer(x)
+    torch.testing.assert_close(got, want)
+    wanted = [x, *layer.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(got.sum(), wanted), torch.autograd.grad(want.sum(), wanted)
+    )
 
 
 def test_autocast(device):

@@ -11,7 +11,7 @@ def adamw(groups):
 
 def make_step(
     early=6, late=10, gate_lr=0.2, dropout=0.1, make_optimizer=adamw,
-    device="cpu", **settings,
+    device="cpu", config=None, **settings,
 ) -> comera.TrainStep:  # fmt: skip
     """A small model with dropout, its optimizer, rank learning and learning-rate schedule.
 
@@ -21,7 +21,8 @@ def make_step(
     model = nn.Sequential(
         nn.Embedding(100, 24), nn.Linear(24, 36), nn.GELU(), nn.Dropout(dropout), nn.Linear(36, 5)
     )
-    comera.tensorize_(model, comera.TTConfig(rank=5, order=2, exclude_modules=["4"]))
+    config = config or comera.TTConfig(rank=5, order=2, exclude_modules=["4"])
+    comera.tensorize_(model, config)
     model.to(device)
     optimizer = make_optimizer(comera.param_groups(model, 1e-2, gate_lr=gate_lr))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + 0.1 * k))

@@ -106,6 +106,17 @@ def test_all_stages_equal_eager_ones(tapes, make_optimizer):
     assert tapes.eager == FIRST - 1 + WARM_UP + 1 + WARM_UP
 
 
+def test_blocks_are_captured_and_their_ranks_learned(tapes):
+    config = comera.TTConfig(linear_format="btt", rank=2, embedding_rank=5, exclude_modules=["4"])
+    captured, eager = (make(config=config, make_optimizer=muon) for make in (make_step, eager_step))
+    assert type(captured.model[1]) is comera.BTTLinear
+    batches = [get_batch(k) for k in range(30)]
+    assert_same(captured, eager, batches[:20])
+    assert captured.ranks.finish_(captured.optimizer) == eager.ranks.finish_(eager.optimizer)
+    assert_same(captured, eager, batches[20:])
+    assert captured.describe().captured
+
+
 @pytest.mark.parametrize(
     "settings",
     [
