@@ -1,4 +1,4 @@
-"""Train small causal models at several learning rates of their cores, to see where the best one is.
+"""Train small causal models at several learning rates of their blocks, to see where the best is.
 
 Prints the loss on held-out text for each rate. The text is the standard library's source, the
 table, the output layer and all vectors learn by AdamW at a rate that stays the same.
@@ -31,14 +31,18 @@ def held_out(data: CausalText, lr: float, options: argparse.Namespace) -> float:
     width = options.width
     decoder = Decoder(VOCABULARY, width, options.depth, max(1, width // 32), 2 * width)
     model = CausalLanguageModel(decoder, VOCABULARY)
-    config = comera.TTConfig(
-        rank=options.rank, order=options.order, target_modules=r"model\.layers\..*",
-        init="orthogonal",
-    )  # fmt: skip
-    comera.tensorize_(model, config)
+    layers = r"model\.layers\..*"
+    if options.format != "dense":
+        order = {"order": options.order} if options.format == "tt" else {}
+        config = comera.TTConfig(
+            linear_format=options.format, rank=options.rank, target_modules=layers,
+            init="orthogonal", **order,
+        )  # fmt: skip
+        comera.tensorize_(model, config)
     groups = comera.param_groups(
-        model, options.rest, core_lr=lr, gate_lr=2e-3, scale_rates=options.scale_rates
-    )
+        model, options.rest, core_lr=lr, gate_lr=2e-3, scale_rates=options.scale_rates,
+        muon_modules=layers if options.format == "dense" else None,
+    )  # fmt: skip
     optimizer = comera.MuonAdamW(groups, betas=(0.9, 0.98))
     steps, warm_up = options.steps, max(1, options.steps // 20)
 
@@ -61,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, value in {"width": 128, "depth": 1, "order": 3, "rank": 16, "steps": 300}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--format", choices=["tt", "btt", "dense"], default="tt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     parser.add_argument("--rest", type=float, default=6e-3, help="rate of all but the cores")
