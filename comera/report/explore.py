@@ -205,6 +205,8 @@ def _converted(config: TTConfig) -> Make:
 
 def _in_words(config: TTConfig) -> str:
     """Write the settings that are not as usual, by which a point is found again."""
+    if config.linear_format == "btt":  # which has no order
+        return _settings(config).removeprefix(", ")
     return f"order={config.order}{_settings(dataclasses.replace(config, order=3))}"
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from comera.compress.target_loss import measured
 from comera.files import replacing
+from comera.nn.block_linear import BTTLinear
 from comera.nn.forms import as_torch
 from comera.nn.linear import TTLinear
 from comera.nn.model_size import model_size
@@ -95,14 +96,11 @@ class Explorer:
         layers = {
             name: layer
             for name, layer in tensor_trains(small).items()
-            if isinstance(layer, TTLinear | TTTable)
+            if isinstance(layer, TTLinear | BTTLinear | TTTable)
         }
         if not layers:
             return facts
-        orders = {
-            len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
-            for layer in layers.values()
-        }
+        orders = {_order(layer) for layer in layers.values()}
         facts["order"] = orders.pop() if len(orders) == 1 else None
         facts["ranks"] = _ranks([layer.ranks for layer in layers.values()])
         facts["error"] = _error(self.model, layers)
@@ -157,8 +155,15 @@ def _ranks(each: Sequence[tuple[int, ...]]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
+def _order(layer: TTLinear | BTTLinear | TTTable) -> int | None:
+    """Return how many modes a side has; None of blocks."""
+    if isinstance(layer, BTTLinear):
+        return None
+    return len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
+
+
 @torch.no_grad()
-def _error(model: nn.Module, layers: Mapping[str, TTLinear | TTTable]) -> float | None:
+def _error(model: nn.Module, layers: Mapping[str, TTLinear | BTTLinear | TTTable]) -> float | None:
     """Return the relative error of all weights that were replaced, of those that are one layer."""
     off = whole = 0.0
     for name, layer in layers.items():

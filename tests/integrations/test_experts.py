@@ -70,6 +70,16 @@ def routed(experts, width=32):
     return states, index, weights
 
 
+def test_experts_may_be_blocks():
+    config = comera.TTConfig(
+        linear_format="btt", rank=1, init="orthogonal", target_modules=ONLY.target_modules
+    )
+    model = comera.tensorize_(mixtral(), config).eval()
+    assert sum(isinstance(layer, comera.BTTLinear) for layer in model.modules()) == 8
+    want = model(WORDS).logits
+    torch.testing.assert_close(comera.densify_(model)(WORDS).logits, want, rtol=1e-4, atol=1e-5)
+
+
 @each
 def test_outputs_and_gradients_are_those_of_the_dense_experts(name):
     """The dense experts are given the weights that the cores stand for, as functions of them."""

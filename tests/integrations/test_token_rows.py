@@ -94,8 +94,11 @@ def test_a_table_does_not_shrink():
         model.resize_token_embeddings(100)
 
 
-def test_a_head_that_is_a_tensor_train_of_its_own_is_named():
-    model = hf.attach_(llama(tied="untie"))
+@pytest.mark.parametrize(
+    "settings", [{}, {"linear_format": "btt", "rank": 1, "embedding_rank": 6}], ids=["tt", "btt"]
+)
+def test_a_head_that_is_a_tensor_train_of_its_own_is_named(settings):
+    model = hf.attach_(llama(tied="untie", **settings))
     with pytest.raises(ValueError, match="output layer is a tensor train of 128 rows"):
         model.resize_token_embeddings(130)
 

@@ -27,15 +27,16 @@ def bert() -> Any:
     return comera.tensorize_(model, comera.TTConfig(rank=6, order=2, target_modules=wanted))
 
 
-def llama(tied: str = "share") -> Any:
+def llama(tied: str = "share", **settings: Any) -> Any:
     """A language model of the shape of Llama, its output layer tied to its embedding."""
+    settings = settings or {"rank": 6, "order": 2}
     torch.manual_seed(2)
     config = transformers.LlamaConfig(
         vocab_size=_WORDS, hidden_size=_HIDDEN, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    return comera.tensorize_(model, comera.TTConfig(rank=6, order=2, tied=tied))  # type: ignore[arg-type]
+    return comera.tensorize_(model, comera.TTConfig(tied=tied, **settings))  # type: ignore[arg-type]
 
 
 def data(model: Any) -> list[dict[str, Any]]:

@@ -81,6 +81,14 @@ def test_configurations_are_what_tensorize_makes(trained, evaluate, caplog):
     assert "heard" in caplog.text  # afterwards all is logged as before
 
 
+def test_blocks_are_a_configuration_without_an_order(trained, evaluate):
+    config = comera.TTConfig(linear_format="btt", rank=1, target_modules="all-linear")
+    explored = comera.explore(trained[0], evaluate, configs=[config])
+    point = explored.points[1]
+    assert (point.setting, point.order) == ("rank=1, linear_format='btt'", None)
+    assert 0 < point.error < 1
+
+
 @pytest.mark.parametrize(
     ("order", "rank", "ranks"), [(1, 4, "4"), (1, [3], "3 to 4"), (2, [4, 4, 4], "4")]
 )
