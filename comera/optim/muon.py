@@ -209,11 +209,21 @@ def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
     a step of such a matrix would be.
     """
     blocks = updates.transpose(1, 2)
-    _, count, left, width, others, right = blocks.shape
-    rows, cols = left * width, others * right
+    rows, cols = block_matrix(updates.shape[1:])
     steps = orthogonalize(blocks.reshape(-1, rows, cols), ns_steps)
-    steps *= math.sqrt(count * max(rows, cols)) / 2
+    steps *= block_step(updates.shape[1:])
     return steps.view(blocks.shape).transpose(1, 2)
+
+
+def block_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Return the rows and columns of each block of a core of a block tensor train."""
+    left, _, width, others, right = shape
+    return left * width, others * right
+
+
+def block_step(shape: torch.Size) -> float:
+    """Return the spectral norm of a step of such a core, in learning rates and ``STEP_SIZE``."""
+    return math.sqrt(shape[1] * max(block_matrix(shape))) / 2
 
 
 def core_matrix(shape: torch.Size) -> tuple[int, int]:

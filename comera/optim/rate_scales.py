@@ -8,12 +8,13 @@ Bernstein, arXiv 2310.17813). The factor is the one over the other.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
+from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
-from comera.optim.muon import STEP_SIZE, core_matrix
-from comera.shapes import TTShape
+from comera.optim.muon import STEP_SIZE, block_step, core_matrix
 
 _TARGET = 12.0
 """Spectral norm of a step of a square layer, in learning rates, all cores together.
@@ -23,22 +24,25 @@ that were found there stay.
 """
 
 
-def contracted_scale(layer: TTLinear) -> float:
+def contracted_scale(layer: TTLinear | BTTLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
     It follows from modes and from the ranks that the layer was built with, so that it is the same
     after truncation and in another process, and from the norm of fresh orthonormal cores: weights
     that are trained already may be larger or smaller.
     """
-    started = TTShape(layer.shape.in_modes, layer.shape.out_modes, layer.start_ranks)
+    started = replace(layer.shape, ranks=layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
         return 1.0
-    middle = started.ranks[started.split - 1]
-    shapes = started.core_shapes
-    count = len(shapes)
-    norm = math.sqrt(layer.out_features / (3 * middle))  # of the weight, see TTLinear
-    others = norm ** ((count - 1) / count)
+    shapes = [torch.Size(shape) for shape in started.core_shapes]
+    if isinstance(layer, BTTLinear):
+        rank = min(layer.in_features, layer.out_features)
+        steps = [block_step(shape) for shape in shapes]
+    else:
+        rank = started.ranks[started.split - 1]
+        steps = [math.sqrt(max(core_matrix(shape))) for shape in shapes]
+    norm = math.sqrt(layer.out_features / (3 * rank))  # of the weight, see TTLinear
+    others = norm ** (1 - 1 / len(shapes))
     # Changes by different cores hardly agree in direction: their squares add up.
-    steps = math.sqrt(sum(max(core_matrix(torch.Size(shape))) for shape in shapes))
-    moved = STEP_SIZE * steps * others
+    moved = STEP_SIZE * math.sqrt(sum(step * step for step in steps)) * others
     return _TARGET * math.sqrt(layer.out_features / layer.in_features) / moved

@@ -24,6 +24,11 @@ def made(width_in, width_out, order, rank):
     return comera.TTLinear(width_in, width_out, bias=False, rank=rank, order=order)
 
 
+def made_of_blocks(width_in, width_out, rank):
+    torch.manual_seed(0)
+    return comera.BTTLinear(width_in, width_out, bias=False, rank=rank)
+
+
 def moved(layer, optimizer):
     """Return the spectral norm of what the first step changes, in units of sqrt(out / in)."""
     before = layer.dense_weight().detach().clone()
@@ -48,6 +53,21 @@ def test_one_rate_moves_all_shapes_alike(optimizer):
         spread[scale_rates] = max(found) / min(found)
     assert spread["contracted"] < 2.6
     assert spread[None] > 2.5 * spread["contracted"]
+
+
+def test_blocks_move_by_as_much_as_tensor_trains():
+    found = {}
+    for scale_rates in (None, "contracted"):
+        for shape in ((64, 64, 1), (256, 256, 2), (512, 512, 1), (128, 512, 2), (512, 128, 1)):
+            layer = made_of_blocks(*shape)
+            groups = comera.param_groups(layer, 1e-4, scale_rates=scale_rates)
+            cores = [group for group in groups if group["name"] == "cores"]
+            found.setdefault(scale_rates, []).append(moved(layer, comera.MuonAdamW(cores)))
+    trains = made(256, 256, 3, 32)
+    groups = comera.param_groups(trains, 1e-4, scale_rates="contracted")
+    usual = moved(trains, comera.MuonAdamW(groups[:1]))
+    assert all(0.7 < size / usual < 1.1 for size in found["contracted"])
+    assert max(found[None]) / min(found[None]) > 3
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
