@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: device='cuda' needs a GPU that torch can see; --device cpu runs here")
+        print(
+            "error: device='cuda' needs a GPU that torch can see; --device cpu runs here",
+            file=sys.stderr,
+        )
         return 1
     if options.part:
         deadline = time.monotonic() + options.seconds
@@ -99,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     named = {stage.name for stage in STAGES}
     unknown = [name for name in options.only or () if name not in named]
     if unknown:
-        print(f"error: only={unknown[0]!r} must be some of {', '.join(sorted(named))}")
+        print(
+            f"error: only={unknown[0]!r} must be some of {', '.join(sorted(named))}",
+            file=sys.stderr,
+        )
         return 1
     return run_stages(options)
 

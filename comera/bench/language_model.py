@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import lzma
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,11 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     unknown = [name for name in options.methods if name not in METHODS]
     if unknown:
-        print(f"error: methods={unknown[0]!r} must be some of {', '.join(METHODS)}")
+        print(
+            f"error: methods={unknown[0]!r} must be some of {', '.join(METHODS)}", file=sys.stderr
+        )
         return 1
     wrong = [share for share in options.shares if not 0 < share < 1]
     if wrong:
-        print(f"error: shares={wrong[0]} must be between 0 and 1: how much of the linears goes")
+        print(
+            f"error: shares={wrong[0]} must be between 0 and 1: how much of the linears goes",
+            file=sys.stderr,
+        )
         return 1
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)

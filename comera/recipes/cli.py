@@ -61,19 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count, rank = count_started(os.environ), rank_started(os.environ)
     speaks = count == 1 or rank == 0
     logging.basicConfig(format="%(message)s", level=logging.INFO if speaks else logging.ERROR)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console, errors = Console(), Console(stderr=True)
+    for each in (console, errors):
+        if not each.is_terminal:
+            each.width = _FILE_WIDTH
     if count > 1 and words[:1] not in (["train"], []):
         # All of them would do the same; the first alone says so.
         if speaks:
-            _print_error(_ONE_PROCESS.format(count=count, command=words[0]), console)
+            _print_error(_ONE_PROCESS.format(count=count, command=words[0]), errors)
         return 1
     try:
         chosen = _understood(words, speaks)
     except (ValueError, OSError) as problem:
         if speaks:
-            _print_error(_said(problem), console)
+            _print_error(_said(problem), errors)
         return 1
     try:
         if isinstance(chosen, RunConfig):
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What the processes have found together the first one says; else each its own.
         if speaks or not isinstance(problem, NonFiniteLossError | OtherProcessError):
             said = _said(problem)
-            _print_error(said if speaks else f"in process {rank}: {said}", console)
+            _print_error(said if speaks else f"in process {rank}: {said}", errors)
         return 1
 
 

@@ -320,6 +320,12 @@ class RunConfig:
             raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
         if self.clicks is not None and self.model.qk_init == "same":
             raise ValueError("model.qk_init=same: the model of clicks has no attention")
+        where = "causal_text" if self.causal_text is not None else "clicks"
+        if self.model.position_std != ModelConfig.position_std and getattr(self, where) is not None:
+            raise ValueError(
+                f"model.position_std={self.model.position_std}: the model of {where} has no "
+                "embeddings of positions"
+            )
         if not self.model.position_std > 0:
             raise ValueError(f"model.position_std={self.model.position_std} must be positive")
         if (self.train.steps is None) == (self.train.epochs is None):

@@ -48,7 +48,7 @@ def test_ctrl_c_while_ways_are_timed_keeps_the_profile(quick, monkeypatch):
 def test_it_says_at_once_that_the_environment_leaves_no_choice(quick, monkeypatch, capsys):
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     assert main(["calibrate"]) == 1
-    assert "COMERA_KERNELS=ref leaves no choice" in capsys.readouterr().out
+    assert "COMERA_KERNELS=ref leaves no choice" in capsys.readouterr().err
 
 
 def test_the_command_prints_what_was_measured(quick, capsys):
@@ -64,7 +64,7 @@ def test_what_is_no_device_is_named(quick):
 def test_threads_below_one_are_named(quick, capsys):
     for threads in (0, -1):
         assert main(["calibrate", f"--threads={threads}"]) == 1
-        assert f"threads={threads} must be at least 1" in capsys.readouterr().out
+        assert f"threads={threads} must be at least 1" in capsys.readouterr().err
 
 
 def test_every_dtype_the_defaults_know_is_measured():

@@ -182,7 +182,7 @@ def test_shares_of_the_time_come_to_all_of_it():
 def test_bad_options_are_named(words, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(words) == 1
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

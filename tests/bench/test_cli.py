@@ -72,7 +72,8 @@ def test_a_missing_peer_is_one_line(monkeypatch, tmp_path, capsys):
         monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "out.json"
     assert bench("linear", *LAYER, "--tokens", "20", f"--json={out}") == 0
-    assert set(results(out)[0]["summary"]) == {"dense", "comera"}
+    names = {"dense", "comera", "comera blocks, rank 1"}
+    assert set(results(out)[0]["summary"]) == names
     assert bench("step", *MODEL, "--batch", "2", "--repeats", "1", f"--json={out}") == 0
     assert len(results(out)[0]["summary"]) == 2
     shown = capsys.readouterr().out
@@ -195,7 +196,7 @@ def test_embedding_times_a_curve_at_its_points(axis, points, tmp_path):
 
 def test_points_of_a_table_need_a_curve(capsys):
     assert bench("embedding", *TABLE, "--points", "8") == 1
-    assert "needs --curve, one of indices, rows" in capsys.readouterr().out
+    assert "needs --curve, one of indices, rows" in capsys.readouterr().err
 
 
 def test_a_dense_table_that_is_too_large_is_left_out(tmp_path, capsys):
@@ -282,7 +283,7 @@ def test_processes_are_timed_on_a_cpu(capsys, monkeypatch):
     monkeypatch.setattr(commands, "traffic", lambda *given: None)
     monkeypatch.setattr(commands.Session, "introduce", lambda *given: None)
     assert bench("traffic", *MODEL, "--processes", "2", "--device=cuda") == 1
-    assert "are timed over gloo on a CPU, and device=cuda" in capsys.readouterr().out
+    assert "are timed over gloo on a CPU, and device=cuda" in capsys.readouterr().err
 
 
 def in_this_process(words, **_):
@@ -329,7 +330,7 @@ def test_memory_is_measured_in_a_process_of_its_own():
 def test_memory_says_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peak, "_STATUS", tmp_path / "status")
     assert bench("memory", *MODEL) == 1
-    assert "device='cpu' needs Linux" in capsys.readouterr().out
+    assert "device='cpu' needs Linux" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -348,13 +349,13 @@ def test_memory_says_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
 )
 def test_bad_options_are_refused(words, message, capsys):
     assert bench(*words) == 1
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys):
     assert bench("linear", "--device", "cuda") == 1
-    assert "device='cuda' needs a GPU" in capsys.readouterr().out
+    assert "device='cuda' needs a GPU" in capsys.readouterr().err
 
 
 def test_help_reads_well(capsys):
@@ -383,9 +384,9 @@ def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     assert bench("optimizers", *words, "--only", "GaLore, C", f"--json={out}") == 0
     assert [row["optimizer"] for row in results(out)[0]["rows"]] == ["AdamW, fused", "GaLore, CAME"]
     assert bench("optimizers", *words, "--only", "Lion") == 1
-    assert "only='Lion' is part of none of AdamW, fused, Adafactor" in capsys.readouterr().out
+    assert "only='Lion' is part of none of AdamW, fused, Adafactor" in capsys.readouterr().err
     assert bench("optimizers", "--rank=0") == 1
-    assert "rank=0 must be at least 1" in capsys.readouterr().out
+    assert "rank=0 must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -477,7 +478,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
 )
 def test_bad_options_of_kernels_are_refused(options, message, capsys):
     assert bench("kernels", *KERNELS, *options) == 1
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

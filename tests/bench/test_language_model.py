@@ -118,7 +118,7 @@ def test_a_point_is_what_the_method_says(trained, tmp_path):
 )
 def test_wrong_options_are_named(texts, tmp_path, option, problem, capsys):
     assert run(texts, tmp_path / "found", option) == 1
-    assert problem in capsys.readouterr().out
+    assert problem in capsys.readouterr().err
 
 
 def test_a_text_that_is_too_short_is_named(texts, trained, tmp_path, monkeypatch):

@@ -36,4 +36,4 @@ def test_from_the_command_line(capsys):
 
 def test_widths_that_are_no_pairs_are_named(capsys):
     assert main(["bench", "ranking", "--widths", "12", "--repeats", "1"]) == 1
-    assert "widths='12' must be pairs of widths, such as 768:3072" in capsys.readouterr().out
+    assert "widths='12' must be pairs of widths, such as 768:3072" in capsys.readouterr().err

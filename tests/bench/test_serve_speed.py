@@ -73,7 +73,7 @@ def test_a_process_that_fails_says_why(monkeypatch, capsys):
     monkeypatch.setattr(serve_speed.subprocess, "run", lambda words, **_: failed)
     assert main(WORDS) == 1
     assert "dense: the measuring process ended with status 1: Killed for this test" in (
-        " ".join(capsys.readouterr().out.split())
+        " ".join(capsys.readouterr().err.split())
     )
 
 
@@ -87,4 +87,4 @@ def test_a_process_that_fails_says_why(monkeypatch, capsys):
 )
 def test_shapes_that_are_none_are_refused(word, message, capsys):
     assert main([*WORDS, word]) == 1
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().err.split())

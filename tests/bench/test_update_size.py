@@ -56,4 +56,4 @@ def test_steps_of_layers_gates_and_hot_rows_are_measured(tmp_path, capsys):
 )
 def test_what_makes_no_sense_is_refused(words, message, capsys):
     assert main(["bench", "updates", *words]) == 1
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().err.split())

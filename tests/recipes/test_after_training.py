@@ -150,7 +150,7 @@ def test_other_data_are_not_evaluated(folder, tmp_path, monkeypatch, capsys):
     changed.write_text(changed.read_text() + "# more\n")
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 1
-    assert "the data are not those that run was trained on (" in capsys.readouterr().out
+    assert "the data are not those that run was trained on (" in capsys.readouterr().err
 
 
 LINES = {
@@ -218,7 +218,7 @@ def test_a_run_of_clicks_that_kept_no_categories_is_named(folder, tmp_path, caps
     (tmp_path / "run/categories.safetensors").unlink()
     Path("lines.txt").write_text("{}\n")
     assert main(["predict", str(tmp_path / "run"), "lines.txt"]) == 1
-    assert "has no categories.safetensors" in capsys.readouterr().out.replace("\n", " ")
+    assert "has no categories.safetensors" in capsys.readouterr().err.replace("\n", " ")
 
 
 RUN = """
@@ -267,7 +267,7 @@ def test_dense_weights_are_those_of_the_dense_model(folder, tmp_path, capsys):
     with torch.no_grad():
         torch.testing.assert_close(dense(*INPUTS["causal"]), expected, rtol=1e-4, atol=1e-5)
     assert main(["export", "runs/causal", str(tmp_path / "model.bin")]) == 1
-    assert "must end in one of .pt2" in capsys.readouterr().out
+    assert "must end in one of .pt2" in capsys.readouterr().err
 
 
 def test_runs_and_their_files_are_listed(folder, capsys):
@@ -282,7 +282,7 @@ def test_runs_and_their_files_are_listed(folder, capsys):
         assert path.name in files or path.name == ".lock"
     assert "not written by comera train" not in files
     assert main(["list", "cache"]) == 1
-    assert "cache holds no run of comera train" in capsys.readouterr().out
+    assert "cache holds no run of comera train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["masked", "causal"])
@@ -308,4 +308,4 @@ def test_a_finished_run_is_trained_on(folder, name, capsys, monkeypatch):
     assert main([*words, "--train.steps=45"]) == 0
     assert "is finished" in capsys.readouterr().out
     assert main([*words, "--train.steps=40"]) == 1
-    assert "other settings (train.steps: 45 -> 40" in capsys.readouterr().out.replace("\n", " ")
+    assert "other settings (train.steps: 45 -> 40" in capsys.readouterr().err.replace("\n", " ")

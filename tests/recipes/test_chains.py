@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_other_settings_of_checkpoints(source, tmp_path, caps
     (out / "result.json").unlink()
     path.write_text(RUN.format(out=out, folder=source, mode="lossy"))
     assert main(["train", str(path), "--train.batch_size=5"]) == 1
-    assert "other settings (train.batch_size: 4 -> 5)" in capsys.readouterr().out
+    assert "other settings (train.batch_size: 4 -> 5)" in capsys.readouterr().err
     assert main(["train", str(path), "--checkpoints.keep_last=3"]) == 0
     assert "mode: lossy" in (out / "config.yaml").read_text()
     assert CheckpointChain(out / "checkpoints").steps() == [8, 12]
@@ -68,7 +68,7 @@ def test_settings_of_checkpoints_that_make_no_sense_are_named(source, tmp_path, 
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(out=tmp_path / "out", folder=source, mode="lossy"))
     assert main(["train", str(path), "--checkpoints.bits=9"]) == 1
-    assert "checkpoints.bits is 9; it can be 2 to 8" in capsys.readouterr().out
+    assert "checkpoints.bits is 9; it can be 2 to 8" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -129,9 +129,9 @@ def test_export_writes_weights_for_others(tmp_path, capsys):
     assert main(["checkpoint", "export", folder, str(file), "--step=5"]) == 0
     make_model().load_state_dict(load_file(file))
     assert main(["checkpoint", "export", folder, str(file), "--step=6"]) == 1
-    assert "there are 5, 10, 15" in capsys.readouterr().out
+    assert "there are 5, 10, 15" in capsys.readouterr().err
     assert main(["checkpoint", "export", folder, str(file), "--step=last"]) == 1
-    assert "step='last' must be a number" in capsys.readouterr().out
+    assert "step='last' must be a number" in capsys.readouterr().err
 
 
 def test_compress_takes_the_series_of_other_programs(tmp_path, capsys):
@@ -166,7 +166,7 @@ def test_compress_takes_the_series_of_other_programs(tmp_path, capsys):
 def test_what_cannot_be_compressed_is_named(tmp_path, capsys):
     def said(*words):
         assert main(["checkpoint", *map(str, words)]) == 1
-        return re.sub(r"\s+", " ", capsys.readouterr().out)
+        return re.sub(r"\s+", " ", capsys.readouterr().err)
 
     out = tmp_path / "out"
     assert "no checkpoints in" in said("compress", tmp_path / "none", out)
@@ -216,6 +216,6 @@ def test_evaluate_sets_what_is_read_beside_the_run(source, tmp_path, capsys):
     assert any(differences)
     assert max(map(abs, differences)) < 3
     assert main(["checkpoint", "evaluate", str(out), "--at=5"]) == 1
-    assert "there is no checkpoint of step 5" in capsys.readouterr().out
+    assert "there is no checkpoint of step 5" in capsys.readouterr().err
     assert main(["checkpoint", "evaluate", chain]) == 1
-    assert "is not a run" in capsys.readouterr().out
+    assert "is not a run" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(content)
     assert main(["train", "run.yaml"]) == 1
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
 def test_a_mistake_on_the_command_line_is_named(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 1
-    assert capsys.readouterr().out.startswith(f"error: {message}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
     assert main(["predict", "x" * 300]) == 1
-    assert capsys.readouterr().out.endswith("xxx/config.yaml: File name too long\n")
+    assert capsys.readouterr().err.endswith("xxx/config.yaml: File name too long\n")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
 
 def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "none.yaml")]) == 1
-    assert f"there is no file {tmp_path}/none.yaml" in capsys.readouterr().out
+    assert f"there is no file {tmp_path}/none.yaml" in capsys.readouterr().err
 
 
 def test_the_folder_of_a_run_stands_for_the_run(tmp_path, monkeypatch, capsys):

@@ -238,7 +238,7 @@ def test_the_command_ends_in_one_line(tmp_path, capsys):
     with file.open("a") as out:
         out.write("# one line more\n")
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    *_, last = capsys.readouterr().out.splitlines()
+    *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"error: {config.out} holds a run that was begun with other data")
     assert f"(1 file: {name} changed)" in last
 
@@ -249,7 +249,7 @@ def test_checkpoints_are_not_evaluated_on_other_data(tmp_path, capsys):
     assert main(["checkpoint", "evaluate", config.out]) == 0
     changed_in_place(file)
     assert main(["checkpoint", "evaluate", config.out]) == 1
-    assert f"was trained on other data (1 file: {name} changed)" in capsys.readouterr().out
+    assert f"was trained on other data (1 file: {name} changed)" in capsys.readouterr().err
 
 
 # ── sweeps ───────────────────────────────────────────────────────────────────────────────────────

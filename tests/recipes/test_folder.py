@@ -184,7 +184,7 @@ def test_damaged_settings_are_named_and_can_be_replaced(config, damaged):
 @pytest.mark.parametrize("name", ["[best] run", "[/x]"])
 def test_errors_repeat_what_was_typed(tmp_path, capsys, name):
     assert main(["report", str(tmp_path / name)]) == 1
-    assert f"{name} is not a run" in capsys.readouterr().out
+    assert f"{name} is not a run" in capsys.readouterr().err
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path, capsys):
@@ -192,5 +192,5 @@ def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path, capsys):
     settings = dataclasses.asdict(config) | {"out": str(tmp_path / "file")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    assert "error:" in (said := capsys.readouterr().out)
+    assert "error:" in (said := capsys.readouterr().err)
     assert str(tmp_path / "file") in said

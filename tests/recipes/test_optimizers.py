@@ -284,7 +284,7 @@ def file(config, tmp_path):
 def test_the_name_alone_in_a_file_or_on_the_command_line(file, capsys):
     def planned(*words):
         status = main(["plan", *words])
-        return status, capsys.readouterr().out
+        return status, "".join(capsys.readouterr())
 
     adamw, came = file({"lr": 1e-3}), "CAME keeps"
     assert "AdamW keeps" in planned(adamw)[1]

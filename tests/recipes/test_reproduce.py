@@ -94,11 +94,11 @@ def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, forked_ru
 def test_a_wrong_word_is_named_before_anything_is_trained(tmp_path, capsys):
     command = ["reproduce", "came-shapes", f"--out={tmp_path}"]
     assert main([*command, "--skip=[cam]"]) == 1
-    assert "skip=cam is neither a variant nor a run: did you mean came?" in capsys.readouterr().out
+    assert "skip=cam is neither a variant nor a run: did you mean came?" in capsys.readouterr().err
     assert main([*command, "--set=[train]"]) == 1
-    assert "--set=train must be KEY=VALUE" in capsys.readouterr().out
+    assert "--set=train must be KEY=VALUE" in capsys.readouterr().err
     assert main([*command, "--set=[train.stepps=3]"]) == 1
-    assert "stepps" in capsys.readouterr().out
+    assert "stepps" in capsys.readouterr().err
 
 
 def test_the_list_says_what_each_is(capsys):

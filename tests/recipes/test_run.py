@@ -227,12 +227,12 @@ def test_command_line_overrides_and_names_unknown_keys(tmp_path, capsys):
     capsys.readouterr()
     for typed, meant in (("train.step", "train.steps"), ("two_stage.targt", "two_stage.target")):
         assert main(["plan", quickstart, f"--{typed}=3"]) == 1  # no abbreviations
-        said = capsys.readouterr().out
+        said = capsys.readouterr().err
         assert said == f"error: --{typed}=3 is not a setting: did you mean --{meant}?\n"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("modell:\n  d_model: 3\n")
     assert main(["train", str(wrong)]) == 1
-    assert "modell is not a setting: did you mean model?" in capsys.readouterr().out
+    assert "modell is not a setting: did you mean model?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -250,12 +250,12 @@ def test_a_key_of_a_section_is_named(tmp_path, monkeypatch, capsys, section, wor
     path.write_text(f"{text}two_stage: {section}\n")
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "run.yaml", *words]) == 1
-    assert capsys.readouterr().out.startswith(f"error: {message}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_command_line_reports_errors_without_a_traceback(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
-    assert "is not a run" in capsys.readouterr().out
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_training_leaves_the_number_of_threads_alone_unless_told(config):
@@ -292,6 +292,15 @@ def test_keys_of_a_run_may_begin_as_its_queries(config, tensorize):
     assert keys
     assert all(torch.equal(keys[name], q) for name, q in attention.query.state_dict().items())
     assert float(made.positions.detach().std()) == pytest.approx(0.002, rel=0.1)
+
+
+def test_positions_that_a_model_has_not_are_named(config):
+    text = config.masked_text
+    config = dataclasses.replace(
+        config, masked_text=None, causal_text=text, model=ModelConfig(position_std=0.006)
+    )
+    with pytest.raises(ValueError, match=r"position_std=0\.006: the model of causal_text has no"):
+        config.check()
 
 
 @pytest.mark.parametrize(
@@ -409,12 +418,12 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
 )
 def test_a_wrong_value_is_repeated_with_what_would_be_right(words, message, capsys):
     assert main(["plan", "quickstart", *words.split()]) == 1
-    assert capsys.readouterr().out.startswith(f"error: {message}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
     assert main(["plan", "quickstart", "--tensorize.rank=-1"]) == 1
-    assert capsys.readouterr().out == "error: tensorize.rank=-1 must be at least 1 on every bond\n"
+    assert capsys.readouterr().err == "error: tensorize.rank=-1 must be at least 1 on every bond\n"
 
 
 def test_words_for_every_type_of_a_setting():

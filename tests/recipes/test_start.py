@@ -144,7 +144,7 @@ def test_one_of_several_processes_refuses_before_anything_is_written(
     for name, value in {"WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, str(value))
     assert main([command, "run.yaml"]) == 1
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
     if rank:
         assert said == ""
@@ -162,7 +162,7 @@ def test_one_process_alone_is_not_refused(monkeypatch, capsys, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["plan", "/none.yaml"]) == 1
-    assert "there is no file /none.yaml" in capsys.readouterr().out
+    assert "there is no file /none.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -348,9 +348,9 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(content, tmp_path):
 def test_the_command_line_names_what_is_wrong(content, tmp_path, capsys):
     path = str(written(content, tmp_path))
     assert main(["sweep", path, "--jobs=0"]) == 1
-    assert "jobs=0 must be at least 1" in capsys.readouterr().out
+    assert "jobs=0 must be at least 1" in capsys.readouterr().err
     assert main(["sweep", str(tmp_path / "absent.yaml")]) == 1
-    assert "there is no file" in capsys.readouterr().out
+    assert "there is no file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,4 +22,4 @@ def test_processes_of_torchrun_do_not_start_the_same_sweep(tmp_path, monkeypatch
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["sweep", "sweep.yaml"]) == 1
-    assert "started as 2 processes" in capsys.readouterr().out
+    assert "started as 2 processes" in capsys.readouterr().err
