@@ -4,7 +4,8 @@ A step moves all cores of a layer, and the weight that they contract to by about
 each of them brings. With K cores of spectral norm g each, a step of norm s of one core moves the
 weight by ``s * g ** (K - 1)``: more the wider the layer is, and more for wide bonds. What
 activations need is a change of spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and
-Bernstein, arXiv 2310.17813). The factor is the one over the other.
+Bernstein, arXiv 2310.17813). Models of widths 128 to 512 want a change that falls with the root of
+``in`` besides (``docs/experiments.md``). The factor is the one over the other.
 """
 
 import math
@@ -16,11 +17,11 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.optim.muon import STEP_SIZE, block_step, core_matrix
 
-_TARGET = 12.0
-"""Spectral norm of a step of a square layer, in learning rates, all cores together.
+_TARGET, _AT_WIDTH = 12.0, 256
+"""Spectral norm of a step of a square layer of this width, in learning rates, all cores together.
 
-About what it is at width 256 with bonds of 8, 16, 52, 16 and 8 without a factor, so that the rates
-that were found there stay.
+About what it is with bonds of 8, 16, 52, 16 and 8 without a factor, so that the rates that were
+found there stay.
 """
 
 
@@ -45,4 +46,4 @@ def contracted_scale(layer: TTLinear | BTTLinear) -> float:
     others = norm ** (1 - 1 / len(shapes))
     # Changes by different cores hardly agree in direction: their squares add up.
     moved = STEP_SIZE * math.sqrt(sum(step * step for step in steps)) * others
-    return _TARGET * math.sqrt(layer.out_features / layer.in_features) / moved
+    return _TARGET * math.sqrt(_AT_WIDTH * layer.out_features) / layer.in_features / moved

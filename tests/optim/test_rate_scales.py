@@ -30,14 +30,14 @@ def made_of_blocks(width_in, width_out, rank):
 
 
 def moved(layer, optimizer):
-    """Return the spectral norm of what the first step changes, in units of sqrt(out / in)."""
+    """Return the spectral norm of what the first step changes, in units of sqrt(out) / in."""
     before = layer.dense_weight().detach().clone()
     x = torch.randn(256, layer.in_features)
     teacher = torch.randn(layer.in_features, layer.out_features) / layer.in_features**0.5
     (layer(x) - x @ teacher).square().mean().backward()
     optimizer.step()
     change = spectral_norm(layer.dense_weight().detach() - before)
-    return change / math.sqrt(layer.out_features / layer.in_features)
+    return change * layer.in_features / math.sqrt(layer.out_features)
 
 
 @pytest.mark.parametrize("optimizer", [comera.MuonAdamW, torch.optim.AdamW])
@@ -80,7 +80,7 @@ def test_the_factor_is_what_fresh_cores_say(shape):
         rows, cols = core_matrix(core.shape)
         # The step of a core, 0.6 rates in root mean square, times all other cores, of one norm.
         squares += (0.6 * math.sqrt(max(rows, cols)) * norm ** ((count - 1) / count)) ** 2
-    wanted = 12 * math.sqrt(shape[1] / shape[0]) / math.sqrt(squares)
+    wanted = 12 * math.sqrt(256 * shape[1]) / shape[0] / math.sqrt(squares)
     assert contracted_scale(layer) == pytest.approx(wanted, rel=1e-3)
 
 
