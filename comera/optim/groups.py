@@ -38,9 +38,9 @@ def param_groups(
             :class:`~comera.TTConfig`. Embeddings and output layers do better without.
         scale_rates: ``"contracted"`` multiplies the rate of each linear layer's cores by a factor
             from its widths, modes and ranks, so that a step moves the weight they contract to by
-            as much at every width, order and rank; None leaves all cores at one rate. The factor
-            is about 1 at width 256, below it above and above it below. Tables and hot rows keep
-            their rate.
+            as much at every order and rank, and by less the wider it is; None leaves all cores at
+            one rate. The factor is about 1 at width 256, below it above and above it below. Tables
+            and hot rows keep their rate.
 
     Returns:
         Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; empty ones are left out. With

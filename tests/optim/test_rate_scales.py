@@ -55,7 +55,7 @@ def test_one_rate_moves_all_shapes_alike(optimizer):
     assert spread[None] > 2.5 * spread["contracted"]
 
 
-def test_blocks_move_by_as_much_as_tensor_trains():
+def test_blocks_move_by_half_of_what_tensor_trains_do():
     found = {}
     for scale_rates in (None, "contracted"):
         for shape in ((64, 64, 1), (256, 256, 2), (512, 512, 1), (128, 512, 2), (512, 128, 1)):
@@ -66,7 +66,7 @@ def test_blocks_move_by_as_much_as_tensor_trains():
     trains = made(256, 256, 3, 32)
     groups = comera.param_groups(trains, 1e-4, scale_rates="contracted")
     usual = moved(trains, comera.MuonAdamW(groups[:1]))
-    assert all(0.7 < size / usual < 1.1 for size in found["contracted"])
+    assert all(0.35 < size / usual < 0.55 for size in found["contracted"])
     assert max(found[None]) / min(found[None]) > 3
 
 
