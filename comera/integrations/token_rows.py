@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.table import TTTable
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.surgery.rows import append_rows_
@@ -65,7 +64,7 @@ def _resized_head(
 
     The new entries of that are the mean of the others.
     """
-    if isinstance(old, TTLinear | BTTLinear) and new_num_tokens not in (None, old.out_features):
+    if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
         raise ValueError(
             f"the output layer is a tensor train of {old.out_features} rows that share their "
             'cores: leave it dense, or tie it to the embedding with TTConfig(tied="share")'

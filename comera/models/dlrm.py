@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.collection import Bags, TTEmbeddingBagCollection
 from comera.nn.init import Init
-from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.table import TTTable
 
 
@@ -96,9 +95,9 @@ class DLRM(nn.Module):
             else:
                 nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
         for layer in self.modules():
-            if isinstance(layer, nn.Linear | TTLinear | BTTLinear):
+            if isinstance(layer, nn.Linear | CompressedLinear):
                 std = math.sqrt(2 / (layer.in_features + layer.out_features))
-                if isinstance(layer, TTLinear | BTTLinear):
+                if isinstance(layer, CompressedLinear):
                     layer.reset_parameters(std, init)
                 else:
                     nn.init.normal_(layer.weight, std=std)

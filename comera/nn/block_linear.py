@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule
+from comera.nn.linear_base import CompressedLinear, check_linear
+from comera.nn.module import PRUNE_BELOW
 from comera.ops.cores import open_gate
 from comera.ops.linear.blocks import (
     block_linear,
@@ -20,7 +21,7 @@ from comera.planning.products import Layer
 from comera.shapes import BTTShape, only_one
 
 
-class BTTLinear(TensorTrainModule):
+class BTTLinear(CompressedLinear):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as a block tensor train.
 
     The weight is a grid of blocks, each a matrix of rank R of its own, so that the whole may be of
@@ -57,8 +58,6 @@ class BTTLinear(TensorTrainModule):
     Source: Qiu et al., Compute Better Spent, arXiv 2406.06248, section 4.
     """
 
-    __constants__ = ("in_features", "out_features")
-    bias: nn.Parameter | None
     shape: BTTShape  # type: ignore[assignment]
     _modes: BTTShape  # type: ignore[assignment]
 
@@ -76,30 +75,10 @@ class BTTLinear(TensorTrainModule):
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
         fitted = BTTShape.fit(
             in_features, out_features, rank=rank, shape=shape, compression=compression
         )
-        self._build(fitted, prune_below, device, dtype)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
-        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
-
-        Args:
-            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
-            init: ``"orthogonal"`` draws blocks of cores with equal singular values, ``"normal"``
-                independent numbers.
-        """
-        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+        self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
@@ -154,13 +133,6 @@ class BTTLinear(TensorTrainModule):
         modes = self._modes
         blocks = weight_to_blocks(weight, modes.in_modes, modes.out_modes)
         self.set_cores_(split_blocks(blocks, *_rank_or(tolerance, self.ranks[0])))
-
-    def _weight_size(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def num_dense(self) -> int:
-        return self.in_features * self.out_features
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
@@ -223,49 +195,14 @@ class BTTLinear(TensorTrainModule):
             TypeError: If ``linear`` is something else.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
-        weight = getattr(linear, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
-            raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
-        out_features, in_features = weight.shape
+        in_features, out_features = check_linear(linear)
         fitted = BTTShape.fit(
             in_features, out_features, rank=rank, shape=shape, compression=compression
         )
-        blocks = weight_to_blocks(weight, fitted.in_modes, fitted.out_modes)
+        blocks = weight_to_blocks(linear.weight, fitted.in_modes, fitted.out_modes)
         cores = split_blocks(blocks, *_rank_or(tolerance, fitted.ranks[0]))
-        layer = cls(
-            in_features,
-            out_features,
-            linear.bias is not None,
-            "meta",  # nothing is drawn there
-            weight.dtype,
-            shape=BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],)),
-            prune_below=prune_below,
-        ).to_empty(device=weight.device)
-        layer.set_cores_(cores)
-        if layer.bias is not None:
-            layer.bias.copy_(linear.bias)
-        layer.freeze_like_(linear)
-        return layer.train(linear.training)
-
-    @torch.no_grad()
-    def to_dense(self) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for."""
-        like = self.cores[0]
-        dense = nn.Linear(  # on meta, where nothing is drawn
-            self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
-        ).to_empty(device=like.device)
-        dense.weight.copy_(self.dense_weight())
-        dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
-        if self.bias is not None:
-            dense.bias.copy_(self.bias)
-            dense.bias.requires_grad_(self.bias.requires_grad)
-        return dense.train(self.training)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self._describe_ranks()}"
-        )
+        shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
+        return cls._on_cores(linear, shape, list(cores), prune_below)
 
 
 def _rank_or(tolerance: float | None, rank: int) -> tuple[Any, ...]:

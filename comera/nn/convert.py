@@ -17,6 +17,7 @@ from comera.nn.experts import experts_apart, fuse_experts_
 from comera.nn.forms import as_torch, form_of, from_torch
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.module import TensorTrainModule
 from comera.nn.output_error import input_moments, output_error
 from comera.nn.pointwise import TTPointwise
@@ -146,7 +147,7 @@ def densify_(model: nn.Module) -> nn.Module:
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, (TTLinear, BTTLinear, TTTable)):
+        if isinstance(module, (CompressedLinear, TTTable)):
             dense = module.to_dense()
             dense.weight = weights.setdefault(id(module.cores), dense.weight)
             replacements[id(module)] = from_torch(dense, module.dense_form)
@@ -184,7 +185,7 @@ def _say_what_is_off(
     linear = {
         name: layer
         for name, new in made.items()
-        if isinstance(new, TTLinear | BTTLinear)
+        if isinstance(new, CompressedLinear)
         and isinstance(layer := as_torch(old[name]), nn.Linear)
         and _holds_numbers(new)
     }
@@ -216,9 +217,9 @@ def _say_what_is_off(
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
     """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
-    alike: dict[object, list[tuple[str, TTLinear | BTTLinear]]] = {}
+    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
     for name, layer in layers.items():
-        if isinstance(layer, TTLinear | BTTLinear):
+        if isinstance(layer, CompressedLinear):
             alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
@@ -317,7 +318,7 @@ def _build(
     if init == "svd" and not isinstance(module, nn.Linear):
         settings["scatter_rows"] = False
     settings |= {"device": module.weight.device, "dtype": module.weight.dtype}
-    new: TTLinear | BTTLinear | TTTable
+    new: CompressedLinear | TTTable
     if isinstance(module, nn.Linear):
         bias = module.bias is not None
         new = linear_class(module.in_features, module.out_features, bias, **settings)
@@ -350,7 +351,7 @@ def _along(layer: Any, feature_dim: int) -> Any:
 def _take_scale(new: Any, module: Any, init: Init) -> None:
     """Keep the scale that the model's own initialisation gave the weight, and its bias."""
     new.reset_parameters(float(module.weight.float().square().mean().sqrt()), init)
-    if isinstance(new, TTLinear | BTTLinear) and new.bias is not None:
+    if isinstance(new, CompressedLinear) and new.bias is not None:
         new.bias.copy_(module.bias)
 
 

@@ -1,6 +1,5 @@
 """A linear layer whose weight is a tensor train with trainable ranks."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, listed, may_share
+from comera.nn.linear_base import CompressedLinear, check_linear
+from comera.nn.module import PRUNE_BELOW, listed, may_share
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
 from comera.ops.factors import Factors, contract_cores
@@ -20,7 +19,7 @@ from comera.planning.products import Layer
 from comera.shapes import TTShape, only_one, padded_rank
 
 
-class TTLinear(TensorTrainModule):
+class TTLinear(CompressedLinear):
     """Drop-in for :class:`torch.nn.Linear` that stores its weight as rank-gated tensor-train cores.
 
     Args:
@@ -51,8 +50,6 @@ class TTLinear(TensorTrainModule):
     Source: CoMERA, arXiv 2405.14377, section 3.
     """
 
-    __constants__ = ("in_features", "out_features")
-    bias: nn.Parameter | None
     shared_factors: tuple[Tensor, Tensor] | None = None
     narrow_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
@@ -73,29 +70,10 @@ class TTLinear(TensorTrainModule):
         prune_below: float = PRUNE_BELOW,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
         fitted = TTShape.fit(
             in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
         )
-        self._build(fitted, prune_below, device, dtype)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
-        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
-
-        Args:
-            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
-            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
-        """
-        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+        self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return _LINEAR(self, input)
@@ -194,13 +172,6 @@ class TTLinear(TensorTrainModule):
 
         self.set_cores_(decompose_matrix(weight, self.shape, tolerance))
 
-    def _weight_size(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def num_dense(self) -> int:
-        return self.in_features * self.out_features
-
     @classmethod
     @torch.no_grad()
     def from_linear(
@@ -233,48 +204,13 @@ class TTLinear(TensorTrainModule):
         from comera.nn.decompose import decompose_matrix
 
         only_one(rank=rank, compression=compression, tolerance=tolerance)
-        weight = getattr(linear, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
-            raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
-        out_features, in_features = weight.shape
+        in_features, out_features = check_linear(linear)
         fitted = TTShape.fit(
             in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
         )
         cores = decompose_matrix(linear.weight, fitted, tolerance)
-        layer = cls(
-            in_features,
-            out_features,
-            linear.bias is not None,
-            "meta",  # nothing is drawn there
-            linear.weight.dtype,
-            shape=replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1])),
-            prune_below=prune_below,
-        ).to_empty(device=linear.weight.device)
-        layer.set_cores_(cores)
-        if layer.bias is not None:
-            layer.bias.copy_(linear.bias)
-        layer.freeze_like_(linear)
-        return layer.train(linear.training)
-
-    @torch.no_grad()
-    def to_dense(self) -> nn.Linear:
-        """Return the :class:`torch.nn.Linear` this layer stands for."""
-        like = self.cores[0]
-        dense = nn.Linear(  # on meta, where nothing is drawn
-            self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
-        ).to_empty(device=like.device)
-        dense.weight.copy_(self.dense_weight())
-        dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
-        if self.bias is not None:
-            dense.bias.copy_(self.bias)
-            dense.bias.requires_grad_(self.bias.requires_grad)
-        return dense.train(self.training)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self._describe_ranks()}"
-        )
+        shape = replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1]))
+        return cls._on_cores(linear, shape, cores, prune_below)
 
 
 _LINEAR = Ways(

@@ -4,8 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
 from comera.optim.projection import matrix_shape
@@ -85,7 +84,7 @@ def _scaled(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, An
     """Split the group of cores by the factors of their rates, in the order of their layers."""
     scales: dict[int, float] = {}
     for layer in tensor_trains(model).values():
-        if isinstance(layer, TTLinear | BTTLinear):
+        if isinstance(layer, CompressedLinear):
             scale = float(f"{contracted_scale(layer):.3g}")  # few groups: neighbours are as good
             for core in layer.cores:
                 scales.setdefault(id(core), scale)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.optim.muon import STEP_SIZE, block_step, core_matrix
 
 _TARGET, _OF_BLOCKS, _AT_WIDTH = 12.0, 6.0, 256
@@ -25,7 +25,7 @@ found there stay. Blocks do best at half of it: their steps are large in every d
 """
 
 
-def contracted_scale(layer: TTLinear | BTTLinear) -> float:
+def contracted_scale(layer: CompressedLinear) -> float:
     """Return the factor of the learning rate of a layer's cores.
 
     It follows from modes and from the ranks that the layer was built with, so that it is the same

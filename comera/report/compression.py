@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.extras import needed_by
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.model_size import model_size
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
@@ -236,7 +237,7 @@ def _ways(
     setting = layer.planner_setting()
     dtype, machine = setting["dtype"], setting["machine"]
     shape: Any = replace(layer.shape, ranks=ranks)
-    if isinstance(layer, TTLinear | BTTLinear):
+    if isinstance(layer, CompressedLinear):
         request = replace(layer.at(tokens), shape=shape)
         if 0 in ranks:
             ways = [linear_ways.only_bias(request, machine, dtype)]

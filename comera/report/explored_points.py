@@ -19,6 +19,7 @@ from comera.files import replacing
 from comera.nn.block_linear import BTTLinear
 from comera.nn.forms import as_torch
 from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.model_size import model_size
 from comera.nn.module import tensor_trains
 from comera.nn.table import TTTable
@@ -96,7 +97,7 @@ class Explorer:
         layers = {
             name: layer
             for name, layer in tensor_trains(small).items()
-            if isinstance(layer, TTLinear | BTTLinear | TTTable)
+            if isinstance(layer, CompressedLinear | TTTable)
         }
         if not layers:
             return facts
@@ -155,7 +156,7 @@ def _ranks(each: Sequence[tuple[int, ...]]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _order(layer: TTLinear | BTTLinear | TTTable) -> int | None:
+def _order(layer: CompressedLinear | TTTable) -> int | None:
     """Return how many modes a side has; None of blocks."""
     if isinstance(layer, BTTLinear):
         return None
@@ -163,7 +164,7 @@ def _order(layer: TTLinear | BTTLinear | TTTable) -> int | None:
 
 
 @torch.no_grad()
-def _error(model: nn.Module, layers: Mapping[str, TTLinear | BTTLinear | TTTable]) -> float | None:
+def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -> float | None:
     """Return the relative error of all weights that were replaced, of those that are one layer."""
     off = whole = 0.0
     for name, layer in layers.items():

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
-from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
 from comera.ops.context import machine_of
@@ -226,9 +225,9 @@ def plan(
     for name, layer in layers.items():
         if isinstance(layer, HotRows):  # a gather and one product, of which there is no order
             continue
-        alike.setdefault(
-            layer.kind() if isinstance(layer, TTLinear | BTTLinear) else name, []
-        ).append((name, layer))
+        alike.setdefault(layer.kind() if isinstance(layer, CompressedLinear) else name, []).append(
+            (name, layer)
+        )
     made = []
     for members in alike.values():
         names, (layer, *_) = zip(*members, strict=True)
@@ -260,7 +259,7 @@ def _plan_layer(
     layer: TensorTrainModule, tokens: int, together: int, machine: Machine | None
 ) -> Plan:
     setting = _setting(layer, machine)
-    if isinstance(layer, TTLinear | BTTLinear):
+    if isinstance(layer, CompressedLinear):
         return plan_linear(layer.at(tokens, together=together), **setting)
     assert isinstance(layer, TTTable), "there are no other layers"
     return plan_embedding(
@@ -275,7 +274,7 @@ def _plan_layer(
 def _instead(
     layer: TensorTrainModule, layer_plan: Plan, together: int, machine: Machine | None
 ) -> str:
-    if layer_plan.time_ratio <= 1 or not isinstance(layer, TTLinear | BTTLinear):
+    if layer_plan.time_ratio <= 1 or not isinstance(layer, CompressedLinear):
         return ""
     here = layer.at(layer_plan.tokens, together=together)
     better = suggest(here, **_setting(layer, machine))

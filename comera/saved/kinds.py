@@ -11,6 +11,7 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.linear import TTLinear
+from comera.nn.linear_base import CompressedLinear
 from comera.nn.module import TensorTrainModule
 from comera.nn.pointwise import TTPointwise
 from comera.nn.table import HotRows, TTTable
@@ -127,7 +128,7 @@ def _tuple(entry: Entry, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _describe_linear(layer: TTLinear | BTTLinear) -> dict[str, Any]:
+def _describe_linear(layer: CompressedLinear) -> dict[str, Any]:
     return {
         "in_features": layer.in_features,
         "out_features": layer.out_features,
