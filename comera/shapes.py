@@ -24,7 +24,7 @@ DEFAULT_BLOCK_RANK = 2
 
 
 class _Chain:
-    """What both formats share: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
+    """What all formats share: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
 
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
@@ -336,7 +336,7 @@ class BTTShape(_Chain):
     Args:
         in_modes: ``(a, b)``: blocks of the input and the numbers in each.
         out_modes: ``(c, d)``, those of the output.
-        ranks: ``(R,)``. Zero: the weight is zero.
+        ranks: ``(R,)``. ``(0,)``: the weight is zero.
 
     Raises:
         ValueError: If a side has not two modes, or a mode or the rank is below one.
@@ -380,7 +380,7 @@ class BTTShape(_Chain):
         only_one(rank=rank, compression=compression)
         _check_whole(in_features=in_features, out_features=out_features)
         if isinstance(shape, BTTShape):
-            given = shape
+            given = replace(shape, ranks=shape._clip(shape.ranks))
         else:
             if shape is None:
                 shape = balanced_modes(in_features, 2), balanced_modes(out_features, 2)

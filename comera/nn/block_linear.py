@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
 from comera.nn.linear_base import CompressedLinear, check_linear
 from comera.nn.module import PRUNE_BELOW
@@ -98,10 +99,6 @@ class BTTLinear(CompressedLinear):
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         return blocks_to_dense(*self.gated_cores())[: self.out_features, : self.in_features]
 
-    def blocks(self) -> Tensor:
-        """Compute the blocks ``(a, c, b, d)`` of the dense weight; differentiable."""
-        return weight_to_blocks(self.dense_weight(), self._modes.in_modes, self._modes.out_modes)
-
     def rank_norms(self) -> Tensor:
         """Return the squared norm of what each rank adds to the weight, ``(R,)``, in float64."""
         left, right = (core.double().square() for core in self.gated_cores())
@@ -130,6 +127,7 @@ class BTTLinear(CompressedLinear):
         return Layer(self.shape, tokens, self.in_features, self.out_features, bias)
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
+        check_tolerance(tolerance)
         modes = self._modes
         blocks = weight_to_blocks(weight, modes.in_modes, modes.out_modes)
         self.set_cores_(split_blocks(blocks, *_rank_or(tolerance, self.ranks[0])))
@@ -195,6 +193,7 @@ class BTTLinear(CompressedLinear):
             TypeError: If ``linear`` is something else.
         """
         only_one(rank=rank, compression=compression, tolerance=tolerance)
+        check_tolerance(tolerance)
         in_features, out_features = check_linear(linear)
         fitted = BTTShape.fit(
             in_features, out_features, rank=rank, shape=shape, compression=compression

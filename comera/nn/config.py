@@ -21,7 +21,8 @@ class TTConfig:
         rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
             every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
             given.
-        embedding_rank: Bound on the bonds of embeddings; ``rank`` if that is an int and this None.
+        embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
+            32 with ``linear_format="btt"``, whose ranks are no measure of theirs.
         compression: Instead of ``rank``: how many times smaller each layer becomes.
         tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
         linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose

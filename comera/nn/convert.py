@@ -32,6 +32,7 @@ from comera.nn.targets import (
 )
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.planning.break_even import break_even
+from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 
@@ -246,6 +247,12 @@ def _convert(
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq is not supported"
     settings = _settings(name, module, config)
+    if config.linear_format == "btt" and isinstance(module, nn.Linear):
+        if feature_dim != -1:
+            return 'linear_format="btt" is for layers whose features are last'
+        least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
+        if settings["shape"] is None and least >= module.weight.numel():
+            return f"as a block tensor train it would hold {least} numbers or more"
     try:
         new = _build(
             module, settings, config.init or "orthogonal", feature_dim, config.linear_format
@@ -253,7 +260,8 @@ def _convert(
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
-        return f"as a tensor train it would hold {new.num_stored} numbers for {new.num_dense}"
+        made = "block tensor train" if isinstance(new, BTTLinear) else "tensor train"
+        return f"as a {made} it would hold {new.num_stored} numbers for {new.num_dense}"
     return new
 
 
@@ -268,7 +276,7 @@ def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
     rank = config.rank
     if is_table:
         rank = config.embedding_rank
-        if rank is None and isinstance(config.rank, int):
+        if rank is None and isinstance(config.rank, int) and config.linear_format == "tt":
             rank = config.rank
     settings: dict[str, Any] = {
         "rank": rank,
@@ -305,8 +313,6 @@ def _build(
 ) -> TensorTrainModule:
     linear_class: Any = TTLinear if feature_dim == -1 else TTPointwise
     if linear_format == "btt" and isinstance(module, nn.Linear):
-        if feature_dim != -1:
-            raise ValueError('convolutions have no linear_format="btt": exclude_modules leaves it')
         linear_class = BTTLinear
     if init == "svd" and module.weight.device.type != "meta":
         if isinstance(module, nn.Linear):

@@ -20,7 +20,7 @@ def decompose_matrix(
     weight: Tensor, shape: TTShape, tolerance: float | None = None
 ) -> list[Tensor]:
     """Decompose an ``(out, in)`` weight; one narrower than the modes is padded with zeros."""
-    _check_tolerance(tolerance)
+    check_tolerance(tolerance)
     padded = _pad(weight.T, shape.in_width, shape.out_width)
     ranks = None if tolerance is not None else shape.ranks
     return balance(tt_svd(padded.reshape(shape.slice_sizes), ranks, tolerance))
@@ -30,7 +30,7 @@ def decompose_table(
     weight: Tensor, shape: TTMShape, tolerance: float | None = None
 ) -> list[Tensor]:
     """Decompose a ``(rows, columns)`` table, each row mode paired with its column mode."""
-    _check_tolerance(tolerance)
+    check_tolerance(tolerance)
     count = len(shape.row_modes)
     padded = _pad(weight, shape.num_rows, shape.num_cols)
     apart = padded.reshape(*shape.row_modes, *shape.col_modes)
@@ -137,6 +137,6 @@ def _pad(matrix: Tensor, rows: int, cols: int) -> Tensor:
     return torch.nn.functional.pad(matrix, missing) if any(missing) else matrix
 
 
-def _check_tolerance(tolerance: float | None) -> None:
+def check_tolerance(tolerance: float | None) -> None:
     if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < 1):
         raise ValueError(f"tolerance={tolerance!r} must be in [0, 1): a relative Frobenius error")

@@ -28,7 +28,7 @@ _WORTH_SAYING = 1e-3
 _WRITTEN = (
     "{0}.weight is computed from the layer's cores, so that an edit in place would change nothing. "
     "layer.set_weight_(W, tolerance=0.01), or layer.weight = W at the present ranks, approximates "
-    "a weight by TT-SVD; comera.densify_(model) makes layers whose weight can be edited, such as "
+    "a weight; comera.densify_(model) makes layers whose weight can be edited, such as "
     "by the merge of an adapter"
 )
 
@@ -224,7 +224,7 @@ class TensorTrainModule(WeightByAssignment):
         raise NotImplementedError
 
     def set_weight_(self, weight: Tensor, *, tolerance: float | None = None) -> float:
-        """Approximate a dense weight by TT-SVD, in place; gates become ones.
+        """Approximate a dense weight by TT-SVD, or block by block, in place; gates become ones.
 
         Args:
             weight: The new weight, of the shape of :attr:`weight`.

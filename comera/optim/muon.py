@@ -39,6 +39,8 @@ class MuonAdamW(torch.optim.AdamW):
     Args:
         params: Parameter groups. A group with ``muon=True`` is stepped by Muon, by default the
             one named ``"cores"`` in :func:`~comera.param_groups`; it may also hold dense matrices.
+            A tensor of five dimensions whose first or last is one is taken for a core of blocks,
+            unless the group's name is ``"matrices"``.
         lr: Learning rate of AdamW, and of Muon where a group says nothing else.
         momentum: Decay rate of Muon's average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations, which find the orthogonal matrix.
@@ -191,7 +193,7 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 
 def _are_blocks(shape: torch.Size, group: dict[str, Any]) -> bool:
     """Tell the cores of block tensor trains from the weights of three-dimensional convolutions."""
-    return len(shape) == 5 and group.get("name") == "cores"
+    return len(shape) == 5 and 1 in (shape[0], shape[-1]) and group.get("name") != "matrices"
 
 
 def _steps(updates: Tensor, ns_steps: int) -> Tensor:

@@ -41,6 +41,7 @@ class BreakEven:
         suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
         eager_ratio: ``time_ratio`` in eager mode on a GPU, where that is of a captured step; None
             on a CPU, which has one mode.
+        blocks: Whether it is a block tensor train.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class BreakEven:
     memory_ratio: float
     suggestion: Suggestion | None
     eager_ratio: float | None = None
+    blocks: bool = False
 
     @property
     def loses_time(self) -> bool:
@@ -63,7 +65,8 @@ class BreakEven:
         return self.memory_ratio > 1
 
     def __str__(self) -> str:
-        text = f"at {self.tokens} tokens this tensor train takes {self.time_ratio:.2g}x the time "
+        kind = "block tensor train" if self.blocks else "tensor train"
+        text = f"at {self.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
         text += "of nn.Linear "
         if self.eager_ratio is not None:
             text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
@@ -71,7 +74,8 @@ class BreakEven:
         if self.suggestion is not None:
             return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
         if self.loses_time:
-            return f"{text}; no rank or order is faster than nn.Linear at this batch"
+            none = "rank" if self.blocks else "rank or order"
+            return f"{text}; no {none} is faster than nn.Linear at this batch"
         if self.eager_ratio is not None and self.eager_ratio > 1:
             return f"{text}: run it in comera.TrainStep, which captures the step"
         return text
@@ -103,6 +107,7 @@ def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
         plan.memory_ratio,
         _suggest(layer, dtype, machine) if loses else None,
         None if plan.eager is None else plan.eager.time_ratio,
+        isinstance(layer.shape, BTTShape),
     )
 
 

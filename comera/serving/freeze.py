@@ -46,8 +46,8 @@ def freeze_(
 
     A linear layer becomes two thin ones, or a dense one where that takes less memory, or is faster
     at ``batch`` by more than a tenth, as measured here. A table becomes two small ones, of which a
-    row is a product. A :class:`~comera.BTTLinear` stays as it is: it has no cores to contract. The
-    model evaluates afterwards, and a training step through a frozen layer
+    row is a product. A :class:`~comera.BTTLinear` stays: it is multiplied by its cores as they are.
+    The model evaluates afterwards, and a training step through a frozen layer
     raises; save the model before to train it again.
 
     Args:

@@ -32,9 +32,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
     or one where two would hold more numbers, and a 1 x 1 convolution two such. A table becomes a
     ``torch.fx.GraphModule`` that multiplies rows of two small ``nn.Embedding``, or ``nn.Embedding``
     and ``nn.EmbeddingBag`` themselves where those would hold more. A :class:`~comera.BTTLinear`
-    stays one, of operations of torch's, which ``torch.jit.trace`` takes for one size of batch, and
-    is named in the log. What is tied stays tied. The model computes the same, to rounding, and can
-    be trained further. ``torch.export``, ONNX,
+    stays one, of operations of torch's, and is named in the log. What is tied stays tied. The
+    model computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
     ``torch.jit.trace`` and AOTInductor take it, and a process without this package can run what
     they make.
 

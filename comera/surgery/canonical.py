@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from comera.nn.block_linear import BTTLinear
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.ops.linear.blocks import split_blocks
+from comera.ops.linear.blocks import blocks_to_dense, split_blocks, weight_to_blocks
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import reset_state_
 
@@ -95,10 +95,13 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
 
 def _canonicalize_blocks(layer: BTTLinear) -> bool:
     """Make the ranks of every block its singular vectors; the function does not change."""
-    blocks = layer.blocks().detach().to("cpu", torch.float64)
-    if not bool(blocks.isfinite().all()) or not bool(blocks.any()):
+    cores = [core.detach().to("cpu", torch.float64) for core in layer.gated_cores()]
+    weight = blocks_to_dense(*cores)[: layer.out_features, : layer.in_features]
+    if not bool(weight.isfinite().all()) or not bool(weight.any()):
         return False
-    layer.set_cores_(split_blocks(blocks, layer.ranks[0]))
+    modes = layer.shape
+    found = split_blocks(weight_to_blocks(weight, modes.in_modes, modes.out_modes), layer.ranks[0])
+    layer.set_cores_(_scaled_as(cores, found))
     carried = layer.rank_norms().sqrt()
     (gate,) = layer.gates
     gate[carried <= _NOTHING * carried[0]] = 0

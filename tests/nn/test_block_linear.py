@@ -91,6 +91,22 @@ def test_a_transformed_layer():
 
     (want,) = torch.autograd.grad(layer(x).square().sum(), layer.cores[0])
     torch.testing.assert_close(torch.func.grad(loss)(left), want)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+    torch.testing.assert_close(tangent, torch.ones_like(x) @ layer.dense_weight().T)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_programs_take_other_batches():
+    layer = comera.BTTLinear(100, 37).eval()
+    x, other = torch.randn(6, 100), torch.randn(3, 100)
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    for strict in (False, True):
+        program = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict)
+        torch.testing.assert_close(program.module()(other), layer(other))
+    traced = torch.jit.trace(layer, (x,))
+    torch.testing.assert_close(traced(other), layer(other))
 
 
 def test_only_the_gradients_that_are_wanted():
@@ -186,6 +202,33 @@ def test_the_full_rank_of_blocks_is_exact_and_a_tolerance_takes_what_it_needs():
     assert exact.ranks == (2,)
 
 
+def test_blocks_of_zeros_can_learn():
+    dense = nn.Linear(64, 64)
+    with torch.no_grad():
+        dense.weight[:32] = 0
+    for layer in (comera.BTTLinear.from_linear(dense), comera.BTTLinear(64, 64)):
+        layer.set_weight_(dense.weight.detach())
+        assert not layer.weight[:32].any()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (layer(torch.randn(16, 64)) - 1).square().mean().backward()
+            optimizer.step()
+        assert (layer.weight[:32].detach().abs() > 0).any(1).all()
+    layer.set_weight_(torch.zeros(64, 64))
+    layer(torch.randn(4, 64)).sum().backward()
+    assert layer.cores[1].grad.any()
+
+
+@pytest.mark.parametrize("tolerance", [-1, 1, 5, math.nan, True, "x"])
+def test_a_tolerance_that_is_none_is_named(tolerance):
+    dense = nn.Linear(16, 16)
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
+        comera.BTTLinear.from_linear(dense, tolerance=tolerance)
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
+        comera.BTTLinear(16, 16).set_weight_(dense.weight.detach(), tolerance=tolerance)
+
+
 def test_what_cannot_be_approximated():
     with pytest.raises(TypeError, match="bias is needed"):
         comera.BTTLinear.from_linear(nn.Embedding(3, 4))
@@ -213,6 +256,29 @@ def test_canonical_ranks_are_sorted_and_leave_the_function(layer):
     torch.testing.assert_close(layer(x), before)
     norms = layer.rank_norms().tolist()
     assert norms == sorted(norms, reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_closed_ranks_stay_closed_in_canonical_form(dtype):
+    layer = comera.BTTLinear(256, 256, rank=4, dtype=dtype)
+    with torch.no_grad():
+        layer.gates[0][2:] = 0
+        layer.cores[0].mul_(3)
+    before = [float(core.detach().double().norm()) for core in layer.gated_cores()]
+    comera.canonicalize_(layer)
+    assert layer.live_ranks == (2,)
+    after = [float(core.detach().double().norm()) for core in layer.cores]
+    assert after[0] / after[1] == pytest.approx(before[0] / before[1], rel=0.01)
+
+
+def test_a_rank_is_cut_to_what_a_block_can_have():
+    layer = comera.BTTLinear(64, 48, shape=BTTShape((4, 16), (24, 2), (6,)))
+    assert layer.ranks == (2,)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for _ in range(2):
+        layer(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        comera.canonicalize_(layer, optimizer)
 
 
 def test_a_layer_may_vanish():
@@ -322,13 +388,28 @@ def test_the_reports_know_it():
     assert "blocks" in str(comera.plan(model, tokens=4096))
 
 
+def test_tables_have_a_rank_of_their_own():
+    config = comera.TTConfig(linear_format="btt", rank=2, init="orthogonal")
+    model = comera.tensorize_(nn.Sequential(nn.Embedding(30_000, 64), nn.Linear(64, 64)), config)
+    assert max(model[0].ranks) == 32
+
+
+def test_what_has_no_blocks_stays_dense_and_is_named(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 1), nn.Linear(64, 1))
+    config = comera.TTConfig(linear_format="btt", compression=1.5, init="orthogonal")
+    comera.tensorize_(model, config)
+    assert [type(layer) for layer in model] == [comera.BTTLinear, nn.Conv2d, nn.Linear]
+    assert "leaves 1 dense: linear_format" in caplog.text
+    assert "leaves 2 dense: as a block tensor train it would hold" in caplog.text
+
+
 def test_as_many_numbers_as_dense_stay_dense(caplog):
     model = comera.tensorize_(
         nn.Sequential(nn.Linear(16, 16)),
         comera.TTConfig(linear_format="btt", rank=4, init="orthogonal"),
     )
     assert type(model[0]) is nn.Linear
-    assert "leaves 0 dense" in caplog.text
+    assert "leaves 0 dense: as a block tensor train it would" in caplog.text
 
 
 def test_freezing_leaves_it_and_an_exported_program_knows_torch_alone(caplog):

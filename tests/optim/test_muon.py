@@ -92,11 +92,15 @@ def test_dense_matrices_step_as_by_torchs_muon():
     assert (mine - theirs).norm() < 0.03 * (theirs - start).norm()
 
 
-def test_blocks_of_a_block_tensor_train_step_one_by_one():
+@pytest.mark.parametrize("own", [False, True])
+def test_blocks_of_a_block_tensor_train_step_one_by_one(own):
     layer = comera.BTTLinear(12, 20, shape=((3, 4), (4, 5)), rank=2)
     before = [core.detach().clone() for core in layer.cores]
     layer(torch.randn(6, 12)).square().sum().backward()
-    comera.MuonAdamW(comera.param_groups(layer, 1e-2)).step()
+    groups = comera.param_groups(layer, 1e-2)
+    if own:  # groups of the user's own, without names
+        groups = [{"params": list(layer.cores), "muon": True, "lr": 1e-2, "weight_decay": 0}]
+    comera.MuonAdamW(groups).step()
     for core, old in zip(layer.cores, before, strict=True):
         one, blocks, width, others, two = core.shape
         for k in range(blocks):

@@ -4,14 +4,19 @@ Letters: T = tokens, a and b = blocks of the input and the numbers in each, c an
 output, R = rank of the blocks.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import is_eager
+
+_LEAST = 1e-2
+"""Share of a typical singular value that the left core has of a smaller one."""
 
 
 def block_linear(
@@ -37,7 +42,8 @@ def block_linear(
     _, a, b, c, rank = left_1abcR.shape
     d = right_Rcad1.shape[3]
     lead, missing = x_TI.shape[:-1], a * b - x_TI.shape[-1]
-    x = x_TI.reshape(lead.numel(), x_TI.shape[-1])  # -1 is ambiguous for no rows
+    # -1 is ambiguous for no rows, and torch.Size.numel a constant of an exported program.
+    x = x_TI.reshape(math.prod(lead), x_TI.shape[-1])
     x = F.pad(x, (0, missing)) if missing else x
     cut = out_features < c * d
     left = left_1abcR.reshape(a, b, c * rank)
@@ -71,8 +77,13 @@ def _multiply(
 
 
 def _is_recorded() -> bool:
-    """Say whether operations are compiled or transformed, which has to see them all."""
-    return not is_eager() or torch._C._are_functorch_transforms_active()
+    """Say whether operations are compiled, traced or transformed, which has to see them all."""
+    return (
+        not is_eager()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 class _Multiply(torch.autograd.Function):
@@ -139,7 +150,7 @@ def split_blocks(
             that meets it, at least one.
 
     Returns:
-        Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)`` of one norm, in float32 or wider.
+        Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one norm.
 
     Raises:
         ValueError: If an entry is not finite.
@@ -155,7 +166,10 @@ def split_blocks(
         allowed = max(tolerance or 0.0, torch.finfo(wide).eps) ** 2 * square.sum()
         rank = 1 + int((left_out > allowed).sum())
     rank = min(rank, s_ack.shape[2])
-    root = s_ack[..., :rank].sqrt()
-    left = u_acbk[..., :rank] * root[:, :, None]
-    right = vh_ackd[:, :, :rank] * root[..., None]
+    s_ack = s_ack[..., :rank]
+    # Halved between both cores; but were both of them zero, neither would ever have a gradient.
+    typical = s_ack.square().mean().sqrt()
+    root_ack = s_ack.clamp(min=float(typical) * _LEAST or 1.0).sqrt()
+    left = u_acbk[..., :rank] * root_ack[:, :, None]
+    right = vh_ackd[:, :, :rank] * (s_ack / root_ack)[..., None]
     return left.permute(0, 2, 1, 3)[None], right.permute(2, 1, 0, 3)[..., None]
