@@ -33,6 +33,7 @@ from comera.ops.table import tt_embedding  # noqa: F401
 
 if TYPE_CHECKING:
     from comera.allocator import reuse_freed_memory
+    from comera.block_shape import BTTShape
     from comera.checkpoint.chain import CheckpointChain
     from comera.compress.compress import compress_
     from comera.compress.compress_folder import compress_folder
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from comera.saved.model_folder import load_model, save_model
     from comera.serving.freeze import freeze_, frozen
     from comera.serving.to_plain import to_plain_
-    from comera.shapes import BTTShape, TTMShape, TTShape
+    from comera.shapes import TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
     from comera.surgery.truncate import truncate_
@@ -76,6 +77,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "comera.allocator": ("reuse_freed_memory",),
+    "comera.block_shape": ("BTTShape",),
     "comera.checkpoint.chain": ("CheckpointChain",),
     "comera.compress.compress": ("compress_",),
     "comera.compress.compress_folder": ("compress_folder",),
@@ -109,7 +111,7 @@ _HOMES = {
     "comera.saved.model_folder": ("load_model", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen"),
     "comera.serving.to_plain": ("to_plain_",),
-    "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
+    "comera.shapes": ("TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
     "comera.surgery.truncate": ("truncate_",),

@@ -1,10 +1,10 @@
 """Mode and rank arithmetic of tensor trains. Pure Python: nothing here imports torch.
 
-A *mode* is a factor of a width, a *bond* (or rank) connects two neighbouring cores. Three formats:
+A *mode* is a factor of a width, a *bond* (or rank) connects two neighbouring cores. The formats:
 ``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes and whose
 last cores carry the output modes, ``TTMShape`` for an embedding table, each of whose cores
-carries one factor of the row count and one of the width, and ``BTTShape`` for the matrix of a
-linear layer that is a grid of blocks, each of which is of low rank.
+carries one factor of the row count and one of the width, and ``BTTShape`` (``block_shape.py``)
+for a linear layer that is a grid of blocks.
 """
 
 import math
@@ -19,11 +19,8 @@ from comera.modes import balanced_modes, order_for, table_modes
 DEFAULT_RANK = 32
 """The largest bond of a layer whose user names no rank."""
 
-DEFAULT_BLOCK_RANK = 2
-"""The rank of the blocks of a block tensor train whose user names none."""
 
-
-class _Chain:
+class Shape:
     """What all formats share: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
 
     ranks: tuple[int, ...]
@@ -31,6 +28,14 @@ class _Chain:
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        raise NotImplementedError
+
+    @property
+    def split(self) -> int:
         raise NotImplementedError
 
     @property
@@ -76,6 +81,10 @@ class _Chain:
         if any(r < 1 for r in wanted):
             raise ValueError(f"rank={rank} must be at least 1 everywhere")
         return replace(self, ranks=self._clip(wanted))  # type: ignore[type-var]
+
+    def of_ranks(self, ranks: Sequence[int]) -> Self:
+        """Return the same modes at just these bonds."""
+        return replace(self, ranks=tuple(ranks))  # type: ignore[type-var]
 
     def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Cut each bond to what its neighbours and the modes between them can fill."""
@@ -136,8 +145,26 @@ class _Chain:
             )
 
 
+class LinearShape(Shape):
+    """What the formats of linear layers share: modes of the input and modes of the output."""
+
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+
+    @property
+    def in_width(self) -> int:
+        return math.prod(self.in_modes)
+
+    @property
+    def out_width(self) -> int:
+        return math.prod(self.out_modes)
+
+    def describe_modes(self) -> str:
+        return f"{'x'.join(map(str, self.in_modes))} | {'x'.join(map(str, self.out_modes))}"
+
+
 @dataclass(frozen=True)
-class TTShape(_Chain):
+class TTShape(LinearShape):
     """The tensor train of an ``(out, in)`` matrix.
 
     Args:
@@ -184,31 +211,23 @@ class TTShape(_Chain):
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
-        _check_whole(in_features=in_features, out_features=out_features, order=order)
+        check_whole(in_features=in_features, out_features=out_features, order=order)
         if isinstance(shape, TTShape):
             given = shape
         elif shape is not None:
-            in_modes, out_modes = _two_sides(shape, "in_modes", "out_modes")
+            in_modes, out_modes = two_sides(shape, "in_modes", "out_modes")
             given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
         else:
             in_modes = tuple(reversed(balanced_modes(in_features, order_for(in_features, order))))
             out_modes = balanced_modes(out_features, order_for(out_features, order))
             given = cls(in_modes, out_modes, (1,) * (len(in_modes) + len(out_modes) - 1))
-        _check_cover("in_features", in_features, given.in_modes)
-        _check_cover("out_features", out_features, given.out_modes)
-        return _sized(given, rank, compression, keep=isinstance(shape, TTShape))
+        check_cover("in_features", in_features, given.in_modes)
+        check_cover("out_features", out_features, given.out_modes)
+        return sized(given, rank, compression, keep=isinstance(shape, TTShape))
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
         return self.in_modes + self.out_modes
-
-    @property
-    def in_width(self) -> int:
-        return math.prod(self.in_modes)
-
-    @property
-    def out_width(self) -> int:
-        return math.prod(self.out_modes)
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -221,12 +240,9 @@ class TTShape(_Chain):
         """How many cores carry the input."""
         return len(self.in_modes)
 
-    def describe_modes(self) -> str:
-        return f"{'x'.join(map(str, self.in_modes))} | {'x'.join(map(str, self.out_modes))}"
-
 
 @dataclass(frozen=True)
-class TTMShape(_Chain):
+class TTMShape(Shape):
     """The tensor-train matrix of a ``(rows, columns)`` embedding table.
 
     Args:
@@ -279,20 +295,20 @@ class TTMShape(_Chain):
             ValueError: If the modes do not fit the table, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
-        _check_whole(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
+        check_whole(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
         if isinstance(shape, TTMShape):
             given = shape
         elif shape is not None:
-            rows, cols = _two_sides(shape, "row_modes", "col_modes")
+            rows, cols = two_sides(shape, "row_modes", "col_modes")
             given = cls(rows, cols, (1,) * (len(rows) - 1))
         else:
             if order < 2:
                 raise ValueError(f"order={order} must be at least 2: a table has two factors")
             order = min(order, max(2, int(math.log2(max(2, num_embeddings)) / 2)))
             given = cls(*table_modes(num_embeddings, embedding_dim, order), (1,) * (order - 1))
-        _check_cover("num_embeddings", num_embeddings, given.row_modes)
-        _check_cover("embedding_dim", embedding_dim, given.col_modes)
-        return _sized(given, rank, compression, keep=isinstance(shape, TTMShape))
+        check_cover("num_embeddings", num_embeddings, given.row_modes)
+        check_cover("embedding_dim", embedding_dim, given.col_modes)
+        return sized(given, rank, compression, keep=isinstance(shape, TTMShape))
 
     @property
     def slice_sizes(self) -> tuple[int, ...]:
@@ -324,114 +340,7 @@ class TTMShape(_Chain):
         return "  ".join(f"{p}x{q}" for p, q in zip(self.row_modes, self.col_modes, strict=True))
 
 
-@dataclass(frozen=True)
-class BTTShape(_Chain):
-    """The block tensor train of an ``(out, in)`` matrix: a grid of blocks, each of low rank.
-
-    With the input split into ``a`` blocks of ``b`` numbers and the output into ``c`` blocks of
-    ``d``, every one of the ``a c`` blocks is a ``b x d`` matrix of rank R of its own. So the whole
-    may be of full rank, however small R is, with ``R (in c + out a)`` numbers; rank 1 is a Monarch
-    matrix (Dao et al., arXiv 2204.00595). Source: Qiu et al., arXiv 2406.06248.
-
-    Args:
-        in_modes: ``(a, b)``: blocks of the input and the numbers in each.
-        out_modes: ``(c, d)``, those of the output.
-        ranks: ``(R,)``. ``(0,)``: the weight is zero.
-
-    Raises:
-        ValueError: If a side has not two modes, or a mode or the rank is below one.
-    """
-
-    in_modes: tuple[int, int]
-    out_modes: tuple[int, int]
-    ranks: tuple[int, ...]
-    _to_be_smaller = "use fewer blocks (shape=)"
-
-    def __post_init__(self) -> None:
-        if (len(self.in_modes), len(self.out_modes)) != (2, 2):
-            raise ValueError(
-                f"each side needs two modes, blocks and the numbers in each, got {self}"
-            )
-        self._check()
-
-    @classmethod
-    def fit(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        rank: int | Sequence[int] | None = None,
-        shape: "BTTShape | Sequence[Sequence[int]] | None" = None,
-        compression: float | None = None,
-    ) -> "BTTShape":
-        """Choose the blocks and their rank from what a layer's user says.
-
-        Args:
-            in_features: True input width; modes that multiply to more mean zero padding.
-            out_features: True output width.
-            rank: Rank of the blocks; 2 if nothing is said. Cut to what a block can have.
-            shape: ``(in_modes, out_modes)``, or a whole ``BTTShape``; otherwise about the root of
-                the width in blocks of about that size.
-            compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
-
-        Raises:
-            ValueError: If the modes do not fit the widths, or rank and compression are both given.
-        """
-        only_one(rank=rank, compression=compression)
-        _check_whole(in_features=in_features, out_features=out_features)
-        if isinstance(shape, BTTShape):
-            given = replace(shape, ranks=shape._clip(shape.ranks))
-        else:
-            if shape is None:
-                shape = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
-            given = cls(*_two_sides(shape, "in_modes", "out_modes"), (1,))  # type: ignore[arg-type]
-        _check_cover("in_features", in_features, given.in_modes)
-        _check_cover("out_features", out_features, given.out_modes)
-        keep = isinstance(shape, BTTShape)
-        if rank is None and compression is None and not keep:
-            rank = DEFAULT_BLOCK_RANK
-        return _sized(given, rank, compression, keep=keep)
-
-    @property
-    def slice_sizes(self) -> tuple[int, ...]:
-        return self.in_width * self.out_modes[0], self.out_width * self.in_modes[0]
-
-    @property
-    def in_width(self) -> int:
-        return math.prod(self.in_modes)
-
-    @property
-    def out_width(self) -> int:
-        return math.prod(self.out_modes)
-
-    @property
-    def num_dense(self) -> int:
-        return self.in_width * self.out_width
-
-    @property
-    def max_ranks(self) -> tuple[int, ...]:
-        """The largest useful rank: that of a whole block."""
-        return (min(self.in_modes[1], self.out_modes[1]),)
-
-    def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return (min(wanted[0], self.max_ranks[0]),)
-
-    @property
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``."""
-        (a, b), (c, d), (rank,) = self.in_modes, self.out_modes, self.ranks
-        return (1, a, b, c, rank), (rank, c, a, d, 1)
-
-    @property
-    def split(self) -> int:
-        """How many cores carry the input."""
-        return 1
-
-    def describe_modes(self) -> str:
-        return f"{'x'.join(map(str, self.in_modes))} | {'x'.join(map(str, self.out_modes))}"
-
-
-def _two_sides(
+def two_sides(
     shape: Sequence[Sequence[int]], first: str, second: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
@@ -441,7 +350,7 @@ def _two_sides(
     return one, two
 
 
-def _check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
+def check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
     """Check that modes hold a width, rounded up no further than that none could be smaller."""
     if width < 1:
         raise ValueError(f"{name}={width} must be at least 1")
@@ -475,7 +384,7 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
-def _check_whole(**given: Any) -> None:
+def check_whole(**given: Any) -> None:
     for name, value in given.items():
         try:
             whole_number(value)
@@ -490,10 +399,10 @@ def only_one(**given: object) -> None:
         raise ValueError(f"{' and '.join(named)} say the same thing twice; give one of them")
 
 
-_Shape = TypeVar("_Shape", TTShape, TTMShape, BTTShape)
+_Shape = TypeVar("_Shape", bound=Shape)
 
 
-def _sized(
+def sized(
     given: _Shape, rank: int | Sequence[int] | None, compression: float | None, keep: bool
 ) -> _Shape:
     if compression is not None:

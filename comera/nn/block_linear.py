@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.block_shape import BTTShape
 from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
 from comera.nn.linear_base import CompressedLinear, check_linear
@@ -19,7 +20,7 @@ from comera.ops.linear.blocks import (
     weight_to_blocks,
 )
 from comera.planning.products import Layer
-from comera.shapes import BTTShape, only_one
+from comera.shapes import only_one
 
 
 class BTTLinear(CompressedLinear):
@@ -99,10 +100,22 @@ class BTTLinear(CompressedLinear):
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         return blocks_to_dense(*self.gated_cores())[: self.out_features, : self.in_features]
 
+    is_chain = False
+
+    def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Make the ranks of every block its singular vectors; the bond carries all of them."""
+        left, right = gated
+        weight = blocks_to_dense(left, right)[: self.out_features, : self.in_features]
+        if not bool(weight.isfinite().all()) or not bool(weight.any()):
+            return None
+        modes = self._modes
+        blocks = weight_to_blocks(weight, modes.in_modes, modes.out_modes)
+        cores = split_blocks(blocks, self.ranks[0])
+        return list(cores), [_rank_norms(*cores).sqrt()]
+
     def rank_norms(self) -> Tensor:
         """Return the squared norm of what each rank adds to the weight, ``(R,)``, in float64."""
-        left, right = (core.double().square() for core in self.gated_cores())
-        return torch.einsum("acr,rca->r", left.sum((0, 2)), right.sum((3, 4)))
+        return _rank_norms(*self.gated_cores())
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers agree in that cost the same."""
@@ -202,6 +215,11 @@ class BTTLinear(CompressedLinear):
         cores = split_blocks(blocks, *_rank_or(tolerance, fitted.ranks[0]))
         shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
         return cls._on_cores(linear, shape, list(cores), prune_below)
+
+
+def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
+    left, right = left_1abcR.double().square(), right_Rcad1.double().square()
+    return torch.einsum("acr,rca->r", left.sum((0, 2)), right.sum((3, 4)))
 
 
 def _rank_or(tolerance: float | None, rank: int) -> tuple[Any, ...]:

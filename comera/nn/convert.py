@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from comera.block_shape import BTTShape
 from comera.names import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.config import TTConfig
@@ -32,7 +33,6 @@ from comera.nn.targets import (
 )
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.planning.break_even import break_even
-from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 

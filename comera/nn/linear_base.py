@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.planning.products import Layer
-from comera.shapes import BTTShape, TTShape
+from comera.shapes import LinearShape
 
 
 class CompressedLinear(TensorTrainModule):
@@ -25,14 +25,14 @@ class CompressedLinear(TensorTrainModule):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
-    shape: TTShape | BTTShape  # type: ignore[assignment]
+    shape: LinearShape  # type: ignore[assignment]
 
     def _build_linear(
         self,
         in_features: int,
         out_features: int,
         bias: bool,
-        shape: TTShape | BTTShape,
+        shape: LinearShape,
         prune_below: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -93,7 +93,7 @@ class CompressedLinear(TensorTrainModule):
 
     @classmethod
     def _on_cores(
-        cls, linear: Any, shape: TTShape | BTTShape, cores: list[Tensor], prune_below: float
+        cls, linear: Any, shape: LinearShape, cores: list[Tensor], prune_below: float
     ) -> Any:
         """Make a layer of these cores that takes its bias and all else from a dense one."""
         layer: Any = cls(

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
 from comera.params import is_sharded, set_data_
-from comera.shapes import BTTShape, TTMShape, TTShape, is_number
+from comera.shapes import Shape, is_number
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
@@ -137,11 +137,11 @@ class TensorTrainModule(WeightByAssignment):
     dense_form: str | None = None
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
-    _modes: TTShape | TTMShape | BTTShape
+    _modes: Shape
 
     def _build(
         self,
-        shape: TTShape | TTMShape | BTTShape,
+        shape: Shape,
         prune_below: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -164,9 +164,9 @@ class TensorTrainModule(WeightByAssignment):
         )
 
     @property
-    def shape(self) -> TTShape | TTMShape | BTTShape:
+    def shape(self) -> Shape:
         """Modes and present ranks."""
-        return replace(self._modes, ranks=self.ranks)
+        return self._modes.of_ranks(self.ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -295,6 +295,23 @@ class TensorTrainModule(WeightByAssignment):
         if self.shared.versions != versions_of(self.shared.params):
             self.shared.renew()
 
+    is_chain = True
+    """Whether the weight is the product of the cores as matrices between their bonds."""
+
+    def rank_norms(self) -> Tensor:
+        """Return the squared norm of what each rank of the only bond adds to the weight, ``(R,)``.
+
+        Of formats that are no chain.
+        """
+        raise NotImplementedError
+
+    def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return gated cores in canonical form and their singular values; None if there is none.
+
+        Of formats that are no chain, see :func:`~comera.canonicalize_`.
+        """
+        raise NotImplementedError
+
     def gated_cores(self) -> list[Tensor]:
         """Return the cores with their gates multiplied in; differentiable."""
         gated = [
@@ -319,7 +336,7 @@ class TensorTrainModule(WeightByAssignment):
         Raises:
             ValueError: If there is not one rank for each bond.
         """
-        sizes = replace(self._modes, ranks=tuple(ranks)).core_shapes
+        sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)
         for gate, rank in zip(self.gates, ranks, strict=True):

@@ -9,11 +9,9 @@ Bernstein, arXiv 2310.17813). Models of widths 128 to 512 want a change that fal
 """
 
 import math
-from dataclasses import replace
 
 import torch
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.linear_base import CompressedLinear
 from comera.optim.muon import STEP_SIZE, block_step, core_matrix
 
@@ -32,11 +30,11 @@ def contracted_scale(layer: CompressedLinear) -> float:
     after truncation and in another process, and from the norm of fresh orthonormal cores: weights
     that are trained already may be larger or smaller.
     """
-    started = replace(layer.shape, ranks=layer.start_ranks)
+    started = layer.shape.of_ranks(layer.start_ranks)
     if 0 in started.ranks:  # a weight that has vanished moves by no rate
         return 1.0
     shapes = [torch.Size(shape) for shape in started.core_shapes]
-    if isinstance(layer, BTTLinear):
+    if not layer.is_chain:
         rank = min(layer.in_features, layer.out_features)
         target, steps = _OF_BLOCKS, [block_step(shape) for shape in shapes]
     else:

@@ -4,12 +4,12 @@ Letters of the equations: t = tokens, a and b = blocks of the input and the numb
 d = those of the output, r = rank of the blocks.
 """
 
+from comera.block_shape import BTTShape
 from comera.planning.candidate import Candidate, gate_gradients, gates
 from comera.planning.linear_ways import bias_gradient, linear_candidate
 from comera.planning.machine import Machine
 from comera.planning.operation import Step, product
 from comera.planning.products import Layer
-from comera.shapes import BTTShape
 
 
 def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:

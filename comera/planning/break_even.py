@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from comera.block_shape import BTTShape
 from comera.planning.crossover import first_where
 from comera.planning.linear_ways import factorized, reconstructed, torch_linear
 from comera.planning.machine import Machine, load_machine
 from comera.planning.planner import plan_linear
 from comera.planning.products import Layer
-from comera.shapes import BTTShape, TTShape
+from comera.shapes import LinearShape, TTShape
 
 _MOST_ORDER = 4
 _KEPT = 1024
@@ -25,7 +26,7 @@ class Suggestion:
         time_ratio: Predicted time in units of the dense layer's.
     """
 
-    shape: TTShape | BTTShape
+    shape: LinearShape
     change: str
     time_ratio: float
 
@@ -147,6 +148,7 @@ def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
             min(way(here, machine, dtype).seconds for way in (factorized, reconstructed)) / target
         )
 
+    assert isinstance(layer.shape, TTShape), "there are two formats"
     kept = replace(layer.shape, ranks=(1,) * len(layer.shape.ranks))
     shapes = {"": kept}
     for order in range(1, _MOST_ORDER + 1):

@@ -8,7 +8,7 @@ from comera.planning.contraction import Tree, schedule
 from comera.planning.machine import Machine, item_size
 from comera.planning.network import OUTPUT_GRADIENT, Network, factor_networks
 from comera.planning.operation import Step
-from comera.shapes import BTTShape, TTMShape, TTShape
+from comera.shapes import Shape, TTMShape, TTShape
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _factor_chain(name: str, network: Network, cores: list[str], from_left: bool
     return FactorChain(name, plan.forward, (*plan.forward[:-1], *plan.backward))
 
 
-def gates(shape: TTShape | TTMShape | BTTShape, operators: float) -> list[Step]:
+def gates(shape: Shape, operators: float) -> list[Step]:
     """List the step that multiplies each core by the gate of its right bond.
 
     Args:
@@ -168,7 +168,7 @@ def gates(shape: TTShape | TTMShape | BTTShape, operators: float) -> list[Step]:
     return [Step("gates", (), _GATES, 0, moved=moved, calls=calls, operators=operators)]
 
 
-def gate_gradients(shape: TTShape | TTMShape | BTTShape, operators: float) -> list[Step]:
+def gate_gradients(shape: Shape, operators: float) -> list[Step]:
     """List the step that gates the cores anew and makes the gradients of cores and gates."""
     calls, moved = 5 + 4 * len(shape.ranks), 6 * shape.num_params
     return [Step("grad(gates)", (), _GATES, 0, moved=moved, calls=calls, operators=operators)]

@@ -2,13 +2,14 @@
 
 import functools
 
+from comera.block_shape import BTTShape
 from comera.planning import block_ways, linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine, load_machine
 from comera.planning.plan import Plan
 from comera.planning.products import Layer, check_count, check_width
-from comera.shapes import BTTShape, TTMShape
+from comera.shapes import TTMShape
 
 _KEPT_PLANS = 1024
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from comera.shapes import BTTShape, TTShape, padded_rank
+from comera.shapes import LinearShape, padded_rank
 
 Dims = tuple[int, int, int]
 """``(rows, depth, columns)`` of one matrix product."""
@@ -26,7 +26,7 @@ class Layer:
         ValueError: If ``tokens`` or ``together`` is below one, or a width does not fit the modes.
     """
 
-    shape: TTShape | BTTShape
+    shape: LinearShape
     tokens: int
     in_features: int = None  # type: ignore[assignment]  # of the modes, once it is made
     out_features: int = None  # type: ignore[assignment]

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.module import TensorTrainModule
 from comera.shapes import is_number
 from comera.surgery.truncate import check_min_rank, kept_ranks
@@ -196,7 +195,7 @@ def _importance_of(gate: Tensor, importance: Mapping[int, Tensor]) -> Tensor:
 
 def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
     """Return, for each bond, the share of the weight's squared norm that each rank carries."""
-    norms = _norms_of_blocks(layer) if isinstance(layer, BTTLinear) else _norms_of_chain(layer)
+    norms = _norms_of_chain(layer) if layer.is_chain else [_shares(layer.rank_norms())]
     if not all(of_bond.isfinite().all() for of_bond in norms):
         raise ValueError(
             f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
@@ -205,9 +204,8 @@ def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
     return norms
 
 
-def _norms_of_blocks(layer: BTTLinear) -> list[Tensor]:
-    norms = layer.rank_norms()
-    return [norms / norms.sum().clamp(min=1e-300)]
+def _shares(norms: Tensor) -> Tensor:
+    return norms / norms.sum().clamp(min=1e-300)
 
 
 def _norms_of_chain(layer: TensorTrainModule) -> list[Tensor]:

@@ -236,7 +236,7 @@ def _ways(
     """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
     setting = layer.planner_setting()
     dtype, machine = setting["dtype"], setting["machine"]
-    shape: Any = replace(layer.shape, ranks=ranks)
+    shape: Any = layer.shape.of_ranks(ranks)
     if isinstance(layer, CompressedLinear):
         request = replace(layer.at(tokens), shape=shape)
         if 0 in ranks:

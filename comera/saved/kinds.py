@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.block_shape import BTTShape
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
@@ -24,7 +25,7 @@ from comera.serving.frozen_layers import (
     FrozenLinear,
     FrozenTable,
 )
-from comera.shapes import BTTShape, TTMShape, TTShape
+from comera.shapes import LinearShape, TTMShape, TTShape
 
 Entry = Mapping[str, Any]
 """What a description says of one layer: plain numbers, strings and lists."""
@@ -143,7 +144,7 @@ def _build_linear(
     entry: Entry,
     other: nn.Module | None,
     linear_class: Callable[..., Any] = TTLinear,
-    shape_class: Callable[..., TTShape | BTTShape] = TTShape,
+    shape_class: Callable[..., LinearShape] = TTShape,
 ) -> Any:
     layer = linear_class(
         entry["in_features"],

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.nn.block_linear import BTTLinear
 from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
-from comera.ops.linear.blocks import blocks_to_dense, split_blocks, weight_to_blocks
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import reset_state_
 
@@ -73,14 +71,16 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     """Bring one layer into canonical form; False for a weight that is zero or not finite."""
     if 0 in layer.ranks:
         return False
-    if isinstance(layer, BTTLinear):
-        return _canonicalize_blocks(layer)
     # On the CPU in float64: it happens once in a run, and not every device has float64.
-    cores = [core.detach().to("cpu", torch.float64).flatten(1, -2) for core in layer.gated_cores()]
-    found = canonical(cores, layer.shape.split)
+    gated = [core.detach().to("cpu", torch.float64) for core in layer.gated_cores()]
+    if layer.is_chain:
+        found = canonical([core.flatten(1, -2) for core in gated], layer.shape.split)
+    else:
+        found = layer.canonical_cores(gated)
     if found is None:
         return False
-    cores, singular_values = found
+    made, singular_values = found
+    cores = [core.flatten(1, -2) for core in _scaled_as(gated, made)]  # already so of a chain
     # Bonds may have become narrower than they are stored: what is beyond is zero and closed, so
     # that parameters keep their shapes until truncate_ cuts them.
     for mine, core in zip(layer.cores, cores, strict=True):
@@ -90,21 +90,6 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
     for gate, carried in zip(layer.gates, singular_values, strict=True):
         gate.zero_()
         gate[: int((carried > _NOTHING * carried[0]).sum())] = 1
-    return True
-
-
-def _canonicalize_blocks(layer: BTTLinear) -> bool:
-    """Make the ranks of every block its singular vectors; the function does not change."""
-    cores = [core.detach().to("cpu", torch.float64) for core in layer.gated_cores()]
-    weight = blocks_to_dense(*cores)[: layer.out_features, : layer.in_features]
-    if not bool(weight.isfinite().all()) or not bool(weight.any()):
-        return False
-    modes = layer.shape
-    found = split_blocks(weight_to_blocks(weight, modes.in_modes, modes.out_modes), layer.ranks[0])
-    layer.set_cores_(_scaled_as(cores, found))
-    carried = layer.rank_norms().sqrt()
-    (gate,) = layer.gates
-    gate[carried <= _NOTHING * carried[0]] = 0
     return True
 
 

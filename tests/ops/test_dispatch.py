@@ -298,6 +298,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("ops/factors.py", "is_eager"): "but in no graph",
     ("ops/factors.py", "is_concrete"): "nor without values",
     ("ops/product.py", "is_concrete"): "sizes are known",
+    ("ops/linear/blocks.py", "is_eager"): "compilers find gradients of their own",
     ("ops/linear/plain.py", "is_concrete"): "gates that are open need no threshold",
     ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
     ("ops/table/indices.py", "is_eager"): "what is not checked now is left to an operator",
