@@ -1,7 +1,7 @@
 """A linear layer whose weight is a grid of blocks of low rank, with trainable rank gates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class BTTLinear(CompressedLinear):
     Source: Qiu et al., Compute Better Spent, arXiv 2406.06248, section 4.
     """
 
+    is_chain = False
     shape: BTTShape  # type: ignore[assignment]
     _modes: BTTShape  # type: ignore[assignment]
 
@@ -99,8 +100,6 @@ class BTTLinear(CompressedLinear):
     def dense_weight(self) -> Tensor:
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
         return blocks_to_dense(*self.gated_cores())[: self.out_features, : self.in_features]
-
-    is_chain = False
 
     def canonical_cores(self, gated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """Make the ranks of every block its singular vectors; the bond carries all of them."""
@@ -155,15 +154,8 @@ class BTTLinear(CompressedLinear):
             return
         if init not in ("orthogonal", "normal"):
             raise ValueError(f"init={init!r} must be 'orthogonal' or 'normal'")
-        draw = nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_
         for core in (left, right):
-            wide = torch.promote_types(core.dtype, torch.float32)
-            blocks = core.new_empty(core.shape, dtype=wide).movedim(1, 0)
-            for block in blocks:  # (left bond, numbers of the block, other blocks, right bond)
-                rows = block.shape[0] * block.shape[1]
-                drawn = torch.empty(rows, block.numel() // rows, device=core.device, dtype=wide)
-                block.copy_(draw(drawn).view(block.shape))
-            core.copy_(blocks.movedim(0, 1))
+            _draw_(core, nn.init.orthogonal_ if init == "orthogonal" else nn.init.normal_)
         modes = self._modes
         now = math.sqrt(float(self._squared_norm()) / modes.num_dense)
         if std:
@@ -215,6 +207,15 @@ class BTTLinear(CompressedLinear):
         cores = split_blocks(blocks, *_rank_or(tolerance, fitted.ranks[0]))
         shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
         return cls._on_cores(linear, shape, list(cores), prune_below)
+
+
+def _draw_(core: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
+    """Draw each block of a core as a matrix, in float32 or wider."""
+    wide = torch.promote_types(core.dtype, torch.float32)
+    for block in core.unbind(1):  # (left bond, numbers of the block, other blocks, right bond)
+        rows = block.shape[0] * block.shape[1]
+        drawn = draw(torch.empty(rows, block.numel() // rows, device=core.device, dtype=wide))
+        block.copy_(drawn.view(block.shape))
 
 
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
