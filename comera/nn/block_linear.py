@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from comera.ops.linear.blocks import (
     split_blocks,
     weight_to_blocks,
 )
+from comera.ops.linear.tt_linear import check_width
 from comera.planning.products import Layer
 from comera.shapes import only_one
 
@@ -84,11 +84,7 @@ class BTTLinear(CompressedLinear):
         self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"the input has width {input.shape[-1]} (shape {tuple(input.shape)}), "
-                f"but this layer takes {self.in_features}"
-            )
+        check_width(input, self.in_features)
         left, right = self.gated_cores()
         return block_linear(input, left, right, self.bias, self.out_features)
 
@@ -142,7 +138,7 @@ class BTTLinear(CompressedLinear):
         check_tolerance(tolerance)
         modes = self._modes
         blocks = weight_to_blocks(weight, modes.in_modes, modes.out_modes)
-        self.set_cores_(split_blocks(blocks, *_rank_or(tolerance, self.ranks[0])))
+        self.set_cores_(split_blocks(blocks, self.ranks[0], tolerance))
 
     @torch.no_grad()
     def _init_cores_(self, std: float, init: Init) -> None:
@@ -204,7 +200,7 @@ class BTTLinear(CompressedLinear):
             in_features, out_features, rank=rank, shape=shape, compression=compression
         )
         blocks = weight_to_blocks(linear.weight, fitted.in_modes, fitted.out_modes)
-        cores = split_blocks(blocks, *_rank_or(tolerance, fitted.ranks[0]))
+        cores = split_blocks(blocks, fitted.ranks[0], tolerance)
         shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
         return cls._on_cores(linear, shape, list(cores), prune_below)
 
@@ -221,7 +217,3 @@ def _draw_(core: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
 def _rank_norms(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
     left, right = left_1abcR.double().square(), right_Rcad1.double().square()
     return torch.einsum("acr,rca->r", left.sum((0, 2)), right.sum((3, 4)))
-
-
-def _rank_or(tolerance: float | None, rank: int) -> tuple[Any, ...]:
-    return (rank,) if tolerance is None else (None, tolerance)

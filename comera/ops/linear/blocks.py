@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import is_eager
+from comera.ops.operator import is_traced
 
 _LEAST = 1e-2
 """Share of a typical singular value that the left core has of a smaller one."""
@@ -51,39 +52,42 @@ def block_linear(
     bias = biases[0] if biases and not cut else None
     with without_autocast(x):
         multiply = _multiply if _is_recorded() else _Multiply.apply
-        y = multiply(x, left, right, bias, rank)[0]
+        y = multiply(x, left, right, bias)
     if cut:
         y = y[:, :out_features]
         y = y + biases[0] if biases else y
     return y.reshape(*lead, out_features)
 
 
-def _multiply(
-    x_TI: Tensor, left_abK: Tensor, right_cSd: Tensor, bias_O: Tensor | None, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Return ``(T, c d)`` and what the second product read, ``(c, S, T)``; S = a R, K = c R.
+def _multiply(x_TI: Tensor, left_abK: Tensor, right_cSd: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return ``(T, c d)``; S = a R and K = c R."""
+    return _second_product(_shuffled(x_TI, left_abK, len(right_cSd)), right_cSd, bias_O)
 
-    The shuffle moves whole rows of tokens: it takes the first product with tokens last.
+
+def _shuffled(x_TI: Tensor, left_abK: Tensor, c: int) -> Tensor:
+    """Return the first product as the second one reads it, ``(c, S, T)``.
+
+    The shuffle moves whole rows of tokens: it takes the product with tokens last.
     """
-    (a, b, _), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
+    (a, b, width), tokens = left_abK.shape, x_TI.shape[0]
+    rank = width // c
     first_aKT = torch.bmm(left_abK.transpose(1, 2), x_TI.t().unflatten(0, (a, b)))
-    hidden_cST = first_aKT.view(a, c, rank, tokens).transpose(0, 1).reshape(c, a * rank, tokens)
+    return first_aKT.view(a, c, rank, tokens).transpose(0, 1).reshape(c, a * rank, tokens)
+
+
+def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None) -> Tensor:
+    c, _, d = right_cSd.shape
     rows_cTS = hidden_cST.transpose(1, 2)
     if bias_O is None:
         y_cTd = torch.bmm(rows_cTS, right_cSd)
     else:
         y_cTd = torch.baddbmm(bias_O.view(c, 1, d), rows_cTS, right_cSd)
-    return y_cTd.transpose(0, 1).reshape(tokens, c * d), hidden_cST
+    return y_cTd.transpose(0, 1).reshape(-1, c * d)
 
 
 def _is_recorded() -> bool:
     """Say whether operations are compiled, traced or transformed, which has to see them all."""
-    return (
-        not is_eager()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return not is_eager() or is_traced() or forward_ad._current_level >= 0
 
 
 class _Multiply(torch.autograd.Function):
@@ -93,33 +97,31 @@ class _Multiply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TI, left_abK, right_cSd, bias_O, rank):  # type: ignore[override]
-        y, hidden_cST = _multiply(x_TI, left_abK, right_cSd, bias_O, rank)
+    def forward(ctx: Any, x_TI, left_abK, right_cSd, bias_O):  # type: ignore[override]
+        hidden_cST = _shuffled(x_TI, left_abK, len(right_cSd))
         ctx.save_for_backward(x_TI, left_abK, right_cSd, hidden_cST)
-        ctx.rank = rank
-        ctx.mark_non_differentiable(hidden_cST)
-        return y, hidden_cST
+        return _second_product(hidden_cST, right_cSd, bias_O)
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, left_abK, right_cSd, hidden_cST = ctx.saved_tensors
-        (a, b, _), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
-        needs_x, needs_left, needs_right, needs_bias, _ = ctx.needs_input_grad
+        (a, b, width), (c, _, d), tokens = left_abK.shape, right_cSd.shape, x_TI.shape[0]
+        needs_x, needs_left, needs_right, needs_bias = ctx.needs_input_grad
         if torch.is_grad_enabled():  # to be differentiated again: it depends on x and left
-            hidden_cST = _multiply(x_TI, left_abK, right_cSd, None, ctx.rank)[1]
+            hidden_cST = _shuffled(x_TI, left_abK, c)
         grad_cTd = grad_TO.reshape(tokens, c, d).transpose(0, 1)
         right = torch.bmm(hidden_cST, grad_cTd) if needs_right else None
         bias = grad_TO.sum(0) if needs_bias else None
         if not (needs_x or needs_left):
-            return None, None, right, bias, None
+            return None, None, right, bias
         grad_cST = torch.bmm(right_cSd, grad_cTd.transpose(1, 2))
         first_aKT = (
-            grad_cST.view(c, a, ctx.rank, tokens).transpose(0, 1).reshape(a, c * ctx.rank, tokens)
+            grad_cST.view(c, a, width // c, tokens).transpose(0, 1).reshape(a, width, tokens)
         )
         rows_aTK = first_aKT.transpose(1, 2)
         left = torch.bmm(x_TI.t().unflatten(0, (a, b)), rows_aTK) if needs_left else None
         x = torch.bmm(rows_aTK, left_abK.transpose(1, 2)).transpose(0, 1) if needs_x else None
-        return None if x is None else x.reshape(tokens, a * b), left, right, bias, None
+        return None if x is None else x.reshape(tokens, a * b), left, right, bias
 
 
 def blocks_to_dense(left_1abcR: Tensor, right_Rcad1: Tensor) -> Tensor:
@@ -139,15 +141,15 @@ def weight_to_blocks(
 
 
 def split_blocks(
-    blocks_acbd: Tensor, rank: int | None, tolerance: float | None = None
+    blocks_acbd: Tensor, rank: int, tolerance: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Approximate every block by its largest singular vectors: no blocks of that rank are nearer.
 
     Args:
         blocks_acbd: ``(a, c, b, d)``.
-        rank: Of each block, cut where a block is smaller; None where ``tolerance`` is given.
-        tolerance: Bound on the relative Frobenius error of all blocks together: the smallest rank
-            that meets it, at least one.
+        rank: The rank that each block gets, cut where a block is smaller.
+        tolerance: Instead of the rank: bound on the relative Frobenius error of all blocks
+            together, met by the smallest rank that can, at least one.
 
     Returns:
         Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one norm.
@@ -160,10 +162,10 @@ def split_blocks(
     if not bool(blocks.isfinite().all()):
         raise ValueError("the weight holds numbers that are not finite")
     u_acbk, s_ack, vh_ackd = torch.linalg.svd(blocks, full_matrices=False)
-    if rank is None:
+    if tolerance is not None:
         square = s_ack.double().square().sum((0, 1))
         left_out = square.sum() - square.cumsum(0)  # by rank 1, 2, ...
-        allowed = max(tolerance or 0.0, torch.finfo(wide).eps) ** 2 * square.sum()
+        allowed = max(tolerance, torch.finfo(wide).eps) ** 2 * square.sum()
         rank = 1 + int((left_out > allowed).sum())
     rank = min(rank, s_ack.shape[2])
     s_ack = s_ack[..., :rank]

@@ -59,7 +59,7 @@ def plain_linear(
         left_IR = left_IR[:in_features]
     if right_RO.shape[1] != out_features:
         right_RO = right_RO[:, :out_features]
-    check_width(x_BI, left_IR)
+    check_width(x_BI, in_features)
     flat = x_BI.dim() == 2
     t = torch.mm(x_BI if flat else x_BI.reshape(-1, in_features), left_IR)
     y = torch.mm(t, right_RO) if bias_O is None else torch.addmm(bias_O, t, right_RO)

@@ -73,7 +73,7 @@ def factorized_linears(
     Raises:
         ValueError: If x has another width than the layer.
     """
-    check_width(x_BI, lefts[0])
+    check_width(x_BI, lefts[0].shape[0])
     x_BI, lefts, rights = autocast_together(x_BI, lefts, rights)
     return _LINEARS(x_BI, lefts, rights, bias)
 
@@ -136,12 +136,12 @@ def _by_operator(
     return _factorized_linears(x_BI, lefts, rights, bias)[:-1]
 
 
-def check_width(x_BI: Tensor, left_IR: Tensor) -> None:
+def check_width(x_BI: Tensor, width: int) -> None:
     """Raise ``ValueError`` if x has another width than the layer."""
-    if x_BI.shape[-1] != left_IR.shape[0]:
+    if x_BI.shape[-1] != width:
         raise ValueError(
             f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
-            f"but this layer takes {left_IR.shape[0]}"
+            f"but this layer takes {width}"
         )
 
 
@@ -151,7 +151,7 @@ def reconstructed_linear(x_BI: Tensor, factors: Factors) -> Tensor:
     The faster way where the bond is so large that ``R * (I + O) > I * O`` and the batch is large.
     """
     left_IR, right_RO, has_bias = factors
-    check_width(x_BI, left_IR)
+    check_width(x_BI, left_IR.shape[0])
     weight_IO = affine(left_IR, right_RO)  # a bias' row of right meets a column of zeros in left
     y = affine(x_BI.reshape(-1, x_BI.shape[-1]), weight_IO, right_RO[-1] if has_bias else None)
     return y.view(*x_BI.shape[:-1], y.shape[-1])
