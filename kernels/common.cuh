@@ -79,7 +79,7 @@ __device__ __forceinline__ f16 narrow<f16>(float x) {
 // To tf32, ten bits after the point, to the nearest.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
 #ifdef COMERA_EMULATION
-  return (__float_as_uint(x) + 0x1000u) & ~0x1fffu;
+  return x == x ? (__float_as_uint(x) + 0x1000u) & ~0x1fffu : 0x7fffffffu;
 #else
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

@@ -1,4 +1,5 @@
-// A whole feed-forward of two tensor-train layers in bf16 whose hidden activation is never stored:
+// A whole feed-forward of two tensor-train layers whose hidden activation is never stored. The file that
+// includes this says what a Number is: bf16, or float, whose products are of tf32.
 //   t1 = x . L1, h = t1 . R1, a = act(h), t2 = a . L2, y = t2 . R2
 //   x [M, I]  L1 [I, rank 1]  R1 [rank 1, H]  L2 [H, rank 2]  R2 [rank 2, O]
 // Beside a bias the last columns of t1 and t2 are ones. Ranks are multiples of eight up to 32, widths
@@ -15,12 +16,14 @@
 #include "tiles.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STAGES = 3;
-constexpr int R = 32;         // ranks, padded
-constexpr int PAD = 8;        // numbers between rows of a tile, 16 bytes
-constexpr int KC = 128;       // numbers along a sum that a stage holds
-constexpr int HC = 128;       // hidden columns of a stage
-constexpr int NC = 32;        // columns of a result that a warp makes at once
-constexpr int ROW = R + PAD;  // of a thin tile
+constexpr int R = 32;                       // ranks, padded
+constexpr int PIECE = 16 / sizeof(Number);  // numbers of 16 bytes
+constexpr int PAD = PIECE;                  // numbers between rows of a tile
+constexpr int KC = 16 * PIECE;              // numbers along a sum that a stage holds
+constexpr int HC = 16 * PIECE;              // hidden columns of a stage
+constexpr int NC = 4 * PIECE;               // columns of a result that a warp makes at once
+constexpr int ROW = R + PAD;                // of a thin tile
+constexpr int WORDS = OPERAND<Number>;
 
 struct Sizes {
   int M, I, H, O, rank1, rank2, bias;
@@ -68,11 +71,11 @@ struct Split {
 
 // Part of a matrix into a padded tile, zeros beyond its rows and columns; by so many threads.
 template <int ROWS, int COLUMNS, int BY = THREADS>
-__device__ __forceinline__ void fetch(bf16* tile, const bf16* from, int64_t row, int rows, int columns) {
-  constexpr int PER_ROW = COLUMNS / 8;
+__device__ __forceinline__ void fetch(Number* tile, const Number* from, int row, int rows, int columns) {
+  constexpr int PER_ROW = COLUMNS / PIECE;
 #pragma unroll
   for (int e = threadIdx.x; e < ROWS * PER_ROW; e += BY) {
-    const int r = e / PER_ROW, c = e % PER_ROW * 8;
+    const int r = e / PER_ROW, c = e % PER_ROW * PIECE;
     const bool there = r < rows && c < columns;
     copy16(tile + r * (COLUMNS + PAD) + c, from + (there ? r * row + c : 0), there);
   }
@@ -84,15 +87,15 @@ constexpr int THIN_STAGE = BM * (KC + PAD) + (TURNED ? R * (KC + PAD) : KC * ROW
 // sum += wide [BM, K] . thin, thin [K, rank], or [rank, K] if TURNED. A warp has 16 rows and its part
 // of every stage's numbers along the sum.
 template <int BM, bool TURNED>
-__device__ void thin_product(const bf16* wide, int rows, int K, const bf16* thin, int rank,
-                             bf16* shared, float (&sum)[R / 8][4]) {
+__device__ void thin_product(const Number* wide, int rows, int K, const Number* thin, int rank,
+                             Number* shared, float (&sum)[R / 8][4]) {
   using S = Split<BM>;
   constexpr int EACH = KC / S::ALONG_K, THIN_ROW = TURNED ? KC + PAD : ROW;
   const int warp = threadIdx.x / 32, m = warp % S::ALONG_M * 16, k0 = warp / S::ALONG_M * EACH;
   const int chunks = K / KC;
   auto issue = [&](int chunk) {
     if (chunk < chunks) {
-      bf16* stage = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
+      Number* stage = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
       fetch<BM, KC>(stage, wide + chunk * KC, K, rows, KC);
       if (TURNED)
         fetch<R, KC>(stage + BM * (KC + PAD), thin + chunk * KC, K, rank, KC);
@@ -108,20 +111,20 @@ __device__ void thin_product(const bf16* wide, int rows, int K, const bf16* thin
     arrived<STAGES - 2>();
     __syncthreads();  // the stage is there, and nobody reads the one that is filled next
     issue(chunk + STAGES - 1);
-    const bf16* x = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
-    const bf16* f = x + BM * (KC + PAD);
+    const Number* x = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
+    const Number* f = x + BM * (KC + PAD);
 #pragma unroll
     for (int k = 0; k < EACH; k += 16) {
-      uint32_t a[4];
+      uint32_t a[WORDS];
       load_a(a, x, KC + PAD, m, k0 + k);
 #pragma unroll
       for (int n = 0; n < R; n += 16) {
-        uint32_t b[4];
+        uint32_t b[WORDS];
         if (TURNED)
           load_b_turned(b, f, THIN_ROW, k0 + k, n);
         else
           load_b(b, f, THIN_ROW, k0 + k, n);
-        mma2<bf16>(sum[n / 8], sum[n / 8 + 1], a, b);
+        mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
       }
     }
   }
@@ -130,7 +133,7 @@ __device__ void thin_product(const bf16* wide, int rows, int K, const bf16* thin
 
 // What warps have along a sum, added up and rounded: to a tile [BM][ROW], and to memory [rows, rank].
 template <int BM>
-__device__ void gather(const float (&sum)[R / 8][4], float* parts, bf16* tile, bf16* to, int rows,
+__device__ void gather(const float (&sum)[R / 8][4], float* parts, Number* tile, Number* to, int rows,
                        int rank, bool ones) {
   using S = Split<BM>;
   constexpr int PART_ROW = R + 4;
@@ -151,9 +154,8 @@ __device__ void gather(const float (&sum)[R / 8][4], float* parts, bf16* tile, b
       y += parts[(k * BM + r) * PART_ROW + c + 1];
     }
     if (ones && c == rank - 2) y = 1.f;
-    const uint32_t both = pack<bf16>(x, y);
-    *reinterpret_cast<uint32_t*>(tile + r * ROW + c) = both;
-    if (r < rows && c < rank) *reinterpret_cast<uint32_t*>(to + (int64_t)r * rank + c) = both;
+    store2(tile + r * ROW + c, x, y);
+    if (r < rows && c < rank) store2(to + (int64_t)r * rank + c, x, y);
   }
   __syncthreads();  // the tile is there, the parts are free
 }
@@ -166,21 +168,22 @@ constexpr int SPREAD = 2 * SPREAD_TILE<TURNED> + 16 * (NC + PAD);  // numbers of
 // out [rows, N] = tile [BM, rank] . factor, factor [rank, N], or [N, rank] if TURNED. A warp makes
 // every eighth 32 columns for itself: it alone reads that part of the factor, without barriers.
 template <int BM, bool TURNED>
-__device__ void spread(const bf16* t, const bf16* factor, int rank, int N, bf16* shared, bf16* out, int rows) {
+__device__ void spread(const Number* t, const Number* factor, int rank, int N, Number* shared, Number* out,
+                       int rows) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = threadIdx.x / 32;
-  bf16* mine = shared + warp * SPREAD<TURNED>;
-  bf16* stage = mine + 2 * SPREAD_TILE<TURNED>;  // 16 rows of the result
+  Number* mine = shared + warp * SPREAD<TURNED>;
+  Number* stage = mine + 2 * SPREAD_TILE<TURNED>;  // 16 rows of the result
   auto issue = [&](int number) {
     const int column = (number * WARPS + warp) * NC;
     if (column < N) {
-      bf16* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
-      constexpr int PER_ROW = (TURNED ? R : NC) / 8, ROWS = TURNED ? NC : R;
+      Number* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
+      constexpr int PER_ROW = (TURNED ? R : NC) / PIECE, ROWS = TURNED ? NC : R;
 #pragma unroll
       for (int e = lane; e < ROWS * PER_ROW; e += 32) {
-        const int r = e / PER_ROW, c = e % PER_ROW * 8;
+        const int r = e / PER_ROW, c = e % PER_ROW * PIECE;
         const bool there = TURNED ? c < rank : r < rank;
         const int64_t from = TURNED ? (int64_t)(column + r) * rank + c : (int64_t)r * N + column + c;
-        copy16(tile + r * (PER_ROW * 8 + PAD) + c, factor + (there ? from : 0), there);
+        copy16(tile + r * (PER_ROW * PIECE + PAD) + c, factor + (there ? from : 0), there);
       }
     }
     commit();
@@ -193,34 +196,33 @@ __device__ void spread(const bf16* t, const bf16* factor, int rank, int N, bf16*
     arrived<0>();
     __syncwarp();
     issue(number + 1);
-    const bf16* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
+    const Number* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
 #pragma unroll
     for (int m = 0; m < BM; m += 16) {
       float sum[NC / 8][4] = {};
 #pragma unroll
       for (int k = 0; k < R; k += 16) {
-        uint32_t a[4];
+        uint32_t a[WORDS];
         load_a(a, t, ROW, m, k);
 #pragma unroll
         for (int n = 0; n < NC; n += 16) {
-          uint32_t b[4];
+          uint32_t b[WORDS];
           if (TURNED)
             load_b_turned(b, tile, ROW, k, n);
           else
             load_b(b, tile, NC + PAD, k, n);
-          mma2<bf16>(sum[n / 8], sum[n / 8 + 1], a, b);
+          mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
         }
       }
 #pragma unroll
       for (int n = 0; n < NC / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          *reinterpret_cast<uint32_t*>(stage + (g + 8 * half) * (NC + PAD) + 8 * n + 2 * q) =
-              pack<bf16>(sum[n][2 * half], sum[n][2 * half + 1]);
+          store2(stage + (g + 8 * half) * (NC + PAD) + 8 * n + 2 * q, sum[n][2 * half], sum[n][2 * half + 1]);
       __syncwarp();
 #pragma unroll
-      for (int e = lane; e < 16 * NC / 8; e += 32) {
-        const int r = e / (NC / 8), c = e % (NC / 8) * 8;
+      for (int e = lane; e < 16 * NC / PIECE; e += 32) {
+        const int r = e / (NC / PIECE), c = e % (NC / PIECE) * PIECE;
         if (m + r < rows)
           *reinterpret_cast<Sixteen*>(out + (int64_t)(m + r) * N + column + c) =
               *reinterpret_cast<const Sixteen*>(stage + r * (NC + PAD) + c);
@@ -235,8 +237,8 @@ constexpr int HIDDEN_STAGE = R * (HC + PAD) + HC * ROW;
 // sum += act(t1 . R1) . L2, or backward += (u2 . L2^T * act'(t1 . R1)) . R1^T. A warp has 16 rows and
 // its part of every stage's hidden columns.
 template <int BM, bool BACK, typename Act>
-__device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, const bf16* L2,
-                               const Sizes& sizes, bf16* shared, float (&sum)[R / 8][4]) {
+__device__ void through_hidden(const Number* t1, const Number* u2, const Number* R1, const Number* L2,
+                               const Sizes& sizes, Number* shared, float (&sum)[R / 8][4]) {
   using S = Split<BM>;
   constexpr int EACH = HC / S::ALONG_K;
   // One's products run while the other's exponential does, where there is one.
@@ -245,14 +247,14 @@ __device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, c
   const int chunks = sizes.H / HC;
   auto issue = [&](int chunk) {
     if (chunk < chunks) {
-      bf16* stage = shared + chunk % STAGES * HIDDEN_STAGE;
+      Number* stage = shared + chunk % STAGES * HIDDEN_STAGE;
       fetch<R, HC>(stage, R1 + chunk * HC, sizes.H, sizes.rank1, HC);
       fetch<HC, R>(stage + R * (HC + PAD), L2 + (int64_t)chunk * HC * sizes.rank2, sizes.rank2, HC,
                    sizes.rank2);
     }
     commit();
   };
-  uint32_t a[R / 16][4], u[R / 16][4];
+  uint32_t a[R / 16][WORDS], u[R / 16][WORDS];
 #pragma unroll
   for (int k = 0; k < R; k += 16) {
     load_a(a[k / 16], t1, ROW, m, k);
@@ -265,8 +267,8 @@ __device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, c
     arrived<STAGES - 2>();
     __syncthreads();  // the hidden stage is there, and nobody reads the one that is filled next
     issue(chunk + STAGES - 1);
-    const bf16* r1 = shared + chunk % STAGES * HIDDEN_STAGE;
-    const bf16* l2 = r1 + R * (HC + PAD);
+    const Number* r1 = shared + chunk % STAGES * HIDDEN_STAGE;
+    const Number* l2 = r1 + R * (HC + PAD);
 #pragma unroll(Act::TAKES_TIME ? HC : 1)
     for (int h = 0; h < EACH; h += 16 * AT_ONCE) {
       float pre[2 * AT_ONCE][4] = {}, da[2 * AT_ONCE][4] = {};
@@ -274,12 +276,12 @@ __device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, c
       for (int k = 0; k < R; k += 16)
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
-          uint32_t b[4];
+          uint32_t b[WORDS];
           load_b(b, r1, HC + PAD, k, h0 + h + 16 * n);
-          mma2<bf16>(pre[2 * n], pre[2 * n + 1], a[k / 16], b);
+          mma2<Number>(pre[2 * n], pre[2 * n + 1], a[k / 16], b);
           if (BACK) {
             load_b_turned(b, l2, ROW, k, h0 + h + 16 * n);
-            mma2<bf16>(da[2 * n], da[2 * n + 1], u[k / 16], b);
+            mma2<Number>(da[2 * n], da[2 * n + 1], u[k / 16], b);
           }
         }
 #pragma unroll
@@ -292,17 +294,16 @@ __device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, c
         }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const float(&low)[4] = pre[2 * i], (&high)[4] = pre[2 * i + 1];
-        const uint32_t act[4] = {pack<bf16>(low[0], low[1]), pack<bf16>(low[2], low[3]),
-                                 pack<bf16>(high[0], high[1]), pack<bf16>(high[2], high[3])};
+        uint32_t act[WORDS];
+        as_a<Number>(act, pre[2 * i], pre[2 * i + 1]);
 #pragma unroll
         for (int n = 0; n < R; n += 16) {
-          uint32_t b[4];
+          uint32_t b[WORDS];
           if (BACK)
             load_b_turned(b, r1, HC + PAD, h0 + h + 16 * i, n);
           else
             load_b(b, l2, ROW, h0 + h + 16 * i, n);
-          mma2<bf16>(sum[n / 8], sum[n / 8 + 1], act, b);
+          mma2<Number>(sum[n / 8], sum[n / 8 + 1], act, b);
         }
       }
     }
@@ -311,11 +312,11 @@ __device__ void through_hidden(const bf16* t1, const bf16* u2, const bf16* R1, c
 }
 
 template <int BM, typename Act>
-__device__ void forward(const Sizes& s, const bf16* x, const bf16* L1, const bf16* R1, const bf16* L2,
-                        const bf16* R2, bf16* t1, bf16* t2, bf16* y) {
-  DYNAMIC_SHARED(bf16, shared);
-  bf16* tile = shared;
-  bf16* stages = shared + 2 * BM * ROW;
+__device__ void forward(const Sizes& s, const Number* x, const Number* L1, const Number* R1, const Number* L2,
+                        const Number* R2, Number* t1, Number* t2, Number* y) {
+  DYNAMIC_SHARED(Number, shared);
+  Number* tile = shared;
+  Number* stages = shared + 2 * BM * ROW;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   {
     float sum[R / 8][4] = {};
@@ -331,12 +332,13 @@ __device__ void forward(const Sizes& s, const bf16* x, const bf16* L1, const bf1
 }
 
 template <int BM, typename Act>
-__device__ void back_rows(const Sizes& s, const bf16* dy, const bf16* L1, const bf16* R1, const bf16* L2,
-                          const bf16* R2, const bf16* t1, bf16* u1, bf16* u2, bf16* dx) {
-  DYNAMIC_SHARED(bf16, shared);
-  bf16* u_tile = shared;
-  bf16* t_tile = shared + BM * ROW;
-  bf16* stages = t_tile + BM * ROW;
+__device__ void back_rows(const Sizes& s, const Number* dy, const Number* L1, const Number* R1,
+                          const Number* L2, const Number* R2, const Number* t1, Number* u1, Number* u2,
+                          Number* dx) {
+  DYNAMIC_SHARED(Number, shared);
+  Number* u_tile = shared;
+  Number* t_tile = shared + BM * ROW;
+  Number* stages = t_tile + BM * ROW;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   fetch<BM, R>(t_tile, t1 + (int64_t)row0 * s.rank1, s.rank1, rows, s.rank1);
   commit();
@@ -359,9 +361,9 @@ constexpr int HIDDEN_WARPS = 4, BH = 16 * HIDDEN_WARPS, MC = 64;  // hidden colu
 // block's part of the batch, 16 rows a step; a^T and dh^T come out as the operands of the two sums.
 // A share is [2][H][R], of dL2 and of dR1^T.
 template <typename Act>
-__device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, const bf16* R1, const bf16* L2,
-                            float* shares) {
-  DYNAMIC_SHARED(bf16, shared);
+__device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, const Number* R1,
+                            const Number* L2, float* shares) {
+  DYNAMIC_SHARED(Number, shared);
   constexpr int STAGE = 2 * MC * ROW, BY = 32 * HIDDEN_WARPS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int h0 = blockIdx.x * BH, parts = gridDim.y;
@@ -374,7 +376,7 @@ __device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, cons
   commit();
   arrived<0>();
   __syncthreads();  // the factors are there
-  uint32_t f1[R / 16][4], f2[R / 16][4];
+  uint32_t f1[R / 16][WORDS], f2[R / 16][WORDS];
 #pragma unroll
   for (int k = 0; k < R; k += 16) {
     load_a_turned(f1[k / 16], shared, BH + PAD, 16 * warp, k);
@@ -383,7 +385,7 @@ __device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, cons
   __syncthreads();  // nobody reads them there any more
   auto issue = [&](int chunk) {
     if (chunk < chunks) {
-      bf16* stage = shared + chunk % STAGES * STAGE;
+      Number* stage = shared + chunk % STAGES * STAGE;
       const int64_t m0 = begin + chunk * MC;
       fetch<MC, R, BY>(stage, t1 + m0 * s.rank1, s.rank1, end - (int)m0, s.rank1);
       fetch<MC, R, BY>(stage + MC * ROW, u2 + m0 * s.rank2, s.rank2, end - (int)m0, s.rank2);
@@ -398,18 +400,18 @@ __device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, cons
     arrived<STAGES - 2>();
     __syncthreads();  // the rows are there, and nobody reads the stage that is filled next
     issue(chunk + STAGES - 1);
-    const bf16* t = shared + chunk % STAGES * STAGE;
-    const bf16* u = t + MC * ROW;
+    const Number* t = shared + chunk % STAGES * STAGE;
+    const Number* u = t + MC * ROW;
 #pragma unroll 1
     for (int m = 0; m < MC; m += 16) {
       float pre[2][4] = {}, da[2][4] = {};
 #pragma unroll
       for (int k = 0; k < R; k += 16) {
-        uint32_t b[4];
+        uint32_t b[WORDS];
         load_b_turned(b, t, ROW, k, m);
-        mma2<bf16>(pre[0], pre[1], f1[k / 16], b);
+        mma2<Number>(pre[0], pre[1], f1[k / 16], b);
         load_b_turned(b, u, ROW, k, m);
-        mma2<bf16>(da[0], da[1], f2[k / 16], b);
+        mma2<Number>(da[0], da[1], f2[k / 16], b);
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -420,17 +422,16 @@ __device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, cons
           pre[n][e] = value;
           da[n][e] *= slope;
         }
-      const uint32_t a[4] = {pack<bf16>(pre[0][0], pre[0][1]), pack<bf16>(pre[0][2], pre[0][3]),
-                             pack<bf16>(pre[1][0], pre[1][1]), pack<bf16>(pre[1][2], pre[1][3])};
-      const uint32_t d[4] = {pack<bf16>(da[0][0], da[0][1]), pack<bf16>(da[0][2], da[0][3]),
-                             pack<bf16>(da[1][0], da[1][1]), pack<bf16>(da[1][2], da[1][3])};
+      uint32_t a[WORDS], d[WORDS];
+      as_a<Number>(a, pre[0], pre[1]);
+      as_a<Number>(d, da[0], da[1]);
 #pragma unroll
       for (int n = 0; n < R; n += 16) {
-        uint32_t b[4];
+        uint32_t b[WORDS];
         load_b(b, u, ROW, m, n);
-        mma2<bf16>(of_a[n / 8], of_a[n / 8 + 1], a, b);
+        mma2<Number>(of_a[n / 8], of_a[n / 8 + 1], a, b);
         load_b(b, t, ROW, m, n);
-        mma2<bf16>(of_h[n / 8], of_h[n / 8 + 1], d, b);
+        mma2<Number>(of_h[n / 8], of_h[n / 8 + 1], d, b);
       }
     }
   }
@@ -446,7 +447,8 @@ __device__ void back_hidden(const Sizes& s, const bf16* t1, const bf16* u2, cons
 }
 
 // One thread for each number of a share: dL2 [H, rank 2] and dR1 [rank 1, H].
-__device__ void back_sums(const Sizes& s, const float* shares, bf16* left2_grad, bf16* right1_grad, int parts) {
+__device__ void back_sums(const Sizes& s, const float* shares, Number* left2_grad, Number* right1_grad,
+                          int parts) {
   const int64_t e = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, half = (int64_t)s.H * R;
   if (e >= 2 * half) return;
   const bool of_left = e < half;
@@ -459,8 +461,8 @@ __device__ void back_sums(const Sizes& s, const float* shares, bf16* left2_grad,
   for (int part = 0; part < parts; ++part)
     sum += shares[part * 2 * half + (of_left ? 0 : half) + (int64_t)h * R + r];
   if (of_left)
-    left2_grad[(int64_t)h * s.rank2 + r] = narrow<bf16>(sum);
+    left2_grad[(int64_t)h * s.rank2 + r] = narrow<Number>(sum);
   else
-    right1_grad[(int64_t)r * s.H + h] = narrow<bf16>(sum);
+    right1_grad[(int64_t)r * s.H + h] = narrow<Number>(sum);
 }
 

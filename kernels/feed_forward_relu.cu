@@ -1,4 +1,6 @@
 // With relu between the layers.
+#include "common.cuh"
+typedef bf16 Number;
 #include "feed_forward.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -62,8 +62,12 @@ __device__ __forceinline__ void ldmatrix_turned(uint32_t (&to)[4], const void* r
 #endif
 }
 
-// Operands of mma.m16n8k16 from tiles in shared memory whose rows lie `apart`. That is an odd number
-// of 16 bytes, so that the eight rows an ldmatrix reads lie in different banks.
+// Operands of 16 numbers along a sum, from tiles in shared memory whose rows lie `apart`. That is an odd
+// number of 16 bytes, so that the eight rows an ldmatrix reads lie in different banks. They are those of
+// one mma.m16n8k16, or, of float, of two mma.m16n8k8 in tf32. There a lane's places q and q + 4 along the
+// sum are given the numbers 2q and 2q + 1, in either operand: so sums are operands as they lie.
+template <typename T>
+constexpr int OPERAND = sizeof(T) == 4 ? 8 : 4;  // words
 // a: rows m..m+15, columns k..k+15 of a tile that holds rows.
 template <typename T>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const T* tile, int apart, int m, int k) {
@@ -89,19 +93,72 @@ __device__ __forceinline__ void load_b_turned(uint32_t (&b)[4], const T* tile, i
   const int lane = threadIdx.x % 32;
   ldmatrix(b, tile + (n + lane % 8 + lane / 16 * 8) * apart + k + lane / 8 % 2 * 8);
 }
+// The same of float.
+__device__ __forceinline__ void load_a(uint32_t (&a)[8], const float* tile, int apart, int m, int k) {
+  const int lane = threadIdx.x % 32;
+  tile += (m + lane / 4) * apart + k + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i] = to_tf32(tile[i % 2 * 8 * apart + i / 4 * 8 + i / 2 % 2]);
+}
+__device__ __forceinline__ void load_a_turned(uint32_t (&a)[8], const float* tile, int apart, int m, int k) {
+  const int lane = threadIdx.x % 32;
+  tile += (k + lane % 4 * 2) * apart + m + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i] = to_tf32(tile[(i / 4 * 8 + i / 2 % 2) * apart + i % 2 * 8]);
+}
+__device__ __forceinline__ void load_b(uint32_t (&b)[8], const float* tile, int apart, int k, int n) {
+  const int lane = threadIdx.x % 32;
+  tile += (k + lane % 4 * 2) * apart + n + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) b[i] = to_tf32(tile[(i / 2 % 2 * 8 + i % 2) * apart + i / 4 * 8]);
+}
+__device__ __forceinline__ void load_b_turned(uint32_t (&b)[8], const float* tile, int apart, int k, int n) {
+  const int lane = threadIdx.x % 32;
+  tile += (n + lane / 4) * apart + k + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) b[i] = to_tf32(tile[i / 4 * 8 * apart + i / 2 % 2 * 8 + i % 2]);
+}
 // sum0 and sum1 += a . both columns of b.
 template <typename T>
-__device__ __forceinline__ void mma2(float (&sum0)[4], float (&sum1)[4], const uint32_t (&a)[4],
-                                     const uint32_t (&b)[4]) {
-  const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
-  mma<T>(sum0, a, b0);
-  mma<T>(sum1, a, b1);
+__device__ __forceinline__ void mma2(float (&sum0)[4], float (&sum1)[4], const uint32_t (&a)[OPERAND<T>],
+                                     const uint32_t (&b)[OPERAND<T>]) {
+#pragma unroll
+  for (int j = 0; j < OPERAND<T>; j += 4) {
+    const uint32_t part[4] = {a[j], a[j + 1], a[j + 2], a[j + 3]};
+    const uint32_t b0[2] = {b[j / 2], b[j / 2 + 1]};
+    const uint32_t b1[2] = {b[OPERAND<T> / 2 + j / 2], b[OPERAND<T> / 2 + j / 2 + 1]};
+    mma<T>(sum0, part, b0);
+    mma<T>(sum1, part, b1);
+  }
 }
 
 // Two numbers in one word, the first one low.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   return narrow<T>(first).bits | (uint32_t)narrow<T>(second).bits << 16;
+}
+// Two numbers that lie side by side.
+template <typename T>
+__device__ __forceinline__ void store2(T* to, float first, float second) {
+  *reinterpret_cast<uint32_t*>(to) = pack<T>(first, second);
+}
+struct alignas(8) Eight {
+  float x[2];
+};
+__device__ __forceinline__ void store2(float* to, float first, float second) {
+  *reinterpret_cast<Eight*>(to) = Eight{first, second};
+}
+// What two mma beside each other have added up, as the operand a of the next.
+template <typename T>
+__device__ __forceinline__ void as_a(uint32_t (&a)[OPERAND<T>], const float (&low)[4], const float (&high)[4]) {
+#pragma unroll
+  for (int i = 0; i < OPERAND<T>; ++i) {
+    const float(&sum)[4] = i < OPERAND<T> / 2 ? low : high;
+    if constexpr (sizeof(T) == 4)
+      a[i] = to_tf32(sum[i % 2 * 2 + i / 2 % 2]);
+    else
+      a[i] = pack<T>(sum[i % 2 * 2], sum[i % 2 * 2 + 1]);
+  }
 }
 struct alignas(16) Sixteen {
   uint32_t x[4];

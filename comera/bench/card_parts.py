@@ -19,7 +19,7 @@ from torch import nn
 
 from comera.bench import kernel_speed
 from comera.bench.encoders import Encoders, learned_ranks, train_step
-from comera.bench.in_turn import in_turn
+from comera.bench.in_turn import in_turn, tf32_products
 from comera.bench.kernel_case import Case
 from comera.bench.kernel_speed import GROUPS, OPERATORS, floor_of
 from comera.bench.linear_speed import count, forward_backward
@@ -157,16 +157,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextlib.contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 PRECISIONS = ("bf16", "fp32", "tf32")
 
 
@@ -183,7 +173,7 @@ def _operators(device: torch.device, sizes: Sizes) -> Iterator[Job]:
 def _operator(device: torch.device, sizes: Sizes, name: str, precision: str) -> list[Row]:
     """Time one operator as it is chosen, by torch's way, and as one would write it, in a graph."""
     dtype, rows = _dtype_of(precision), list[Row]()
-    with _tf32(precision == "tf32"), static_shapes():
+    with tf32_products(precision == "tf32"), static_shapes():
         for case in kernel_speed.cases(
             device, [name], sizes.tokens, sizes.tokens, sizes.widths, sizes.rank, sizes.layers,
             sizes.table, dtype,
@@ -231,7 +221,7 @@ def _step(
             continue
         found: dict[Kind, tuple[float, float | None]] = {}
         for kind in ("dense", "comera"):
-            with _tf32(precision == "tf32"):
+            with tf32_products(precision == "tf32"):
                 found[kind] = _time_of_step(device, encoders, batch, precision, mode, kind)
         (dense, dense_peak), (ours, peak) = found["dense"], found["comera"]
         rows.append(

@@ -1,7 +1,8 @@
 """Runs on several inputs in turn, so that none is found in a cache; on a GPU as one CUDA graph."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -35,3 +36,14 @@ def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Calla
         for run in runs:
             run()
     return graph.replay
+
+
+@contextlib.contextmanager
+def tf32_products(on: bool) -> Iterator[None]:
+    """Let products of float32 on a card be of tf32, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.bench.in_turn import copies_of, in_turn
+from comera.bench.in_turn import copies_of, in_turn, tf32_products
 from comera.nn.embedding import TTEmbedding
 from comera.nn.fused import self_attention
 from comera.nn.grouped import BatchedContraction
@@ -48,6 +48,9 @@ _DTYPES = {
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 
+_IN_TF32 = {"feed_forward", "gated_feed_forward"}
+"""Groups with a way that there is only where products of float32 may be of tf32."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -77,8 +80,9 @@ def measure_ways(device: torch.device, say: Say) -> None:
     path: Path | None = None
     try:
         for trial in TRIALS:
-            for dtype in _DTYPES[device.type]:
-                timings = _measure(trial, device, dtype, say)
+            for dtype, tf32 in _roundings(trial, device):
+                with tf32_products(tf32):
+                    timings = _measure(trial, device, dtype, say)
                 if timings:
                     path = save_way_times(setting, timings, today)
                     for timing in timings:
@@ -86,6 +90,14 @@ def measure_ways(device: torch.device, say: Say) -> None:
     finally:
         forget_times()
     say("no operator has two ways here" if path is None else f"saved as {path}")
+
+
+def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype, bool]]:
+    """List the dtypes at which to measure, and whether products of float32 may be of tf32."""
+    for dtype in _DTYPES[device.type]:
+        yield dtype, False
+        if device.type == "cuda" and dtype == torch.float32 and trial.group in _IN_TF32:
+            yield dtype, True
 
 
 def check_choice() -> None:

@@ -1,4 +1,4 @@
-"""What holds around an operator: autocast, static shapes, products in eight bits, the machine."""
+"""What holds around an operator: autocast, static shapes, how products round, the machine."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -86,6 +86,11 @@ def fp8_products() -> Iterator[None]:
 def products_are_fp8() -> bool:
     """Say whether :func:`fp8_products` is entered."""
     return _fp8_depth > 0
+
+
+def products_are_tf32(like: Tensor) -> bool:
+    """Say whether torch may round the operands of a tensor's products to tf32 on a card."""
+    return like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def machine_of(device: torch.device) -> Machine:

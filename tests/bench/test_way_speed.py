@@ -7,6 +7,7 @@ import torch
 
 from comera.bench import calibrate as profile
 from comera.bench import way_speed
+from comera.bench.in_turn import tf32_products
 from comera.bench.way_speed import TRIALS, Trial, measure_ways
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
@@ -158,3 +159,25 @@ def test_samples_stand_for_the_cases_that_are_timed():
         if ways.times is not None and not ways.name.endswith("_backward"):
             case = ways.times.case(*ways.sample(new))
             assert case is None or case[0].device == CPU
+
+
+def test_what_has_a_way_in_tf32_alone_is_measured_with_it_too():
+    trials = {trial.group: trial for trial in TRIALS}
+    found = {
+        group: list(way_speed._roundings(trials[group], torch.device("cuda")))
+        for group in ("feed_forward", "gated_feed_forward", "linears")
+    }
+    exact = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False)]
+    both = [exact[0], (torch.float32, True), *exact[1:]]
+    assert found == {"feed_forward": both, "gated_feed_forward": both, "linears": exact}
+    assert list(way_speed._roundings(trials["feed_forward"], CPU)) == exact[:1]
+
+
+@pytest.mark.parametrize("name", ["factorized_feed_forward", "gated_hidden"])
+def test_times_of_tf32_are_kept_apart(name):
+    given = TABLE[name].sample(lambda *shape: Sample(shape, torch.float32, CPU))
+    with tf32_products(False):
+        _, _, exact = TABLE[name].times.case(*given)
+    with tf32_products(True):
+        _, dtype, rounded = TABLE[name].times.case(*given)
+    assert (dtype, rounded) == (torch.float32, (*exact, "tf32"))

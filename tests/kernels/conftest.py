@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from comera.ops.kernels import choose, emulate
 
@@ -14,13 +15,29 @@ def emulated(monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
 
 
+@pytest.fixture
+def unwritten(monkeypatch):
+    """Memory to which nobody has written is NaN, not what was there before."""
+    for of, name in ((torch.Tensor, "new_empty"), (torch, "empty_like"), (torch, "empty")):
+        monkeypatch.setattr(of, name, _filled(getattr(of, name)))
+
+
+def _filled(make):
+    def made(*args, **settings):
+        tensor = make(*args, **settings)
+        real = tensor.is_floating_point() and not tensor.requires_grad
+        return tensor.fill_(torch.nan) if real else tensor
+
+    return made
+
+
 @pytest.fixture(params=ORDERS, ids=["ascending", "descending", "shuffled"])
-def thread_order(request, emulated, monkeypatch):
+def thread_order(request, emulated, unwritten, monkeypatch):
     monkeypatch.setattr(emulate, "order", request.param)
 
 
 @pytest.fixture
-def plant(emulated, monkeypatch, tmp_path):
+def plant(emulated, unwritten, monkeypatch, tmp_path):
     """Runs another source instead, of which only what is for one dtype is compiled, and quickly."""
     everything = emulate.entries
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-ROUNDING = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
+ROUNDING = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4, "tf32": 5e-4}
 """What results in a dtype may be off, relative to their size, where sums are in float32."""
 
 

@@ -34,7 +34,7 @@ def builds():
     all of them for all three.
     """
     every = os.environ.get("COMERA_ALL_ARCHITECTURES")
-    known = () if every else ("contract_f32_f16", "feed_forward_relu")
+    known = () if every else ("contract_f32_f16", "feed_forward_relu", "feed_forward_relu_tf32")
     families = {file.partition("_")[0]: file for file in reversed(nvrtc.files())}
     everywhere = nvrtc.files() if every else families.values()
     for file in nvrtc.files():

@@ -16,21 +16,33 @@ CASES = {  # rows, widths in, between and out, both ranks
     "several blocks": (40, 128, 256, 384, 32, 32),
     "ranks apart": (17, 256, 128, 128, 24, 16),
 }
-ACTIVATIONS = sorted(feed_forward_kernel.FILES)
+ACTIVATIONS = feed_forward_kernel.ACTIVATIONS
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
+dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=list(ROUNDED.values()))
+
+
+@pytest.fixture(autouse=True)
+def tf32():
+    """Products of float32 may be of tf32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 class Layers:
     """Both layers' factors, a batch, and a gradient to go back with."""
 
-    def __init__(self, name, activation="gelu", bias=True, device="cpu", seed=0, rows=None):
+    def __init__(self, name, activation="gelu", bias=True, dtype=torch.bfloat16, device="cpu",
+                 seed=0, rows=None):  # fmt: skip
         made = torch.Generator().manual_seed(seed)
         M, I, H, O, rank1, rank2 = CASES[name]  # noqa: E741
 
         def random(*shape, scale=1.0):
             numbers = scale * torch.randn(shape, generator=made)
-            return numbers.bfloat16().to(device)
+            return numbers.to(device, dtype)
 
-        self.activation, self.bias = activation, bias
+        self.activation, self.bias, self.rounded = activation, bias, ROUNDED[dtype]
         self.x, self.grad = random(rows or M, I), random(rows or M, O)
         self.factors = [
             random(I, rank1, scale=I**-0.5), random(rank1, H, scale=rank1**-0.5),
@@ -77,45 +89,67 @@ def started(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_equal_the_reference(activation, bias, emulated, started):
-    layers = Layers("a few rows", activation, bias)
-    assert_near(layers.run(), layers.want(), torch.bfloat16, factor=2)
+def test_kernels_equal_the_reference(activation, dtype, bias, emulated, started):
+    layers = Layers("a few rows", activation, bias, dtype)
+    assert_near(layers.run(), layers.want(), layers.rounded, factor=2)
+    rounded, high = ("_tf32", 32) if dtype == torch.float32 else ("", 16)
     assert started == [
-        f"feed_forward_{activation}_16", f"feed_forward_back_rows_{activation}_16",
-        f"feed_forward_back_hidden_{activation}", f"feed_forward_back_sums_{activation}",
-    ]  # fmt: skip
+        f"feed_forward_{activation}{rounded}_{high}",
+        f"feed_forward_back_rows_{activation}{rounded}_{high}",
+        f"feed_forward_back_hidden_{activation}{rounded}",
+        f"feed_forward_back_sums_{activation}{rounded}",
+    ]
+
+
+ORDERED = [(name, torch.bfloat16, high) for name in CASES for high in (16, 32, 64)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("high", [16, 32, 64])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "high"),
+    [*ORDERED, ("several blocks", torch.float32, 32), ("ranks apart", torch.float32, 64)],
+)
 @pytest.mark.usefixtures("thread_order")
-def test_kernels_equal_the_reference_in_any_order_of_threads(name, high, monkeypatch):
+def test_kernels_equal_the_reference_in_any_order_of_threads(name, dtype, high, monkeypatch):
     monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
-    layers = Layers(name)
-    assert_near(layers.run(), layers.want(), torch.bfloat16, factor=2)
+    layers = Layers(name, dtype=dtype)
+    assert_near(layers.run(), layers.want(), layers.rounded, factor=2)
 
 
 @pytest.mark.slow
-def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(emulated, monkeypatch):
-    layers, found = Layers("a few rows", rows=150), []
+@dtypes
+def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(dtype, emulated, monkeypatch):
+    layers, found = Layers("a few rows", dtype=dtype, rows=150), []
     for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
         monkeypatch.setattr(emulate, "order", order)
         found.append(layers.run())
-    assert_near(found[0], layers.want(), torch.bfloat16, factor=2)
+    assert_near(found[0], layers.want(), layers.rounded, factor=2)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+def test_numbers_that_tf32_holds_are_multiplied_exactly(emulated):
+    layers = Layers("a few rows", dtype=torch.float32)
+    with torch.no_grad():
+        for leaf in layers.leaves:
+            leaf.copy_((leaf * 8).round() / 8)
+        _, t1, _ = feed_forward_kernel.forward(layers.x, *layers.factors, True, "gelu")
+        wanted = layers.x.double() @ layers.factors[0].double()
+    torch.testing.assert_close(t1[:, :-1].double(), wanted[:, :-1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 1000, 4096, 9000])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_equal_the_reference_on_a_card(activation, rows):
-    layers = Layers("several blocks", activation, True, "cuda", torch.seed(), rows)
+@dtypes
+def test_kernels_equal_the_reference_on_a_card(activation, rows, dtype):
+    layers = Layers("several blocks", activation, True, dtype, "cuda", torch.seed(), rows)
     found = layers.run()
-    assert_near([t.cpu() for t in found], layers.want(), torch.bfloat16, factor=2)
+    assert_near([t.cpu() for t in found], layers.want(), layers.rounded, factor=2)
     assert all(map(torch.equal, found, layers.run()))
 
 
@@ -137,7 +171,12 @@ def test_what_does_not_fit_is_computed_by_torch(emulated):
     x, (left1, right1, left2, right2) = layers.x, layers.factors
     refuses = feed_forward_kernel.refuses
     assert refuses(x, left1, right1, left2, right2, "gelu") is None
-    assert refuses(x.float(), left1, right1, left2, right2, "gelu") == choose.NOT_BF16
+    assert refuses(x.float(), left1, right1, left2, right2, "gelu") == choose.UNLIKE
+    assert refuses(*(t.half() for t in (x, *layers.factors)), "gelu") == choose.UNLIKE
+    wide = [t.float() for t in (x, *layers.factors)]
+    assert refuses(*wide, "gelu") is None
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert refuses(*wide, "gelu") == choose.EXACT
     assert "tanh" in refuses(x, left1, right1, left2, right2, "tanh")
     wide = torch.empty(128, 40).bfloat16()
     assert "40 wide" in refuses(x, wide, wide.T, left2, right2, "gelu")
@@ -162,14 +201,23 @@ BUGS = {
 }  # fmt: skip
 
 
+OF_TF32 = {
+    "numbers of other columns": (r"sum\[i % 2 \* 2 \+ i / 2 % 2\]", "sum[i % 2 * 2]"),
+    "a factor turned the wrong way": (r"i / 2 % 2 \* 8 \+ i % 2\)", "i % 2 * 8 + i / 2 % 2)"),
+    "half of a sum": (r"j < OPERAND<T>; j \+= 4", "j < OPERAND<T>; j += 8"),
+}
+PLANTED = [(bug, torch.bfloat16) for bug in BUGS] + [(bug, torch.float32) for bug in OF_TF32]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug, plant, monkeypatch):
-    pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text("feed_forward_gelu"), count=1)
+@pytest.mark.parametrize(("bug", "dtype"), PLANTED)
+def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
+    pattern, instead = (BUGS | OF_TF32)[bug]
+    file = "feed_forward_gelu" + ("_tf32" if dtype == torch.float32 else "")
+    mutant, count = re.subn(pattern, instead, nvrtc.text(file), count=1)
     assert count == 1
     plant(mutant, "")
-    layers = Layers("ranks apart", rows=80)
+    layers = Layers("ranks apart", dtype=dtype, rows=80)
     off = []
     for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
         monkeypatch.setattr(emulate, "order", order)

@@ -18,17 +18,30 @@ CASES = {  # rows, hidden width, ranks of gate, up and down
 }
 
 
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
+dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=list(ROUNDED.values()))
+
+
+@pytest.fixture(autouse=True)
+def tf32():
+    """Products of float32 may be of tf32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
 class Hidden:
     """The arguments of the operator, and a gradient to go back with."""
 
-    def __init__(self, name, device="cpu", seed=0, rows=None):
+    def __init__(self, name, dtype=torch.bfloat16, device="cpu", seed=0, rows=None):
         made = torch.Generator().manual_seed(seed)
         M, H, rank_g, rank_u, rank_2 = CASES[name]
-        M = rows or M
+        M, self.rounded = rows or M, ROUNDED[dtype]
 
         def random(*shape, scale=1.0):
             numbers = scale * torch.randn(shape, generator=made)
-            return numbers.bfloat16().to(device)
+            return numbers.to(device, dtype)
 
         self.leaves = [
             random(M, rank_g), random(M, rank_u), random(rank_g, H, scale=rank_g**-0.5),
@@ -59,37 +72,44 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(CASES)[:3])
-def test_kernels_equal_the_reference(name, emulated, started):
-    hidden = Hidden(name)
-    assert_near(hidden.run(), hidden.want(), torch.bfloat16, factor=2)
+@dtypes
+def test_kernels_equal_the_reference(name, dtype, emulated, started):
+    hidden = Hidden(name, dtype)
+    assert_near(hidden.run(), hidden.want(), hidden.rounded, factor=2)
+    rounded, high = ("_tf32", 32) if dtype == torch.float32 else ("", 16)
     assert started == [
-        "feed_forward_gated_16", "feed_forward_gated_back_rows_16",
-        "feed_forward_gated_back_hidden", "feed_forward_gated_back_sums",
+        f"feed_forward_gated{rounded}_{high}", f"feed_forward_gated{rounded}_back_rows_{high}",
+        f"feed_forward_gated{rounded}_back_hidden", f"feed_forward_gated{rounded}_back_sums",
     ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("high", [16, 64])
+@pytest.mark.parametrize(
+    ("dtype", "high"), [(torch.bfloat16, 16), (torch.bfloat16, 64), (torch.float32, 32)]
+)
 @pytest.mark.usefixtures("thread_order")
-def test_kernels_equal_the_reference_in_any_order_of_threads(high, monkeypatch):
+def test_kernels_equal_the_reference_in_any_order_of_threads(dtype, high, monkeypatch):
     monkeypatch.setattr(gated_kernel, "block_rows", lambda x: high)
-    hidden = Hidden("several blocks", rows=70)
-    assert_near(hidden.run(), hidden.want(), torch.bfloat16, factor=2)
+    hidden = Hidden("several blocks", dtype, rows=70)
+    assert_near(hidden.run(), hidden.want(), hidden.rounded, factor=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 1000, 4096, 9000])
-def test_kernels_equal_the_reference_on_a_card(rows):
-    hidden = Hidden("several blocks", "cuda", torch.seed(), rows)
+@dtypes
+def test_kernels_equal_the_reference_on_a_card(rows, dtype):
+    hidden = Hidden("several blocks", dtype, "cuda", torch.seed(), rows)
     found = hidden.run()
-    assert_near([t.cpu() for t in found], hidden.want(), torch.bfloat16, factor=2)
+    assert_near([t.cpu() for t in found], hidden.want(), hidden.rounded, factor=2)
     assert all(map(torch.equal, found, hidden.run()))
 
 
 def test_what_does_not_fit_is_computed_by_torch(emulated):
     t_gate, t_up, gate, up, left2 = Hidden("a few rows").leaves
     refuses = gated_kernel.refuses
-    assert refuses(t_gate.float(), t_up, gate, up, left2) == choose.NOT_BF16
+    assert refuses(t_gate.float(), t_up, gate, up, left2) == choose.UNLIKE
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert refuses(*(t.float() for t in (t_gate, t_up, gate, up, left2))) == choose.EXACT
     wide = torch.empty(5, 40).bfloat16()
     assert "40 wide" in refuses(t_gate, wide, gate, up, left2)
     assert "width of 96" in refuses(t_gate, t_up, gate[:, :96], up[:, :96], left2[:96])
@@ -99,7 +119,7 @@ def test_what_does_not_fit_is_computed_by_torch(emulated):
 BUGS = {
     "no barrier before a gated stage is filled": (r"__syncthreads\(\);  // the gated stage", "//"),
     "no barrier before parts replace stages": (r"__syncthreads\(\);  // the gated stages", "//"),
-    "slopes of hidden columns forgotten": (r"d0 \* u0 \* slope\[0\]", "d0 * u0"),
+    "slopes of hidden columns forgotten": (r"(float at.*\n(.*\n){7}.*) \* slope;", r"\1;"),
     "shares of one gradient for all": (r"\(part \* 3 \+ of\)", "(part * 3)"),
 }  # fmt: skip
 
@@ -107,11 +127,11 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug, plant, monkeypatch):
-    pattern, instead = BUGS[bug]
-    mutant, count = re.subn(pattern, instead, nvrtc.text(gated_kernel.FILE), count=1)
+    hidden = Hidden("the first stage last", rows=80)
+    (pattern, instead), text = BUGS[bug], nvrtc.text(gated_kernel.file_for(hidden.grad))
+    mutant, count = re.subn(pattern, instead, text, count=1)
     assert count == 1
     plant(mutant, "")
-    hidden = Hidden("the first stage last", rows=80)
     off = []
     for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
         monkeypatch.setattr(emulate, "order", order)

@@ -38,8 +38,9 @@ DIFFERENTIATED = "this backward pass is itself differentiated"
 REF = "COMERA_KERNELS=ref"
 BAGS = "there are hot rows or bags"
 WIDE = "the factors are not of 16 bits"
-NOT_BF16 = "the batch or a factor is not of bfloat16"
-_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE, NOT_BF16}
+UNLIKE = "the batch and the factors are not all of bfloat16, or of float32"
+EXACT = "products of float32 are exact here: tf32 is not allowed"
+_EXPECTED = {ON_CPU, NO_CARD, DIFFERENTIATED, REF, BAGS, WIDE, UNLIKE, EXACT}
 """Refusals that are nothing to be warned of."""
 
 SETTING = os.environ.get("COMERA_KERNELS", "auto")

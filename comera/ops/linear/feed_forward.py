@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.ops.context import autocast_together, without_autocast
+from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
 from comera.ops.kernels import feed_forward_kernel
@@ -88,8 +88,14 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(x: Tensor, left1: Tensor, right1: Tensor, *_: Any) -> Case:
-    """Time depends on rows, both widths, and the bond of the first layer."""
-    return x, x.dtype, (x.shape[0], x.shape[1], right1.shape[1], left1.shape[1])
+    """Time depends on rows, both widths, the bond of the first layer, and rounding."""
+    sizes = x.shape[0], x.shape[1], right1.shape[1], left1.shape[1]
+    return x, x.dtype, (*sizes, *rounding(x))
+
+
+def rounding(x: Tensor) -> tuple[str, ...]:
+    """Name what products round to, where that is not told by the dtype."""
+    return ("tf32",) if products_are_tf32(x) else ()
 
 
 _TIMES = Times("feed_forward", _case)

@@ -17,12 +17,11 @@ from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
-from comera.ops.linear.feed_forward import ACTIVATIONS, hidden_buffers, hidden_slices
+from comera.ops.linear.feed_forward import ACTIVATIONS, hidden_buffers, hidden_slices, rounding
 from comera.ops.linear.thin import times_left
 from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product_into, store_product_
 
-_FILE = "feed_forward_gated"
 _silu, _silu_back = ACTIVATIONS["silu"]
 
 
@@ -73,8 +72,9 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _case(t_gate: Tensor, t_up: Tensor, right_gate: Tensor, *_: Any) -> Case:
-    """Time depends on rows, the hidden width, and the bond of the first layers."""
-    return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1])
+    """Time depends on rows, the hidden width, the bond of the first layers, and rounding."""
+    sizes = t_gate.shape[0], right_gate.shape[1], t_gate.shape[1]
+    return t_gate, t_gate.dtype, (*sizes, *rounding(t_gate))
 
 
 _TIMES = Times("gated_feed_forward", _case)
@@ -82,11 +82,10 @@ _FORWARD = Ways("gated_hidden", _sample, _TIMES)
 
 
 def _kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
-    if t_gate.dtype != torch.bfloat16:
-        return choose.NOT_BF16
-    reason = choose.kernel_refuses(_FILE, t_gate)
-    if reason is not None:
-        return reason
+    if not t_gate.is_cuda:
+        reason = choose.kernel_refuses("feed_forward_gated", t_gate)
+        if reason is not None:
+            return reason
     from comera.ops.kernels import gated_kernel  # where a kernel may run
 
     return gated_kernel.refuses(t_gate, *given[:4])

@@ -1,0 +1,62 @@
+"""What the kernels of feed-forwards take and how they cut it up: ``kernels/feed_forward.cuh``."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera.ops.context import products_are_tf32
+from comera.ops.kernels.choose import EXACT, UNLIKE
+
+ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}
+"""What the names of the kernels for a dtype end in."""
+
+THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES, RANK = 256, 128, 64, 3, 32
+PAD, WIDE_ROW = 16, 256 + 16
+"""Bytes between rows of a tile, and of a row of as many numbers as a stage has along a sum."""
+
+_MULTIPLE_OF_RANKS, _MULTIPLE_OF_WIDTHS = 8, 128
+
+_BLOCKS = 192
+"""Blocks that sum gradients over the batch, at least: a card has more than a hundred processors."""
+
+
+def refuses_dtypes(x: Tensor, *factors: Tensor) -> str | None:
+    """Say why the kernels do not take these dtypes, or None."""
+    if x.dtype not in ENDINGS or any(factor.dtype != x.dtype for factor in factors):
+        return UNLIKE
+    return None if x.dtype == torch.bfloat16 or products_are_tf32(x) else EXACT
+
+
+def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor) -> str | None:
+    """Say why bonds, widths or an empty batch do not fit the kernels, or None."""
+    for rank in ranks:
+        if not 0 < rank <= RANK or rank % _MULTIPLE_OF_RANKS:
+            return f"a bond is {rank} wide, not a multiple of {_MULTIPLE_OF_RANKS} up to {RANK}"
+    for width in widths:
+        if width % _MULTIPLE_OF_WIDTHS:
+            return f"a width of {width} is no multiple of {_MULTIPLE_OF_WIDTHS}"
+    return None if x.shape[0] else "the batch is empty"
+
+
+def parts_of(blocks: int, rows: int) -> int:
+    """Say in how many parts a batch is summed over, by so many blocks each."""
+    return min(-(-_BLOCKS // blocks), -(-rows // HIDDEN_BLOCK))
+
+
+def block_rows(x: Tensor) -> int:
+    """Say how many rows a block has: more where there are blocks enough."""
+    if x.shape[0] < 2048 and x.dtype != torch.float32:
+        return 16
+    return 32 if x.shape[0] <= 8192 else 64
+
+
+def thin_row(like: Tensor) -> int:
+    """Count bytes of a row of a tile that is as wide as a bond."""
+    return RANK * like.element_size() + PAD
+
+
+def stage_bytes(like: Tensor, rights: int) -> int:
+    """Count bytes of stages of hidden columns: of so many right factors and a left one."""
+    columns = (WIDE_ROW - PAD) // like.element_size()
+    return STAGES * (rights * RANK * WIDE_ROW + columns * thin_row(like))
