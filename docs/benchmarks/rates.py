@@ -43,7 +43,8 @@ def held_out(data: CausalText, lr: float, options: argparse.Namespace) -> float:
         model, options.rest, core_lr=lr, gate_lr=2e-3, scale_rates=options.scale_rates,
         muon_modules=layers if options.format == "dense" else None,
     )  # fmt: skip
-    optimizer = comera.MuonAdamW(groups, betas=(0.9, 0.98))
+    kind = {"muon": comera.MuonAdamW, "adamw": torch.optim.AdamW}[options.optimizer]
+    optimizer = kind(groups, betas=(0.9, 0.98), fused=True)
     steps, warm_up = options.steps, max(1, options.steps // 20)
 
     def rate(step: int) -> float:
@@ -51,7 +52,9 @@ def held_out(data: CausalText, lr: float, options: argparse.Namespace) -> float:
         return rising if step < warm_up else max(0.0, (steps - step) / (steps - warm_up))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    train = comera.TrainStep(model, loss_of, optimizer, scheduler=scheduler, clip_norm=1.0)
+    train = comera.TrainStep(
+        model, loss_of, optimizer, scheduler=scheduler, clip_norm=1.0, precision=options.precision
+    )
     for number in range(steps):
         train(data.batch(number, BATCH, options.seed))
     model.eval()
@@ -66,6 +69,8 @@ def main() -> None:
     for name, value in {"width": 128, "depth": 1, "order": 3, "rank": 16, "steps": 300}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--format", choices=["tt", "btt", "dense"], default="tt")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     parser.add_argument("--rest", type=float, default=6e-3, help="rate of all but the cores")
