@@ -160,7 +160,7 @@ def test_the_planner_is_no_part_of_a_compiled_graph():
 def test_calls_that_a_plain_layer_adds_in_eager_mode():
     """Products are 6 of 34. Its 6 cores, 5 gates and a bias get their gradients as views of those
     of all layers, each detached once (24); autograd turns operands around (4). A function of one's
-    own that stacks parameters, and takes gradients apart in one call, leaves 22 calls and is slower.
+    own that stacks parameters and takes gradients apart in one call leaves 22, and is slower.
     """
     counts = []
     for layers in (2, 6):
