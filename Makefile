@@ -8,7 +8,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 # What tests start would else compile the package anew, each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint format site gpu sanitize clean
+.PHONY: demo test test-all lint format site kernels gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera train configs/quickstart.yaml --overwrite=true
@@ -33,6 +33,10 @@ site: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Compile every kernel for Ampere, Hopper and Blackwell, without a GPU; `make test-all` does a part.
+kernels: $(VENV)/installed-dev $(VENV)/installed-peers
+	COMERA_ALL_ARCHITECTURES=1 $(BIN)/python -m pytest -n 2 -m slow tests/kernels/test_build.py
 
 # On a machine with a GPU, in an environment that has the package and pytest:
 #     make gpu GPU_PYTHON=python3

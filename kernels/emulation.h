@@ -70,7 +70,7 @@ struct Copies {
 
 constexpr size_t STACK = 64 << 10;
 constexpr size_t MOST_THREADS = 1024;
-constexpr size_t MOST_SHARED = 227 << 10;
+constexpr size_t MOST_SHARED = 99 << 10;  // of the cards that have least
 
 inline Copies copies[MOST_THREADS];
 inline Fiber* current;

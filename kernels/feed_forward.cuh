@@ -1,8 +1,8 @@
 // A whole feed-forward of two tensor-train layers whose hidden activation is never stored. The file that
-// includes this says what a Number is: bf16, or float, whose products are of tf32.
+// includes this says what a Number is, bf16 or float, whose products are of tf32, and R, ranks padded.
 //   t1 = x . L1, h = t1 . R1, a = act(h), t2 = a . L2, y = t2 . R2
 //   x [M, I]  L1 [I, rank 1]  R1 [rank 1, H]  L2 [H, rank 2]  R2 [rank 2, O]
-// Beside a bias the last columns of t1 and t2 are ones. Ranks are multiples of eight up to 32, widths
+// Beside a bias the last columns of t1 and t2 are ones. Ranks are multiples of eight up to R, widths
 // of 128.
 //   forward      t1, t2, y
 //   back_rows    u2 = dy . R2^T, u1 = (u2 . L2^T * act'(t1 . R1)) . R1^T, dx = u1 . L1^T
@@ -16,7 +16,6 @@
 #include "tiles.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STAGES = 3;
-constexpr int R = 32;                       // ranks, padded
 constexpr int PIECE = 16 / sizeof(Number);  // numbers of 16 bytes
 constexpr int PAD = PIECE;                  // numbers between rows of a tile
 constexpr int KC = 16 * PIECE;              // numbers along a sum that a stage holds
@@ -58,8 +57,8 @@ struct Silu {
 struct Relu {
   static constexpr bool TAKES_TIME = false;
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
-    value = x > 0.f ? x : 0.f;
-    slope = x > 0.f ? 1.f : 0.f;
+    value = x < 0.f ? 0.f : x;  // NaN stays
+    slope = x <= 0.f ? 0.f : 1.f;
   }
 };
 

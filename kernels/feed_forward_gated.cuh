@@ -146,6 +146,7 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
                                   const Number* Rg, const Number* Ru, const Number* L2, float* shares) {
   DYNAMIC_SHARED(Number, shared);
   constexpr int STAGE = 3 * MC * ROW, BY = 32 * HIDDEN_WARPS;
+  constexpr int DEEP = sizeof(Number) == 4 ? 2 : STAGES;  // what fits into the smallest card's memory
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, q = lane % 4;
   const int h0 = blockIdx.x * BH, parts = gridDim.y;
   const int each = (s.M + parts * MC - 1) / (parts * MC) * MC, begin = blockIdx.y * each;
@@ -162,7 +163,7 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
   commit();
   auto issue = [&](int chunk) {
     if (chunk < chunks) {
-      Number* stage = stages + chunk % STAGES * STAGE;
+      Number* stage = stages + chunk % DEEP * STAGE;
       const int64_t m0 = begin + chunk * MC;
       const int rows = end - (int)m0;
       fetch<MC, R, BY>(stage, tg + m0 * s.rankg, s.rankg, rows, s.rankg);
@@ -173,13 +174,13 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
   };
   float of_a[R / 8][4] = {}, of_g[R / 8][4] = {}, of_u[R / 8][4] = {};
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) issue(stage);
+  for (int stage = 0; stage < DEEP - 1; ++stage) issue(stage);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    arrived<STAGES - 2>();
+    arrived<DEEP - 2>();
     __syncthreads();  // the rows are there, and nobody reads the stage that is filled next
-    issue(chunk + STAGES - 1);
-    const Number* g_rows = stages + chunk % STAGES * STAGE;
+    issue(chunk + DEEP - 1);
+    const Number* g_rows = stages + chunk % DEEP * STAGE;
     const Number* u_rows = g_rows + MC * ROW;
     const Number* d_rows = u_rows + MC * ROW;
 #pragma unroll 1
@@ -226,6 +227,7 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
       }
     }
   }
+  arrived<0>();  // where there was no row to wait for
   float* share = shares + (int64_t)blockIdx.y * 3 * s.H * R;
 #pragma unroll
   for (int n = 0; n < R / 8; ++n)

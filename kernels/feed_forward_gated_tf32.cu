@@ -1,6 +1,7 @@
 // A gated feed-forward in tf32.
 #include "common.cuh"
 typedef float Number;
+constexpr int R = 32;
 #include "feed_forward_gated.cuh"
 
 extern "C" __global__ void __launch_bounds__(256, 2)

@@ -1,6 +1,7 @@
 // With relu between the layers.
 #include "common.cuh"
 typedef bf16 Number;
+constexpr int R = 32;
 #include "feed_forward.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -52,10 +52,10 @@ class Stage:
 
 
 STAGES = (
-    Stage("doctor", 15),
+    Stage("doctor", 40),
     Stage("calibrate", 80),
     Stage("operators", 45),
-    Stage("steps", 230),
+    Stage("steps", 205),
     Stage("layers", 20),
     Stage("tables", 15),
     Stage("memory", 40),

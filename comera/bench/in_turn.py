@@ -41,9 +41,10 @@ def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Calla
 @contextlib.contextmanager
 def tf32_products(on: bool) -> Iterator[None]:
     """Let products of float32 on a card be of tf32, or not."""
-    before = torch.get_float32_matmul_precision()
+    before = torch.backends.cuda.matmul.fp32_precision  # the older name raises after a newer one
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")
+        torch.backends.cuda.matmul.fp32_precision = before

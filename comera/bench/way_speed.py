@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from comera.bench.in_turn import copies_of, in_turn, tf32_products
 from comera.nn.embedding import TTEmbedding
+from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.fused import self_attention
 from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
@@ -324,14 +325,26 @@ def _batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tens
 
 _ROWS, _WIDTH, _ROW_RANK = 30522, 768, 30
 _ROW_MODES = [[16, 20, 10, 10], [4, 4, 8, 6]]
+_HOT_ROWS, _BAG = 2000, 8
 
 
-def _look_up(entries: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-    table = TTEmbedding(_ROWS, _WIDTH, rank=_ROW_RANK, shape=_ROW_MODES, device=device, dtype=dtype)
-    grad = torch.randn(entries, _WIDTH).to(device, dtype)
+def _look_up(
+    entries: int, hot: bool, bags: bool, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    modes, hot_rows = (None, _HOT_ROWS) if hot else (_ROW_MODES, 0)
+    settings: dict[str, Any] = {"rank": _ROW_RANK, "device": device, "dtype": dtype}
+    settings |= {"shape": modes, "hot_rows": hot_rows}
+    table = (
+        TTEmbeddingBag(_ROWS, _WIDTH, mode="sum", **settings)
+        if bags
+        else TTEmbedding(_ROWS, _WIDTH, **settings)
+    )
+    offsets = [torch.arange(0, entries, _BAG).to(device)] if bags else []
+    grad = torch.randn(entries // _BAG if bags else entries, _WIDTH).to(device, dtype)
+    params = [param for name, param in table.named_parameters() if "gates" not in name]
 
     def run(indices: Tensor) -> object:
-        return torch.autograd.grad(table(indices), list(table.cores), grad)
+        return torch.autograd.grad(table(indices, *offsets), params, grad)
 
     count = copies_of(device, 2 * grad.numel() * grad.element_size())
     return [
@@ -380,6 +393,7 @@ TRIALS: tuple[Trial, ...] = (
         for rank in (30, 62)
         for rows in (256, 1024, 4096, 16384)
     ),
+    *(Trial("feed_forward", partial(_feed_forward, rows, 768, 3072, 32)) for rows in (1024, 4096)),
     Trial("feed_forward", partial(_feed_forward, 4096, 4096, 11008, 30)),
     *(Trial("gated_feed_forward", partial(_gated, rows, 768, 2048, 30)) for rows in (1024, 4096)),
     Trial("gated_feed_forward", partial(_gated, 4096, 4096, 11008, 30)),
@@ -388,7 +402,14 @@ TRIALS: tuple[Trial, ...] = (
         for rows in (32, 1024, 4096)
         for sizes in ((768, 768, 1), (768, 3072, 1), (768, 768, 3))
     ),
-    *(Trial("lookup", partial(_look_up, entries)) for entries in (256, 1024, 4096, 16384)),
+    *(
+        Trial("lookup", partial(_look_up, entries, False, False))
+        for entries in (256, 1024, 4096, 16384)
+    ),
+    *(
+        Trial("lookup", partial(_look_up, 4096, *kind))
+        for kind in ((True, False), (False, True), (True, True))
+    ),
     *(
         Trial("attend", partial(_attend, positions, own_keys, dropout))
         for own_keys in (False, True)

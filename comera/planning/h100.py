@@ -1,7 +1,8 @@
 """Times of operators on one H100, which stand in for a card that nothing was measured on.
 
 Microseconds of forward and backward pass in a CUDA graph, over several sets of inputs, as
-``docs/benchmarks/h100-operators.md`` has them. What is not in that table is not here.
+``docs/benchmarks/h100-operators.md`` has them. What is not in that table is not here, nor is what
+was measured forward alone, as look-ups by warps.
 """
 
 WHAT = "an H100 80GB HBM3, torch 2.11, 2026-11-22"
@@ -24,9 +25,6 @@ MICROSECONDS: tuple[Times, ...] = (
     ("feed_forward", "bfloat16", (4096, 4096, 11008, 32), {"kernel": 387, "torch": 647}),
     ("feed_forward", "bfloat16", (4096, 768, 3072, 64), {"kernel": 189, "torch": 198}),
     ("feed_forward", "bfloat16", (4096, 4096, 11008, 64), {"kernel": 627, "torch": 625}),
-    # entries; the forward pass alone
-    ("lookup", "bfloat16", (4096,), {"kernel": 7.6, "torch": 32}),
-    ("lookup", "bfloat16", (16384,), {"kernel": 22, "torch": 91}),
     # positions, rank, width of a head; "heads" with a mask, "ranks" with expanded keys and a mask
     ("attention_space", "bfloat16", (128, 32, 64), {"heads": 134, "ranks": 90}),
     ("attention_space", "bfloat16", (512, 32, 64), {"heads": 189, "ranks": 144}),

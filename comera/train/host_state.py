@@ -99,6 +99,7 @@ class HostState:
                 step.autocast,
                 step.scaled,
             ),
+            "rounding of float32 products": torch.backends.cuda.matmul.fp32_precision,
         }
 
     def hold(self) -> Callable[[], None]:

@@ -34,11 +34,11 @@ def builds():
     all of them for all three.
     """
     every = os.environ.get("COMERA_ALL_ARCHITECTURES")
-    known = () if every else ("contract_f32_f16", "feed_forward_relu", "feed_forward_relu_tf32")
+    seldom = re.compile(r"contract_f32_f16|.*_relu.*|.*_silu_.*")
     families = {file.partition("_")[0]: file for file in reversed(nvrtc.files())}
     everywhere = nvrtc.files() if every else families.values()
     for file in nvrtc.files():
-        if file not in known:
+        if every or not seldom.fullmatch(file):
             yield file, "sm_90"
         if file in everywhere:
             yield from ((file, "sm_80"), (file, "sm_100"))
@@ -55,7 +55,7 @@ def test_every_kernel_compiles_without_spills(file, arch):
     assert len(spills) == len(names)
     assert set(spills) == {("0", "0")}, log
     registers = [int(used) for used in re.findall(r"Used (\d+) registers", log)]
-    assert max(registers) <= 128
+    assert max(registers) <= (168 if file.endswith("_wide") else 128)
 
 
 @needs_nvrtc

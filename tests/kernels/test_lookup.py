@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.table.distinct_rows import TableFactors
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, _Given
 from comera.ops.table.lookup import lookup as lookup_op
 from comera.ops.way_order import preferring
 from tests.kernels.numbers import assert_near, distance
@@ -355,3 +357,19 @@ def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, 
     with preferring("lookup", backward):
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert_near([out, *grads], table.want(), dtype, factor=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hot", "bags"), [(False, False), (True, False), (False, True)])
+def test_times_of_one_kernel_say_nothing_of_another(hot, bags, dtype):
+    """Rows in 16 bits are read by warps, all others by blocks of threads."""
+    left, right = torch.empty(4, 8, 32, dtype=dtype), torch.empty(5, 32, 8, dtype=dtype)
+    rows = torch.empty(3, 64, dtype=dtype) if hot else None
+    offsets = torch.zeros(1, dtype=torch.int64) if bags else None
+    factors, indices = TableFactors(left, right, rows, None), torch.zeros(7, dtype=torch.int64)
+    given = _Given(torch.empty(7, 64), indices, indices, indices, offsets, 20, False)
+    found = LOOKUP.times.case(indices, factors, None, offsets, 20, 64)
+    assert found == LOOKUP_BACKWARD.times.case(factors, None, given)
+    by_warps = dtype == torch.bfloat16 and not (hot or bags)
+    kinds = [] if by_warps else ["a block a row"] + ["hot rows"] * hot + ["bags"] * bags
+    assert found[1:] == (dtype, (7, *kinds))

@@ -279,8 +279,8 @@ def test_what_is_built_in_for_a_card_names_groups_and_is_what_the_papers_say():
     assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 32) == "kernel"
     assert fastest("feed_forward", "bfloat16", 512, 768, 3072, 32) is None
     assert fastest("feed_forward", "float32", 4096, 768, 3072, 32) is None
-    assert fastest("lookup", "bfloat16", 4096) == "kernel"
-    assert fastest("lookup", "float32", 4096) is None
+    assert fastest("feed_forward", "bfloat16", 4096, 768, 3072, 40, "wide") is None
+    assert fastest("lookup", "bfloat16", 4096) is None
     assert fastest("attention_space", "float32", 128, 32, 64) == "ranks"
 
 

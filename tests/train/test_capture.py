@@ -423,13 +423,20 @@ def test_a_change_of_mode_or_settings_is_captured_anew(tapes):
     def faster(step):
         step.optimizer.param_groups[0]["lr"].mul_(0.5)
 
+    def rounded(step):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
     for change, captures in (
         (nothing, 1), (evaluation, 1), (decay, 1), (frozen, 1), (clip, 1), (faster, 0),
+        (rounded, 1),
     ):  # fmt: skip
-        before = len(tapes.tapes)
-        change(captured)
-        change(eager)
-        assert_same(captured, eager, batches)
+        before, rounding = len(tapes.tapes), torch.backends.cuda.matmul.fp32_precision
+        try:
+            change(captured)
+            change(eager)
+            assert_same(captured, eager, batches)
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = rounding
         assert len(tapes.tapes) == before + captures, change.__name__
 
 

@@ -102,6 +102,21 @@ def test_all_the_way_to_code():
     assert_graphs(1)
 
 
+def test_a_whole_model_under_torchs_own_compiler(recwarn):
+    """In any loop, and with CUDA graphs of torch's, where there is a card."""
+    torch.manual_seed(0)
+    model = comera.tensorize_(classifier(), comera.TTConfig(rank=4, exclude_modules=["output"]))
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    batch = pairs(0, padded=False)
+    found = []
+    for called in (compiled, model):
+        loss = F.cross_entropy(called(batch["tokens"], batch["segments"]), batch["labels"])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        found.append([loss, *grads])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert not [each for each in recwarn if "comera" in str(each.filename) + str(each.message)]
+
+
 class _Enough(Exception):
     pass
 

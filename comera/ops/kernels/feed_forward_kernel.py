@@ -1,7 +1,7 @@
 """The kernels of a feed-forward whose hidden activation is never stored.
 
 ``kernels/feed_forward.cuh`` has them. One launch forward; backward three, and two products of
-torch's. They take bfloat16, or float32 where products may be of tf32, and bonds up to 32, whose
+torch's. They take bfloat16, or float32 where products may be of tf32, and bonds up to 48, whose
 numbers stay in registers from one product to the next.
 """
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from comera.ops.kernels.choose import kernel_refuses
 from comera.ops.kernels.feed_forward_tiles import (
+    BOND,
     ENDINGS,
     HIDDEN_BLOCK,
     HIDDEN_THREADS,
     PAD,
-    RANK,
     STAGES,
     THREADS,
+    WIDE_BOND,
     WIDE_ROW,
     block_rows,
     parts_of,
@@ -31,6 +32,9 @@ from comera.ops.kernels.launch import launch
 from comera.ops.product import product
 
 ACTIVATIONS = "gelu", "relu", "silu"
+
+WIDE_BONDS = range(BOND + 1, WIDE_BOND + 1)
+"""Of which there are kernels of their own."""
 
 
 class _Sizes(ctypes.Structure):
@@ -47,12 +51,24 @@ def refuses(
         return f"there is no kernel with {activation} in it"
     ranks, widths = (left1.shape[1], left2.shape[1]), (left1.shape[0], *left2.shape[:1])
     reason = refuses_dtypes(x, left1, right1, left2, right2)
-    reason = reason or refuses_sizes(ranks, (*widths, right2.shape[1]), x)
-    return reason or kernel_refuses(_file(activation, x), x)
+    reason = reason or refuses_sizes(ranks, (*widths, right2.shape[1]), x, WIDE_BOND)
+    return reason or kernel_refuses(_file(activation, x, _bond(left1, left2)), x)
 
 
-def _file(activation: str, x: Tensor) -> str:
-    return f"feed_forward_{activation}{ENDINGS[x.dtype]}"
+def _bond(left1: Tensor, left2: Tensor) -> int:
+    """Return the bond, padded, of the kernels for two layers."""
+    return WIDE_BOND if max(left1.shape[1], left2.shape[1]) in WIDE_BONDS else BOND
+
+
+def _file(activation: str, x: Tensor, bond: int) -> str:
+    wide = "_wide" if bond == WIDE_BOND else ""
+    return f"feed_forward_{activation}{ENDINGS[x.dtype]}{wide}"
+
+
+def _block_rows(x: Tensor, bond: int) -> int:
+    """Say how many rows a block has; of wide bonds 64 rows take too many registers."""
+    high = block_rows(x)
+    return min(high, 32) if bond == WIDE_BOND else high
 
 
 def forward(
@@ -65,12 +81,13 @@ def forward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
-    rows, file, high = x.shape[0], _file(activation, x), block_rows(x)
+    rows, bond = x.shape[0], _bond(left1, left2)
+    file, high = _file(activation, x, bond), _block_rows(x, bond)
     y = x.new_empty(rows, right2.shape[1])
     t1, t2 = (x.new_empty(rows, left.shape[1]) for left in (left1, left2))
     factors = [factor.contiguous() for factor in (left1, right1, left2, right2)]
     launch(
-        file, f"{file}_{high}", x.device, -(-rows // high), THREADS, _shared(high, x),
+        file, f"{file}_{high}", x.device, -(-rows // high), THREADS, _shared(high, x, bond),
         _sizes(x, left1, right1, left2, right2, bias), x.contiguous(), *factors, t1, t2, y,
     )  # fmt: skip
     return y, t1, t2
@@ -88,26 +105,28 @@ def backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of the batch and of the factors, in the order of the arguments."""
-    rows, file, high = x.shape[0], _file(activation, x), block_rows(x)
+    rows, bond = x.shape[0], _bond(left1, left2)
+    file, high = _file(activation, x, bond), _block_rows(x, bond)
     sizes = _sizes(x, left1, right1, left2, right2, False)
     l1, r1, l2, r2 = (factor.contiguous() for factor in (left1, right1, left2, right2))
     grad_y = grad_y.contiguous()
     u1, u2, grad_x = torch.empty_like(t1), torch.empty_like(t2), x.new_empty(x.shape)
     launch(
         file, file.replace("forward", "forward_back_rows") + f"_{high}", x.device, -(-rows // high),
-        THREADS, _shared(high, x), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
+        THREADS, _shared(high, x, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
     )  # fmt: skip
     blocks = sizes.H // HIDDEN_BLOCK
     parts = parts_of(blocks, rows)
-    shares = x.new_empty(parts, 2, sizes.H, RANK, dtype=torch.float32)
+    shares = x.new_empty(parts, 2, sizes.H, bond, dtype=torch.float32)
     launch(
         file, file.replace("forward", "forward_back_hidden"), x.device, (blocks, parts),
-        HIDDEN_THREADS, STAGES * 2 * HIDDEN_BLOCK * thin_row(x), sizes, t1, u2, r1, l2, shares,
+        HIDDEN_THREADS, STAGES * 2 * HIDDEN_BLOCK * thin_row(x, bond), sizes, t1, u2, r1, l2,
+        shares,
     )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
     launch(
         file, file.replace("forward", "forward_back_sums"), x.device,
-        2 * sizes.H * RANK // THREADS, THREADS, 0, sizes, shares, grad_left2, grad_right1, parts,
+        2 * sizes.H * bond // THREADS, THREADS, 0, sizes, shares, grad_left2, grad_right1, parts,
     )  # fmt: skip
     grad_left1, grad_right2 = product(u1.T, x).T.contiguous(), product(t2.T, grad_y).contiguous()
     return grad_x, grad_left1, grad_right1, grad_left2, grad_right2
@@ -120,11 +139,11 @@ def _sizes(
     return _Sizes(x.shape[0], *widths, left1.shape[1], left2.shape[1], bias)
 
 
-def _shared(rows: int, x: Tensor) -> int:
+def _shared(rows: int, x: Tensor, bond: int) -> int:
     """Count bytes of shared memory: two thin tiles, and the largest of the stages behind them."""
-    tile, columns = thin_row(x), (WIDE_ROW - PAD) // x.element_size()
-    thin = STAGES * (rows * WIDE_ROW + max(RANK * WIDE_ROW, columns * tile))
+    tile, columns = thin_row(x, bond), (WIDE_ROW - PAD) // x.element_size()
+    thin = STAGES * (rows * WIDE_ROW + max(bond * WIDE_ROW, columns * tile))
     result = (WIDE_ROW - PAD) // 4 + PAD  # bytes of a row of what a warp makes at once
-    spread = THREADS // 32 * (2 * max(RANK * result, columns // 4 * tile) + 16 * result)
-    parts = 128 * (RANK + 4) * 4  # float32
-    return 2 * rows * tile + max(thin, stage_bytes(x, 1), spread, parts)
+    spread = THREADS // 32 * (2 * max(bond * result, columns // 4 * tile) + 16 * result)
+    parts = 128 * (bond + 4) * 4  # float32
+    return 2 * rows * tile + max(thin, stage_bytes(x, bond, 1), spread, parts)

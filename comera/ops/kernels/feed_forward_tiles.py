@@ -11,7 +11,10 @@ from comera.ops.kernels.choose import EXACT, UNLIKE
 ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}
 """What the names of the kernels for a dtype end in."""
 
-THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES, RANK = 256, 128, 64, 3, 32
+THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES = 256, 128, 64, 3
+BOND, WIDE_BOND = 32, 48
+"""Bonds, padded, of which there are kernels: of a gated feed-forward the first alone."""
+
 PAD, WIDE_ROW = 16, 256 + 16
 """Bytes between rows of a tile, and of a row of as many numbers as a stage has along a sum."""
 
@@ -28,11 +31,11 @@ def refuses_dtypes(x: Tensor, *factors: Tensor) -> str | None:
     return None if x.dtype == torch.bfloat16 or products_are_tf32(x) else EXACT
 
 
-def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor) -> str | None:
+def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor, most: int) -> str | None:
     """Say why bonds, widths or an empty batch do not fit the kernels, or None."""
     for rank in ranks:
-        if not 0 < rank <= RANK or rank % _MULTIPLE_OF_RANKS:
-            return f"a bond is {rank} wide, not a multiple of {_MULTIPLE_OF_RANKS} up to {RANK}"
+        if not 0 < rank <= most or rank % _MULTIPLE_OF_RANKS:
+            return f"a bond is {rank} wide, not a multiple of {_MULTIPLE_OF_RANKS} up to {most}"
     for width in widths:
         if width % _MULTIPLE_OF_WIDTHS:
             return f"a width of {width} is no multiple of {_MULTIPLE_OF_WIDTHS}"
@@ -51,12 +54,12 @@ def block_rows(x: Tensor) -> int:
     return 32 if x.shape[0] <= 8192 else 64
 
 
-def thin_row(like: Tensor) -> int:
+def thin_row(like: Tensor, bond: int) -> int:
     """Count bytes of a row of a tile that is as wide as a bond."""
-    return RANK * like.element_size() + PAD
+    return bond * like.element_size() + PAD
 
 
-def stage_bytes(like: Tensor, rights: int) -> int:
+def stage_bytes(like: Tensor, bond: int, rights: int) -> int:
     """Count bytes of stages of hidden columns: of so many right factors and a left one."""
     columns = (WIDE_ROW - PAD) // like.element_size()
-    return STAGES * (rights * RANK * WIDE_ROW + columns * thin_row(like))
+    return STAGES * (rights * bond * WIDE_ROW + columns * thin_row(like, bond))

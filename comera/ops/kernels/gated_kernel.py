@@ -11,11 +11,11 @@ from torch import Tensor
 
 from comera.ops.kernels.choose import kernel_refuses
 from comera.ops.kernels.feed_forward_tiles import (
+    BOND,
     ENDINGS,
     HIDDEN_BLOCK,
     HIDDEN_THREADS,
     PAD,
-    RANK,
     STAGES,
     THREADS,
     block_rows,
@@ -36,7 +36,7 @@ def refuses(t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tenso
     """Say why no kernel computes a gated feed-forward of these, or None."""
     ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
     reason = refuses_dtypes(t_gate, t_up, gate, up, left2)
-    reason = reason or refuses_sizes(ranks, left2.shape[:1], t_gate)
+    reason = reason or refuses_sizes(ranks, left2.shape[:1], t_gate, BOND)
     return reason or kernel_refuses(file_for(t_gate), t_gate)
 
 
@@ -73,14 +73,14 @@ def backward(
     )  # fmt: skip
     blocks = sizes.H // HIDDEN_BLOCK
     parts = parts_of(blocks, rows)
-    shares = t_gate.new_empty(parts, 3, sizes.H, RANK, dtype=torch.float32)
+    shares = t_gate.new_empty(parts, 3, sizes.H, BOND, dtype=torch.float32)
     launch(
         file, f"{file}_back_hidden", t_gate.device, (blocks, parts), HIDDEN_THREADS,
         _hidden_shared(t_gate), sizes, t_gate, t_up, u2, gate, up, left2, shares,
     )  # fmt: skip
     grad_left2, grad_gate, grad_up = map(torch.empty_like, (left2, gate, up))
     launch(
-        file, f"{file}_back_sums", t_gate.device, -(-3 * sizes.H * RANK // THREADS), THREADS, 0,
+        file, f"{file}_back_sums", t_gate.device, -(-3 * sizes.H * BOND // THREADS), THREADS, 0,
         sizes, shares, grad_left2, grad_gate, grad_up, parts,
     )  # fmt: skip
     return u_gate, u_up, grad_gate, grad_up, grad_left2
@@ -98,10 +98,11 @@ def _block_rows(like: Tensor) -> int:
 
 def _shared(rows: int, like: Tensor) -> int:
     """Count bytes of shared memory: three thin tiles, and the stages behind them."""
-    return 3 * rows * thin_row(like) + stage_bytes(like, 2)
+    return 3 * rows * thin_row(like, BOND) + stage_bytes(like, BOND, 2)
 
 
 def _hidden_shared(like: Tensor) -> int:
     """Count bytes of shared memory of sums over the batch: factors of a block, then the stages."""
-    right = RANK * (HIDDEN_BLOCK * like.element_size() + PAD)
-    return 2 * right + (1 + 3 * STAGES) * HIDDEN_BLOCK * thin_row(like)
+    right = BOND * (HIDDEN_BLOCK * like.element_size() + PAD)
+    stages = 2 if like.dtype == torch.float32 else STAGES
+    return 2 * right + (1 + 3 * stages) * HIDDEN_BLOCK * thin_row(like, BOND)

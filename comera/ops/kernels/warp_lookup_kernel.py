@@ -36,7 +36,15 @@ def takes(dtype: torch.dtype) -> bool:
 def refuses(
     left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
 ) -> str | None:
-    """Say why no warp reads a row of a table with these factors, or None.
+    """Say why no warp reads a row of such a table here, or None; arguments as of :func:`unfit`."""
+    reason = unfit(left_VPR, right_WRQ, embedding_dim, *others)
+    return reason or kernel_refuses(_FILE, left_VPR)
+
+
+def unfit(
+    left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
+) -> str | None:
+    """Say why no warp reads a row of such a table on any card, or None.
 
     Args:
         left_VPR: Left factor.
@@ -55,7 +63,7 @@ def refuses(
         return f"sizes {Q}, {R} and {embedding_dim} are not all multiples of {_MULTIPLE}"
     if V * W >= 1 << 31:
         return f"{V * W:,} rows are more than 32 bits count"
-    return kernel_refuses(_FILE, left_VPR)
+    return None
 
 
 def read(

@@ -87,10 +87,12 @@ def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
     return new(1024, 768), *factors, True, "gelu"
 
 
-def _case(x: Tensor, left1: Tensor, right1: Tensor, *_: Any) -> Case:
-    """Time depends on rows, both widths, the bond of the first layer, and rounding."""
-    sizes = x.shape[0], x.shape[1], right1.shape[1], left1.shape[1]
-    return x, x.dtype, (*sizes, *rounding(x))
+def _case(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, *_: Any) -> Case:
+    """Time depends on rows, both widths, the wider bond, rounding, and which kernels there are."""
+    bond = max(left1.shape[1], left2.shape[1])
+    kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
+    sizes = x.shape[0], x.shape[1], right1.shape[1], bond
+    return x, x.dtype, (*sizes, *rounding(x), *kernels)
 
 
 def rounding(x: Tensor) -> tuple[str, ...]:

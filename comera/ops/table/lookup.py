@@ -124,12 +124,27 @@ def _kernel_refuses(indices_N: Tensor, factors: TableFactors, weights_N: Tensor 
     return refuses(*factors, weights_N)
 
 
-def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case:
-    """Time depends on the number of entries."""
-    return factors.left_VPR, factors.left_VPR.dtype, (indices_N.shape[0],)
+def case_of_rows(
+    indices_N: Tensor,
+    factors: TableFactors,
+    weights_N: Tensor | None,
+    offsets_B: Tensor | None,
+    num_embeddings: int,
+    embedding_dim: int,
+    *_: Any,
+) -> Case:
+    """Time depends on the number of entries, and on which kernel there is for them."""
+    left_VPR, right_WRQ, *hot = factors
+    others = *hot, weights_N, offsets_B
+    kinds: list[str] = []
+    if warp_lookup_kernel.unfit(left_VPR, right_WRQ, embedding_dim, *others) is not None:
+        kinds.append("a block a row")
+        kinds += ["hot rows"] if factors.hot_HK is not None else []
+        kinds += ["bags"] if offsets_B is not None else []
+    return left_VPR, left_VPR.dtype, (indices_N.shape[0], *kinds)
 
 
-LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, _case))
+LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, case_of_rows))
 
 
 @LOOKUP.way("kernel, a warp a row", _warps_refuse, kernel="ttm_warps")
@@ -231,7 +246,8 @@ def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _back_case(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> Case:
-    return _case(given.indices_N, factors)
+    rest = given.offsets_B, given.num_embeddings, given.grad_BD.shape[1]
+    return case_of_rows(given.indices_N, factors, weights_N, *rest)
 
 
 LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward, Times(TIMED_TOGETHER, _back_case))

@@ -19,7 +19,13 @@ from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Times, Ways, is_eager
 from comera.ops.table.distinct_rows import TableFactors, every_row
 from comera.ops.table.indices import check_range
-from comera.ops.table.lookup import LOOKUP, TIMED_TOGETHER, lookup, sizes_depend_on_values
+from comera.ops.table.lookup import (
+    LOOKUP,
+    TIMED_TOGETHER,
+    case_of_rows,
+    lookup,
+    sizes_depend_on_values,
+)
 from comera.ops.table.slices import Request, read_factors
 from comera.ops.table.table_factors import contract_table
 
@@ -127,11 +133,9 @@ def tt_embedding_bag(
     )  # fmt: skip
 
 
-def _case(indices_N: Tensor, factors: TableFactors, *_: Any) -> Case | None:
+def _case(indices_N: Tensor, *given: Any) -> Case | None:
     """Where shapes are static torch makes every row for itself, elsewhere distinct rows."""
-    if not shapes_are_static(indices_N):
-        return None
-    return factors.left_VPR, factors.left_VPR.dtype, (indices_N.shape[0],)
+    return case_of_rows(indices_N, *given) if shapes_are_static(indices_N) else None
 
 
 _ROWS = Ways(
