@@ -4,6 +4,7 @@ A part is a list of jobs, the most telling first, so that a budget of time cuts 
 """
 
 import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -25,8 +26,9 @@ from comera.bench.kernel_speed import GROUPS, OPERATORS, floor_of
 from comera.bench.linear_speed import count, forward_backward
 from comera.bench.peak import Job as PeakJob
 from comera.bench.table_speed import train_step as table_step
+from comera.nn.config import TTConfig
+from comera.nn.convert import tensorize_
 from comera.nn.embedding import TTEmbedding
-from comera.nn.linear import TTLinear
 from comera.ops.context import machine_of, static_shapes
 from comera.ops.way_order import preferring
 from comera.train.capture import WARM_UP
@@ -57,7 +59,8 @@ class Sizes:
         rank: Rank of operators.
         table: Rows and width of a table.
         eager: Widths of single layers.
-        host: Width and rows of one so small that the host's time is all it takes.
+        joined: Layers of models whose cores are contracted together.
+        host: Width, rows and rank of one so small that the host's time is all it takes.
         steps: Steps of a training run.
     """
 
@@ -70,7 +73,8 @@ class Sizes:
     rank: int
     table: tuple[int, int]
     eager: tuple[int, ...]
-    host: tuple[int, int]
+    joined: tuple[int, ...]
+    host: tuple[int, int, int]
     steps: int
 
 
@@ -88,7 +92,8 @@ FULL = Sizes(
     rank=30,
     table=(30522, 768),
     eager=(768, 1024, 2048, 4096, 8192),
-    host=(64, 4),
+    joined=(6, 12, 24),
+    host=(64, 4, 4),
     steps=200,
 )
 TINY = Sizes(
@@ -101,7 +106,8 @@ TINY = Sizes(
     rank=4,
     table=(60, 16),
     eager=(16,),
-    host=(16, 2),
+    joined=(2,),
+    host=(16, 2, 4),
     steps=3,
 )
 """For a look at all parts on any machine: of these times nothing is to be learnt."""
@@ -275,19 +281,23 @@ def _forget_peak(device: torch.device) -> int | None:
 
 
 def _layers(device: torch.device, sizes: Sizes) -> Iterator[Job]:
-    for precision in PRECISIONS[:2]:
-        for width, tokens in (sizes.host, *((width, sizes.tokens[0]) for width in sizes.eager)):
-            what = f"width {width}, {tokens} tokens, {precision}"
-            yield Job(what, partial(_layer, device, sizes, width, tokens, precision))
+    """List single layers, and models of several whose cores are joined before they are used."""
+    cases = [(number, *sizes.host) for number in (1, *sizes.joined)]
+    cases += [(1, width, sizes.tokens[0], sizes.rank) for width in sizes.eager]
+    for precision in ("fp32", "bf16"):
+        for number, width, tokens, rank in cases:
+            what = f"{number} of width {width}, {tokens} tokens, {precision}"
+            yield Job(what, partial(_layer, device, number, width, tokens, rank, precision))
 
 
 def _layer(
-    device: torch.device, sizes: Sizes, width: int, tokens: int, precision: str
+    device: torch.device, number: int, width: int, tokens: int, rank: int, precision: str
 ) -> list[Row]:
-    """Time one layer there and back, as the host starts it and in a graph."""
+    """Time layers there and back, as the host starts them and in a graph."""
     dtype = _dtype_of(precision)
-    layer = TTLinear(width, width, rank=sizes.rank, device=device, dtype=dtype)
-    dense = nn.Linear(width, width, device=device, dtype=dtype)
+    layers = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(number)]
+    dense = nn.Sequential(*layers) if number > 1 else layers[0]
+    layer = tensorize_(copy.deepcopy(dense), TTConfig(rank=rank, init="orthogonal"))
     x = torch.randn(tokens, width).to(device, dtype).requires_grad_()
     rows: list[Row] = []
     for mode in _MODES[: 2 if device.type == "cuda" else 1]:
@@ -296,7 +306,7 @@ def _layer(
             if mode == "captured":
                 runs = [in_turn([run], device) for run in runs]
             theirs, ours = (1e3 * seconds_of(run, device) for run in runs)
-        rows.append((width, tokens, precision, mode, theirs, ours, theirs / ours))
+        rows.append((number, width, tokens, precision, mode, theirs, ours, theirs / ours))
     return rows
 
 
@@ -396,8 +406,8 @@ PARTS: dict[str, Part] = {
         _steps,
     ),
     "layers": Part(
-        "One linear layer, forward and backward, cores contracted each time",
-        ("width", "tokens", "precision", "mode", "dense ms", "ours ms", "dense / ours"),
+        "Linear layers, forward and backward, cores contracted each time",
+        ("layers", "width", "tokens", "precision", "mode", "dense ms", "ours ms", "dense / ours"),
         _layers,
     ),
     "tables": Part(
