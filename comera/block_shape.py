@@ -57,7 +57,7 @@ class BTTShape(LinearShape):
             out_features: True output width.
             rank: Rank of the blocks; 2 if nothing is said. Cut to what a block can have.
             shape: ``(in_modes, out_modes)``, or a whole ``BTTShape``; otherwise about the root of
-                the width in blocks of about that size.
+                the width in blocks of about that size, but no more blocks than full rank takes.
             compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
 
         Raises:
@@ -69,7 +69,7 @@ class BTTShape(LinearShape):
             given = replace(shape, ranks=shape._clip(shape.ranks))
         else:
             if shape is None:
-                shape = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
+                shape = _blocks_of(in_features, out_features)
             given = cls(*two_sides(shape, "in_modes", "out_modes"), (1,))  # type: ignore[arg-type]
         check_cover("in_features", in_features, given.in_modes)
         check_cover("out_features", out_features, given.out_modes)
@@ -104,3 +104,31 @@ class BTTShape(LinearShape):
     def split(self) -> int:
         """How many cores carry the input."""
         return 1
+
+
+Blocks = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _blocks_of(in_features: int, out_features: int) -> Blocks:
+    """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
+    (a, b), (c, d) = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
+    balanced = (a, b), (c, d)
+    enough = min(in_features, out_features)
+    if a * c <= enough:
+        return balanced
+    exact: list[Blocks] = [
+        ((a, in_features // a), (c, out_features // c))
+        for a in _divisors(in_features)
+        for c in _divisors(out_features)
+        if a * c >= enough
+    ]
+
+    def order(modes: Blocks) -> tuple[int, int]:
+        (a, b), (c, d) = modes
+        return a * b * c + c * d * a, abs(a - balanced[0][0])
+
+    return min([balanced, *exact], key=order)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

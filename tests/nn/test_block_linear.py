@@ -458,3 +458,20 @@ def test_a_program_in_another_process_runs_without_comera(tmp_path):
     )
     paths = [str(tmp_path / name) for name in ("layer.pt2", "pair.pt")]
     subprocess.run([sys.executable, "-c", code, *paths], check=True)
+
+
+@pytest.mark.parametrize(
+    ("wide", "high", "modes"),
+    [
+        (256, 1024, ((8, 32), (32, 32))),
+        (1024, 256, ((32, 32), (8, 32))),
+        (768, 3072, ((16, 48), (48, 64))),
+        (128, 512, ((8, 16), (16, 32))),
+        (256, 256, ((16, 16), (16, 16))),
+    ],
+)
+def test_blocks_of_rank_one_are_of_full_rank_and_no_more_than_that_takes(wide, high, modes):
+    shape = BTTShape.fit(wide, high, rank=1)
+    assert (shape.in_modes, shape.out_modes) == modes
+    layer = comera.BTTLinear(wide, high, rank=1, dtype=torch.float64)
+    assert int(torch.linalg.matrix_rank(layer.weight.detach())) == min(wide, high)
