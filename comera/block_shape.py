@@ -106,24 +106,25 @@ class BTTShape(LinearShape):
         return 1
 
 
-Blocks = tuple[tuple[int, int], tuple[int, int]]
+_Modes = tuple[tuple[int, int], tuple[int, int]]
+"""Blocks and the numbers in each, of the input and of the output."""
 
 
-def _blocks_of(in_features: int, out_features: int) -> Blocks:
+def _blocks_of(in_features: int, out_features: int) -> _Modes:
     """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
     (a, b), (c, d) = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
     balanced = (a, b), (c, d)
     enough = min(in_features, out_features)
     if a * c <= enough:
         return balanced
-    exact: list[Blocks] = [
+    exact: list[_Modes] = [
         ((a, in_features // a), (c, out_features // c))
         for a in _divisors(in_features)
         for c in _divisors(out_features)
         if a * c >= enough
     ]
 
-    def order(modes: Blocks) -> tuple[int, int]:
+    def order(modes: _Modes) -> tuple[int, int]:
         (a, b), (c, d) = modes
         return a * b * c + c * d * a, abs(a - balanced[0][0])
 

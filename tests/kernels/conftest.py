@@ -16,6 +16,15 @@ def emulated(monkeypatch):
 
 
 @pytest.fixture
+def tf32():
+    """Products of float32 may be of tf32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
 def unwritten(monkeypatch):
     """Memory to which nobody has written is NaN, not what was there before."""
     for of, name in ((torch.Tensor, "new_empty"), (torch, "empty_like"), (torch, "empty")):

@@ -1,9 +1,13 @@
 """How far numbers are from others."""
 
+import torch
 from torch import Tensor
 
 ROUNDING = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4, "tf32": 5e-4}
 """What results in a dtype may be off, relative to their size, where sums are in float32."""
+
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
+"""What the products of feed-forward kernels round to, by the dtype of their numbers."""
 
 
 def distance(got: Tensor, want: Tensor) -> float:

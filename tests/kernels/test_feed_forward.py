@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose, emulate, feed_forward_kernel, nvrtc
 from comera.ops.linear.feed_forward import factorized_feed_forward
-from tests.kernels.numbers import assert_near, distance
+from tests.kernels.numbers import ROUNDED, assert_near, distance
 
 CASES = {  # rows, widths in, between and out, both ranks
     "a few rows": (5, 128, 128, 128, 8, 8),
@@ -19,17 +19,8 @@ CASES = {  # rows, widths in, between and out, both ranks
     "wide bonds": (40, 128, 256, 384, 48, 48),
 }
 ACTIVATIONS = feed_forward_kernel.ACTIVATIONS
-ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
 dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=list(ROUNDED.values()))
-
-
-@pytest.fixture(autouse=True)
-def tf32():
-    """Products of float32 may be of tf32."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
+pytestmark = pytest.mark.usefixtures("tf32")
 
 
 class Layers:

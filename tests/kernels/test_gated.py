@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
 from comera.ops.linear.gated_feed_forward import _gated_hidden
-from tests.kernels.numbers import assert_near, distance
+from tests.kernels.numbers import ROUNDED, assert_near, distance
 
 CASES = {  # rows, hidden width, ranks of gate, up and down
     "a few rows": (5, 128, 8, 8, 8),
@@ -18,17 +18,8 @@ CASES = {  # rows, hidden width, ranks of gate, up and down
 }
 
 
-ROUNDED = {torch.bfloat16: "bfloat16", torch.float32: "tf32"}
 dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=list(ROUNDED.values()))
-
-
-@pytest.fixture(autouse=True)
-def tf32():
-    """Products of float32 may be of tf32."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
+pytestmark = pytest.mark.usefixtures("tf32")
 
 
 class Hidden:

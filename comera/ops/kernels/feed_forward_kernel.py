@@ -34,7 +34,7 @@ from comera.ops.product import product
 ACTIVATIONS = "gelu", "relu", "silu"
 
 WIDE_BONDS = range(BOND + 1, WIDE_BOND + 1)
-"""Of which there are kernels of their own."""
+"""Bonds, padded, that have kernels of their own; those for narrower ones hold fewer numbers."""
 
 
 class _Sizes(ctypes.Structure):
