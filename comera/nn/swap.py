@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from comera.nn.feed_forward_parts import fuse_feed_forwards_
 from comera.nn.forward_sharing import share_in_forward_
 
 
@@ -12,7 +13,8 @@ def swap_layers_(
 ) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over, in place.
 
-    Linear tensor trains among them contract their cores together from then on.
+    Linear tensor trains among them contract their cores together from then on, and their
+    feed-forward parts keep nothing of the hidden width.
 
     Args:
         model: The model.
@@ -35,6 +37,7 @@ def swap_layers_(
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
     share_in_forward_(model)
+    fuse_feed_forwards_(model)
     return model
 
 

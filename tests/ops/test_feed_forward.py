@@ -64,6 +64,23 @@ def test_without_a_bias():
     torch.testing.assert_close(grads(got, inputs), grads(want, inputs), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_gradients(bias):
+    inputs = make(bias=bias)
+
+    def penalty(function):
+        first = torch.autograd.grad(
+            run(function, inputs, "gelu", bias).square().sum(), inputs, create_graph=True
+        )
+        # Of the rows of right halves that padding meets, none counts.
+        return torch.autograd.grad(first[0].square().sum() + first[4][:11].square().sum(), inputs)
+
+    got, want = penalty(factorized_feed_forward), penalty(factorized_feed_forward_reference)
+    keep = [slice(None), slice(5), slice(None), slice(11), slice(None)]
+    for g, w, k in zip(got, want, keep, strict=True):
+        torch.testing.assert_close(g[..., k], w[..., k], rtol=1e-10, atol=1e-10)
+
+
 def test_nothing_of_the_hidden_width_is_kept():
     inputs, kept = make(batch=(100,)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):

@@ -18,7 +18,7 @@ from comera.ops.context import autocast_together, products_are_tf32, without_aut
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
 from comera.ops.kernels import feed_forward_kernel
-from comera.ops.operator import operator
+from comera.ops.operator import gradients_again, operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
 _aten = torch.ops.aten
@@ -38,10 +38,15 @@ _HIDDEN_NUMBERS = 1 << 21
 def factorized_feed_forward_reference(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
-    """Do the same as :func:`factorized_feed_forward` in plain products, both layers with a bias."""
-    (left1, right1, _), (left2, right2, _) = factors1, factors2
-    hidden = getattr(torch.nn.functional, activation)(x_BI @ left1 @ right1 + right1[-1])
-    return hidden @ left2 @ right2 + right2[-1]
+    """Do the same as :func:`factorized_feed_forward` in plain products."""
+    hidden = getattr(torch.nn.functional, activation)(plainly(x_BI, factors1))
+    return plainly(hidden, factors2)
+
+
+def plainly(x: Tensor, factors: Factors) -> Tensor:
+    """Multiply by a left and a right factor, and add a bias, one after the other."""
+    y = x @ factors.left @ factors.right
+    return y + factors.right[-1] if factors.has_bias else y
 
 
 def factorized_feed_forward(
@@ -56,7 +61,7 @@ def factorized_feed_forward(
         activation: A key of ``ACTIVATIONS``.
 
     Returns:
-        ``(*, O)``. It can be differentiated once.
+        ``(*, O)``. It can be differentiated as often as one likes.
     """
     x_BI, lefts, rights = autocast_together(
         x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
@@ -233,7 +238,7 @@ def _(grad_y, x, t1, t2, left1, right1, left2, right2, activation):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_BI, left1, right1, left2, right2, _, ctx.activation = inputs
+    x_BI, left1, right1, left2, right2, ctx.bias, ctx.activation = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_BI, output[1], output[2], left1, right1, left2, right2)
 
@@ -242,11 +247,24 @@ def _backward(ctx, grad_y: Tensor | None, *_):
     if grad_y is None:
         return (None,) * 7
     x_BI, *saved = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return *_gradients_again(ctx, grad_y, x_BI, *saved[2:]), None, None
     with without_autocast(x_BI):
         x = x_BI.reshape(-1, x_BI.shape[-1])
         gy = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
         grad_x, *grads = _feed_forward_backward(gy, x, *saved, ctx.activation)
     return grad_x.reshape(x_BI.shape), *grads, None, None
+
+
+def _gradients_again(ctx, grad_y: Tensor, x_BI: Tensor, *halves: Tensor) -> list[Tensor | None]:
+    def reference(
+        x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor
+    ) -> Tensor:
+        factors = Factors(left1, right1, ctx.bias), Factors(left2, right2, ctx.bias)
+        return factorized_feed_forward_reference(x, *factors, ctx.activation)
+
+    with without_autocast(x_BI):
+        return gradients_again(reference, [x_BI, *halves], grad_y.to(x_BI.dtype))
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -17,9 +17,15 @@ from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
-from comera.ops.linear.feed_forward import ACTIVATIONS, hidden_buffers, hidden_slices, rounding
+from comera.ops.linear.feed_forward import (
+    ACTIVATIONS,
+    hidden_buffers,
+    hidden_slices,
+    plainly,
+    rounding,
+)
 from comera.ops.linear.thin import times_left
-from comera.ops.operator import operator
+from comera.ops.operator import gradients_again, operator
 from comera.ops.product import add_product, affine, product_into, store_product_
 
 _silu, _silu_back = ACTIVATIONS["silu"]
@@ -27,13 +33,8 @@ _silu, _silu_back = ACTIVATIONS["silu"]
 
 def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
     """Do the same as :func:`gated_feed_forward` in plain products."""
-    g, u = (_plainly(x_BI, factors) for factors in (gate, up))
-    return _plainly(torch.nn.functional.silu(g) * u, down)
-
-
-def _plainly(x: Tensor, factors: Factors) -> Tensor:
-    y = x @ factors.left @ factors.right
-    return y + factors.right[-1] if factors.has_bias else y
+    g, u = (plainly(x_BI, factors) for factors in (gate, up))
+    return plainly(torch.nn.functional.silu(g) * u, down)
 
 
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
@@ -46,7 +47,7 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
         down: ``(F, R)`` and ``(R, O)``.
 
     Returns:
-        ``(*, O)``. It can be differentiated once.
+        ``(*, O)``. It can be differentiated as often as one likes.
     """
     x_BI, lefts, rights = autocast_together(
         x_BI, [gate.left, up.left, down.left], [gate.right, up.right, down.right]
@@ -190,7 +191,16 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad_t2: Tensor):
     saved = ctx.saved_tensors
     with without_autocast(grad_t2):
-        return _gated_hidden_backward(*saved, grad_t2.to(saved[0].dtype))
+        grad_t2 = grad_t2.to(saved[0].dtype)
+        if torch.is_grad_enabled():
+            return tuple(gradients_again(_plain_hidden, saved, grad_t2))
+        return _gated_hidden_backward(*saved, grad_t2)
+
+
+def _plain_hidden(
+    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
+) -> Tensor:
+    return (torch.nn.functional.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2
 
 
 _gated_hidden.register_autograd(_backward, setup_context=_setup_context)
