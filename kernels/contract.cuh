@@ -21,19 +21,19 @@
 // lanes alike, for 16 multiplications each. Everything is summed in float32, always in one order.
 #include "tiles.cuh"
 
-constexpr int MOST_CORES = 4, MOST_FACTORS = 64;
+constexpr int MOST_CORES = 8, MOST_FACTORS = 64;
 
 // One factor of one layer. What differs from call to call, the factors and gradients, is beside it.
 struct Descriptor {
   const void* core[MOST_CORES];
-  const float* gate[MOST_CORES];  // of the inner bonds, or null: set by the kernel
   const void* bias;
   int64_t gate_at[MOST_CORES];  // numbers from the address that all gates are counted from
   int64_t core_grad[MOST_CORES], gate_grad[MOST_CORES];  // places of gradients
   int64_t place;  // of its first number in its factor, which holds several layers
   int64_t share;  // of its first share
   int mode[MOST_CORES], bond[MOST_CORES];
-  int at_once[2], at_once_back[2];  // values of the modes of cores 1 and 2 that are staged together
+  int room[MOST_CORES], room_back[MOST_CORES];  // where each P lies, and behind the last what is staged
+  int at_once[MOST_CORES - 2], at_once_back[MOST_CORES - 2];  // values of a mode staged together, from core 1
   int cores, right, factor, width;
   int bias_width, blocks;
   int gated;        // a bit for each gate that there is
@@ -64,9 +64,6 @@ __device__ __forceinline__ float opened(const float* gate, int c, float threshol
   if (!gate) return 1.f;
   return gate[c] > threshold ? gate[c] : 0.f;
 }
-__device__ __forceinline__ float opened(const Descriptor& d, int s, int c) {
-  return opened(d.gate[s], c, d.threshold);
-}
 template <typename C>
 __device__ __forceinline__ const C* core(const Descriptor& d, int s) {
   return static_cast<const C*>(d.core[s]);
@@ -86,17 +83,18 @@ __device__ __forceinline__ int row_of(const Descriptor& d, int s, int before, in
 }
 __device__ __forceinline__ int at_least_one(int n) { return n ? n : 1; }
 
-// Shared memory of a block: the descriptor, opened gates of all but the last bond, then what a
-// kernel takes of it, as sizes in contract_kernel.py say.
+// Shared memory of a block: this, opened gates of all but the last bond, then what a kernel takes of it,
+// as sizes in contract_walk.py say.
 struct Shared {
   Descriptor descriptor;
-  float gate[MOST_CORES - 1][MOST_BOND];
+  const float* gate[MOST_CORES];  // of the inner bonds, or null
 };
-static_assert(sizeof(Shared) <= 1040, "see contract_walk.py");
-static_assert(MOST_CORES * MOST_BOND == THREADS, "a thread for each gate of a bond");
+static_assert(sizeof(Shared) == 552, "see contract_walk.py");
+static_assert(sizeof(Descriptor) <= 4 * THREADS, "a thread for each word: all are loaded in the time of one");
 struct Block {
   const Descriptor& d;
-  const float (*gate)[MOST_BOND];
+  const float* const* given;       // gates as they are
+  const float (*gate)[MOST_BOND];  // opened
   float* room;
 
   __device__ float* take(int numbers) {
@@ -104,22 +102,27 @@ struct Block {
     room += up_to_four(numbers);
     return first;
   }
+  __device__ float opened(int s, int c) const { return ::opened(given[s], c, d.threshold); }
 };
 
 __device__ Block begin(const Descriptor* descriptors, int number, const float* gates) {
   DYNAMIC_SHARED(float, memory);
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int* from = reinterpret_cast<const int*>(descriptors + number);
-  for (int e = threadIdx.x; e < (int)(sizeof(Descriptor) / 4); e += THREADS)
-    reinterpret_cast<int*>(&shared.descriptor)[e] = from[e];
+  if (threadIdx.x < sizeof(Descriptor) / 4)
+    reinterpret_cast<int*>(&shared.descriptor)[threadIdx.x] = from[threadIdx.x];
   __syncthreads();
   const Descriptor& d = shared.descriptor;
-  const int s = threadIdx.x / MOST_BOND, c = threadIdx.x % MOST_BOND;
-  const float* gate = d.gated >> s & 1 ? gates + d.gate_at[s] : nullptr;
-  if (c == 0) shared.descriptor.gate[s] = gate;
-  if (s + 1 < d.cores && c < d.bond[s]) shared.gate[s][c] = opened(gate, c, d.threshold);
+  float* opened_gates = memory + (sizeof(Shared) + 15) / 16 * 4;
+  for (int e = threadIdx.x; e < d.cores * MOST_BOND; e += THREADS) {
+    const int s = e / MOST_BOND, c = e % MOST_BOND;
+    const float* gate = d.gated >> s & 1 ? gates + d.gate_at[s] : nullptr;
+    if (c == 0) shared.gate[s] = gate;
+    if (s + 1 < d.cores && c < d.bond[s]) opened_gates[e] = opened(gate, c, d.threshold);
+  }
   __syncthreads();
-  return {d, shared.gate, memory + (sizeof(Shared) + 15) / 16 * 4};
+  return {d, shared.gate, reinterpret_cast<const float (*)[MOST_BOND]>(opened_gates),
+          opened_gates + (d.cores - 1) * MOST_BOND};
 }
 
 // P_0, [bond][rows up to four]; zeros where there are no rows.
@@ -174,63 +177,70 @@ __device__ __forceinline__ void four_rows(const float* before, int apart, const 
   }
 }
 
-// P_s from P_s-1 and what is staged of core s. A warp has a mode and four rows of P_s-1 at a time,
-// a lane a value of the bond; store(row, c, value) for all values of the bond up to a whole 32.
-template <typename Wanted, typename Store>
-__device__ void advance(const Block& block, int s, const float* before, const float* staged,
-                        int first, int modes, Wanted wanted, Store store) {
+// P_s from P_s-1, as many values of the mode at a time as are staged. A warp has a mode and four rows of
+// P_s-1 at a time, a lane a value of the bond; store(row, c, value) for all values of the bond up to a
+// whole 32. Called by the whole block, which may still be at work with what was there.
+template <typename C, typename Wanted, typename Store>
+__device__ void advance(const Block& block, int s, const float* before, float* staged, bool is_staged,
+                        int at_once, Wanted wanted, Store store) {
   const Descriptor& d = block.d;
   const int in = d.bond[s - 1], out = d.bond[s], rows = rows_of(d, s - 1), apart = up_to_four(rows);
-  const int spans = (out + 31) / 32, step = staged_step(d, s, modes);
-  for (int item = threadIdx.x / 32; item < modes * spans * (apart / 4); item += WARPS) {
-    const int r = item % (apart / 4) * 4, rest = item / (apart / 4);
-    const int mode = rest / spans, c = rest % spans * 32 + threadIdx.x % 32;
-    const int last = r + 3 < rows ? r + 3 : rows - 1;
-    if (!wanted(row_of(d, s, r, rows, first + mode), row_of(d, s, last, rows, first + mode))) continue;
-    float sum[4] = {};
-    if (c < out) four_rows(before + r, apart, staged + staged_at(d, s, modes, mode, c), step, in, sum);
+  const int spans = (out + 31) / 32;
+#pragma unroll 1
+  for (int first = 0; first < d.mode[s]; first += at_once) {
+    const int modes = first + at_once < d.mode[s] ? at_once : d.mode[s] - first;
+    __syncthreads();  // nobody reads what is replaced
+    if (!is_staged) stage<C>(d, s, first, modes, staged);
+    arrived<0>();
+    __syncthreads();  // P_s-1 and the staged core are whole
+    const int step = staged_step(d, s, modes);
+    for (int item = threadIdx.x / 32; item < modes * spans * (apart / 4); item += WARPS) {
+      const int r = item % (apart / 4) * 4, rest = item / (apart / 4);
+      const int mode = rest / spans, c = rest % spans * 32 + threadIdx.x % 32;
+      const int last = r + 3 < rows ? r + 3 : rows - 1;
+      if (!wanted(row_of(d, s, r, rows, first + mode), row_of(d, s, last, rows, first + mode))) continue;
+      float sum[4] = {};
+      if (c < out) four_rows(before + r, apart, staged + staged_at(d, s, modes, mode, c), step, in, sum);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (r + i < rows)
-        store(row_of(d, s, r + i, rows, first + mode), c, c < out ? sum[i] * block.gate[s][c] : 0.f);
+      for (int i = 0; i < 4; ++i)
+        if (r + i < rows)
+          store(row_of(d, s, r + i, rows, first + mode), c, c < out ? sum[i] * block.gate[s][c] : 0.f);
+    }
   }
 }
 
-// All of P_1, [bond][rows up to four], for factors of four cores.
+// P_0 to P_end, [bond][rows up to four], each where `room` says. P_end is whole after the next barrier.
 template <typename C>
-__device__ void make_second(const Block& block, const float* p0, float* p1, float* staged,
-                            int at_once) {
+__device__ const float* make(const Block& block, int end, const int* room, float* staged, const int* at_once) {
   const Descriptor& d = block.d;
-  const int apart = up_to_four(rows_of(d, 1)), out = d.bond[1];
+  float* p = block.room + room[0];
+  make_first<C>(block, p);
 #pragma unroll 1
-  for (int first = 0; first < d.mode[1]; first += at_once) {
-    const int modes = first + at_once < d.mode[1] ? at_once : d.mode[1] - first;
-    __syncthreads();
-    stage<C>(d, 1, first, modes, staged);
-    arrived<0>();
-    __syncthreads();
-    advance(block, 1, p0, staged, first, modes, [](int, int) { return true; },
-            [&](int row, int c, float x) {
-              if (c < out) p1[c * apart + row] = x;
-            });
+  for (int s = 1; s <= end; ++s) {
+    const float* before = p;
+    const int out = d.bond[s], apart = up_to_four(rows_of(d, s));
+    p = block.room + room[s];
+    advance<C>(
+        block, s, before, staged, false, at_once[s - 1], [](int, int) { return true; },
+        [&](int row, int c, float x) {
+          if (c < out) p[c * apart + row] = x;
+        });
   }
+  return p;
 }
 
 // Rows of the P that the last core is multiplied by, [row][P_ROW], ROWS of them from the first on.
 template <typename C, int BOND>
 struct Before {
-  Block& block;
+  const Block& block;
   int s;  // of which stage they are
-  float *p0, *p1, *staged;
+  float* staged;
+  const float* p_before = nullptr;
   bool is_staged = false;
 
-  __device__ explicit Before(Block& block) : block(block), s(block.d.cores - 2) {
-    const Descriptor& d = block.d;
-    p0 = s > 0 ? block.take(d.bond[0] * up_to_four(d.mode[0])) : nullptr;
-    p1 = s > 1 ? block.take(d.bond[1] * up_to_four(rows_of(d, 1))) : nullptr;
-    staged = block.room;
-    if (s > 0) make_first<C>(block, p0);
-    if (s > 1) make_second<C>(block, p0, p1, staged, d.at_once[0]);
+  __device__ explicit Before(const Block& block)
+      : block(block), s(block.d.cores - 2), staged(block.room + block.d.room[s]) {
+    if (s > 0) p_before = make<C>(block, s - 1, block.d.room, staged, block.d.at_once);
   }
 
   // Called by the whole block; others may still read what lies there.
@@ -247,23 +257,15 @@ struct Before {
           x = read<C>(d, 0, d.right ? c * d.mode[0] + row : row * bond + c) * block.gate[0][c];
         p[e / BOND * S::P_ROW + c] = x;
       }
-      __syncthreads();
-      return;
-    }
-    const int at_once = d.at_once[s - 1];
-#pragma unroll 1
-    for (int first = 0; first < d.mode[s]; first += at_once) {
-      const int modes = first + at_once < d.mode[s] ? at_once : d.mode[s] - first;
-      __syncthreads();  // nobody reads rows or staged numbers that were there
-      if (!is_staged) stage<C>(d, s, first, modes, staged);
-      is_staged = keeps_staged && modes == d.mode[s];
-      arrived<0>();
-      __syncthreads();
-      advance(block, s, s > 1 ? p1 : p0, staged, first, modes,
-              [&](int low, int high) { return low < row0 + S::ROWS && high >= row0; },
-              [&](int row, int c, float x) {
-                if (row >= row0 && row < row0 + S::ROWS) p[(row - row0) * S::P_ROW + c] = x;
-              });
+    } else {
+      const int at_once = d.at_once[s - 1];
+      advance<C>(
+          block, s, p_before, staged, is_staged, at_once,
+          [&](int low, int high) { return low < row0 + S::ROWS && high >= row0; },
+          [&](int row, int c, float x) {
+            if (row >= row0 && row < row0 + S::ROWS) p[(row - row0) * S::P_ROW + c] = x;
+          });
+      is_staged = keeps_staged && at_once >= d.mode[s];
     }
     __syncthreads();
   }
@@ -281,7 +283,7 @@ __device__ void take_last(const Block& block, int j0, int columns, float* tile) 
         tile[k * ROW + j] = j0 + j < columns && k < in ? read<C>(d, s, (int64_t)(j0 + j) * in + k) : 0.f;
   } else {
     const int j = threadIdx.x % COLUMNS;
-    const float gate = j0 + j < columns ? opened(d, s, (j0 + j) % d.bond[s]) : 0.f;
+    const float gate = j0 + j < columns ? block.opened(s, (j0 + j) % d.bond[s]) : 0.f;
 #pragma unroll 4
     for (int k = threadIdx.x / COLUMNS; k < BOND; k += THREADS / COLUMNS)
       tile[k * ROW + j] =
@@ -348,10 +350,11 @@ __device__ void forward(Block& block, int number, T* out) {
 
 // A core without others, gated: a part of it.
 template <typename C, typename T>
-__device__ void alone(const Descriptor& d, int block, T* out) {
-  const int columns = d.mode[0] * d.bond[0], end = (block + 1) * ALONE;
-  for (int e = block * ALONE + threadIdx.x; e < end && e < columns; e += THREADS)
-    out[column_at(d, e, 1)] = narrow<T>(read<C>(d, 0, e) * (d.right ? 1.f : opened(d, 0, e % d.bond[0])));
+__device__ void alone(const Block& block, int number, T* out) {
+  const Descriptor& d = block.d;
+  const int columns = d.mode[0] * d.bond[0], end = (number + 1) * ALONE;
+  for (int e = number * ALONE + threadIdx.x; e < end && e < columns; e += THREADS)
+    out[column_at(d, e, 1)] = narrow<T>(read<C>(d, 0, e) * (d.right ? 1.f : block.opened(0, e % d.bond[0])));
 }
 
 // What lies beyond the middle bond: zeros, and the bias as the last row of a right factor. Shared
@@ -377,7 +380,7 @@ __device__ void contract(const Descriptor* descriptors, const int* blocks, const
   T* out = static_cast<T*>(factors.of[d.factor]) + d.place;
   pad<C>(d, number, out);
   if (d.cores == 1)
-    alone<C>(d, number, out);
+    alone<C>(block, number, out);
   else if (d.bond[d.cores - 2] <= 32)
     forward<C, T, 32>(block, number, out);
   else
@@ -484,7 +487,7 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
   const int j = threadIdx.x % COLUMNS;
   float products = 0.f;
   if (j0 + j < columns) {
-    const float gate = opened(d, s, (j0 + j) % d.bond[s]);
+    const float gate = block.opened(s, (j0 + j) % d.bond[s]);
     for (int k = threadIdx.x / COLUMNS; k < in; k += THREADS / COLUMNS) {
       const int64_t at = (int64_t)k * columns + j0 + j;
       products += sums[k * ROW + j] * read<C>(d, s, at);
@@ -509,7 +512,8 @@ __device__ void contract_back_last(const Descriptor* descriptors, const int* blo
   if (d.cores == 1) {
     const int columns = d.mode[0] * d.bond[0], end = (number + 1) * ALONE;
     for (int e = number * ALONE + threadIdx.x; e < end && e < columns; e += THREADS)
-      core_grad[e] = narrow<C>(wide(from[column_at(d, e, 1)]) * (d.right ? 1.f : opened(d, 0, e % d.bond[0])));
+      core_grad[e] =
+          narrow<C>(wide(from[column_at(d, e, 1)]) * (d.right ? 1.f : block.opened(0, e % d.bond[0])));
     return;  // the whole block
   }
   float* share = shares + d.share + number * share_size(d);
@@ -524,9 +528,8 @@ __device__ __forceinline__ float over_lanes(float x) {
   for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
   return x;
 }
-__device__ __forceinline__ void store_gate_grad(const Descriptor& d, int s, int c, float sum,
-                                                float* grads) {
-  grads[d.gate_grad[s] + c] = d.gate[s][c] > d.threshold ? sum : 0.f;
+__device__ __forceinline__ void store_gate_grad(const Block& block, int s, int c, float sum, float* grads) {
+  grads[block.d.gate_grad[s] + c] = block.given[s][c] > block.d.threshold ? sum : 0.f;
 }
 
 // The gradient of some modes of P_s, all blocks' shares added up: g, [mode, row before][apart].
@@ -558,20 +561,22 @@ __device__ void gather(const Descriptor& d, int s, const float* shares, int firs
   }
 }
 
-// From the gradient of P_s that of P_s-1, [bond][rows up to four], of core s and of its gate.
-// `whole` is the gradient of P_s in that form, or null where shares are to be added up.
+// From the gradient of P_s that of P_s-1, [bond][rows up to four], of core s and of its gate. It takes the
+// place of P_s, which nobody needs any more. Of the last P there are shares, to be added up.
 template <typename C>
-__device__ void back_stage(const Block& block, int s, const float* p_before, float* of_before,
-                           const float* whole, const float* shares, float* room, C* core_grads,
-                           float* gate_grads) {
+__device__ void back_stage(const Block& block, int s, const float* shares, C* core_grads, float* gate_grads) {
   const Descriptor& d = block.d;
   const int in = d.bond[s - 1], out = d.bond[s], before = rows_of(d, s - 1);
   const int before4 = up_to_four(before), rows4 = up_to_four(rows_of(d, s));
   const int spans = at_least_one((out + 31) / 32), apart = 32 * spans + 4, most = d.at_once_back[s - 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = warp % spans * 32 + lane;
   const float gate = c < out ? block.gate[s][c] : 0.f;
-  float* staged = room;
-  float* g = room + up_to_four((d.right ? out : in) * (most * (d.right ? in : out) + d.right));
+  const bool gated = block.given[s];
+  const float* p_before = block.room + d.room_back[s - 1];
+  float* of_before = block.room + d.room_back[s];
+  const float* whole = block.room + d.room_back[s + 1];  // the gradient of P_s, but of the last P
+  float* staged = block.room + d.room_back[d.cores - 1];
+  float* g = staged + up_to_four((d.right ? out : in) * (most * (d.right ? in : out) + d.right));
   C* core_grad = core_grads + d.core_grad[s];
   float of_gate = 0.f;
   for (int e = threadIdx.x; e < in * before4; e += THREADS) of_before[e] = 0.f;
@@ -580,7 +585,7 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
     const int modes = first + most < d.mode[s] ? most : d.mode[s] - first;
     __syncthreads();  // nobody reads the values of the mode before
     stage<C>(d, s, first, modes, staged);
-    if (whole)
+    if (s + 2 < d.cores)
       for (int e = threadIdx.x; e < modes * before * out; e += THREADS) {
         const int r = e / out, k = e % out;
         g[r * apart + k] = whole[k * rows4 + row_of(d, s, r % before, before, first + r / before)];
@@ -600,7 +605,7 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
 #pragma unroll 1
       for (int r = 0; r < before; r += 4) {
         float ungated[4] = {};
-        if (d.gate[s]) four_rows(p_before + r, before4, x, step, in, ungated);
+        if (gated) four_rows(p_before + r, before4, x, step, in, ungated);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (r + i < before) {
@@ -645,13 +650,12 @@ __device__ void back_stage(const Block& block, int s, const float* p_before, flo
   float* of_gates = g;
   of_gates[threadIdx.x] = of_gate;
   __syncthreads();  // all have written theirs
-  if (d.gate[s])
+  if (gated)
     for (int b = threadIdx.x; b < out; b += THREADS) {
       float sum = 0.f;
       for (int w = b / 32; w < WARPS; w += spans) sum += of_gates[32 * w + b % 32];
-      store_gate_grad(d, s, b, sum, gate_grads);
+      store_gate_grad(block, s, b, sum, gate_grads);
     }
-  __syncthreads();  // the room is free
 }
 
 // The rest, a block for each factor: all blocks' shares added up, all cores but the last, all gates.
@@ -663,31 +667,24 @@ __device__ void contract_back_first(const Descriptor* descriptors, const float* 
   const Descriptor& d = block.d;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, last = d.cores - 1;
   if (last == 0) {
-    if (!d.gate[0]) return;  // the whole block
+    if (!block.given[0]) return;  // the whole block
     const T* from = static_cast<const T*>(grads.of[d.factor]) + d.place;
     for (int c = warp; c < d.bond[0]; c += WARPS) {
       float sum = 0.f;
       for (int mode = lane; mode < d.mode[0]; mode += 32)
         sum += wide(from[(int64_t)mode * d.width + c]) * read<C>(d, 0, (int64_t)mode * d.bond[0] + c);
       sum = over_lanes(sum);
-      if (lane == 0) store_gate_grad(d, 0, c, sum, gate_grads);
+      if (lane == 0) store_gate_grad(block, 0, c, sum, gate_grads);
     }
     return;
   }
   shares += d.share;
   const int bond = d.bond[0], heads = d.mode[0], heads4 = up_to_four(heads);
-  float* p0 = block.take(bond * heads4);
-  float* of_p0 = block.take(bond * heads4);
-  if (last > 1) make_first<C>(block, p0);
-  if (last == 3) {
-    const int numbers = d.bond[1] * up_to_four(rows_of(d, 1));
-    float* p1 = block.take(numbers);
-    float* of_p1 = block.take(numbers);
-    make_second<C>(block, p0, p1, block.room, d.at_once_back[0]);
-    back_stage<C>(block, 2, p1, of_p1, nullptr, shares, block.room, core_grads, gate_grads);
-    back_stage<C>(block, 1, p0, of_p0, of_p1, nullptr, block.room, core_grads, gate_grads);
-  } else if (last == 2) {
-    back_stage<C>(block, 1, p0, of_p0, nullptr, shares, block.room, core_grads, gate_grads);
+  float* of_p0 = block.room + d.room_back[1];
+  if (last > 1) {
+    make<C>(block, last - 2, d.room_back, block.room + d.room_back[last], d.at_once_back);
+#pragma unroll 1
+    for (int s = last - 1; s > 0; --s) back_stage<C>(block, s, shares, core_grads, gate_grads);
   } else {
     const int64_t size = share_size(d);
     for (int e = threadIdx.x; e < bond * heads; e += THREADS) {
@@ -707,9 +704,9 @@ __device__ void contract_back_first(const Descriptor* descriptors, const float* 
       core_grads[d.core_grad[0] + at] = narrow<C>(x * block.gate[0][k]);
     }
     sum = over_lanes(sum);
-    if (d.gate[0] && lane == 0) store_gate_grad(d, 0, k, sum, gate_grads);
+    if (block.given[0] && lane == 0) store_gate_grad(block, 0, k, sum, gate_grads);
   }
-  if (!d.gate[last]) return;
+  if (!block.given[last]) return;
   const int64_t size = share_size(d), numbers = size - COLUMNS;
   for (int c = warp; c < d.bond[last]; c += WARPS) {
     float sum = 0.f;
@@ -718,7 +715,7 @@ __device__ void contract_back_first(const Descriptor* descriptors, const float* 
       sum += shares[j / COLUMNS * size + numbers + j % COLUMNS];
     }
     sum = over_lanes(sum);
-    if (lane == 0) store_gate_grad(d, last, c, sum, gate_grads);
+    if (lane == 0) store_gate_grad(block, last, c, sum, gate_grads);
   }
 }
 

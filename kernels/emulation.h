@@ -1,13 +1,14 @@
 // CUDA C++ on a CPU: one fiber for each thread of a block, one block at a time.
 //
 // Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, mma.sync, ldmatrix, cp.async,
-// atomicAdd, __trap and dynamic shared memory, which is NaN when a block starts. The order in which
-// fibers run between two barriers is chosen by the caller: where a barrier is missing, results depend
-// on it. What cp.async brings is there when it is waited for, not before.
+// atomicAdd, __trap and dynamic shared memory, which is NaN when a block starts and behind which nobody
+// may write. The order in which fibers run between two barriers is chosen by the caller: where a barrier
+// is missing, results depend on it. What cp.async brings is there when it is waited for, not before.
 //
 // Not seen: a plain += where an atomic is needed, races between barriers that no order of whole
 // fibers shows, a barrier of a warp just before its ldmatrix or mma, inline assembly, speed.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -46,7 +47,7 @@ struct Index {
   unsigned x = 1, y = 1, z = 1;
 };
 enum State { RUNS, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
-enum Problem { NONE, BAD_LAUNCH, DEADLOCK, LEFT_BEFORE_BARRIER, TRAPPED };
+enum Problem { NONE, BAD_LAUNCH, DEADLOCK, LEFT_BEFORE_BARRIER, TRAPPED, WROTE_BEHIND };
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -71,6 +72,7 @@ struct Copies {
 constexpr size_t STACK = 64 << 10;
 constexpr size_t MOST_THREADS = 1024;
 constexpr size_t MOST_SHARED = 99 << 10;  // of the cards that have least
+constexpr size_t BEHIND = 4 << 10;        // bytes that nobody may write
 
 inline Copies copies[MOST_THREADS];
 inline Fiber* current;
@@ -231,7 +233,7 @@ inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
   const size_t blocks = size_t(grid.x) * grid.y * grid.z;
   if (!count || !blocks || count > MOST_THREADS || shared > MOST_SHARED) return BAD_LAUNCH;
   std::vector<char> stacks((count + 1) * STACK);
-  std::vector<unsigned char> memory(shared + 64);
+  std::vector<unsigned char> memory(shared + BEHIND + 64);
   dynamic_shared = reinterpret_cast<unsigned char*>(
       (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
   std::vector<Fiber> fibers(count);
@@ -243,7 +245,7 @@ inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
   for (size_t number = 0; number < blocks; ++number) {
     const size_t b = kind == 1 ? blocks - 1 - number : number;
     block = {unsigned(b % grid.x), unsigned(b / grid.x % grid.y), unsigned(b / grid.x / grid.y)};
-    std::memset(dynamic_shared, 0xff, shared);
+    std::memset(dynamic_shared, 0xff, shared + BEHIND);
     for (size_t t = 0; t < count; ++t) {
       fibers[t].stack = stacks.data() + t * STACK;
       fibers[t].number = int(t);
@@ -253,6 +255,8 @@ inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
     }
     const Problem problem = run_block(fibers, order);
     if (problem) return problem;
+    const unsigned char* behind = dynamic_shared + shared;
+    if (std::any_of(behind, behind + BEHIND, [](unsigned char x) { return x != 0xff; })) return WROTE_BEHIND;
   }
   return NONE;
 }

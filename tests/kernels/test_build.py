@@ -105,6 +105,7 @@ HANGS = {
     "some threads wait": "if (threadIdx.x < 3) __syncthreads(); else __syncwarp();",
     "a thread returned": "if (threadIdx.x < 3) return; __syncthreads();",
     "index out of range": "if (threadIdx.x == 3) __trap();",
+    "wrote behind": "DYNAMIC_SHARED(char, memory); memory[threadIdx.x] = 0;",
 }
 
 

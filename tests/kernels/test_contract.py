@@ -24,12 +24,25 @@ WIDE = {  # more rows, columns and depth than a tile has
     "3+1": ((1, 11, 64, 40, 1), (11, 14, 5, 200), 3),
     "1+3": ((1, 70, 45, 6, 1), (60, 3, 13, 6), 1),
 }
+DEEP = {  # more than four cores on a side, and as many as there may be
+    "5+8": (
+        (1, 5, 6, 9, 12, 70, 7, 9, 6, 5, 8, 4, 5, 1),
+        (2, 3, 2, 3, 5, 8, 2, 3, 2, 2, 1, 2, 2),
+        5,
+    ),
+    "8+6": ((1, 4, 6, 7, 12, 20, 35, 40, 9, 40, 33, 8, 5, 4, 1), (2,) * 7 + (5, 3) + (2,) * 5, 8),
+    "1+7": ((1, 7, 9, 16, 11, 7, 5, 4, 1), (6, 9, 2, 3, 4, 2, 3, 2), 1),
+}
+WIDE |= DEEP
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NARROW = [torch.bfloat16, torch.float16]
 
 
 def make(name, num_layers=2, gated=True, bias=True, dtype=torch.float32, device="cpu"):
     group = Group(name, num_layers, gated, bias, dtype)
+    for core in group.cores:
+        if name in DEEP:  # float16 holds gradients that are no larger
+            core.data /= core.shape[0] ** 0.5
     for param in group.params:
         param.data = param.data.to(device)
     return group
@@ -85,7 +98,8 @@ def _wide_shapes(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *DEEP])
+@pytest.mark.usefixtures("_wide_shapes")
 def test_kernels_equal_the_reference(name, gated, bias, dtype, emulated):
     group = make(name, 2, gated, bias, dtype)
     assert_near(run(group), in_float64(group), dtype, factor=2)
@@ -123,7 +137,7 @@ def test_modes_are_staged_a_few_at_a_time(name):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("name", ["3+3", "1+1", "vanished", "4+2"])
+@pytest.mark.parametrize("name", ["3+3", "1+1", "vanished", "4+2", "5+8"])
 @pytest.mark.usefixtures("_wide_shapes")
 def test_factors_are_written_in_the_dtype_that_products_read(name, dtype, emulated):
     """Gradients of float32 cores are float32's, of what the factors' gradients were rounded to."""
@@ -164,7 +178,8 @@ def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
     assert CONTRACT.chosen([chains(group)]) == "kernel"
-    assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor=2)
+    factor = 4 if name in DEEP else 2  # short gates may cancel
+    assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor)
 
 
 @pytest.mark.gpu
@@ -303,7 +318,7 @@ def test_results_are_the_same_each_time(emulated, monkeypatch):
 @pytest.mark.parametrize(
     ("bonds", "modes", "split", "reason"),
     [
-        ((1, 2, 2, 2, 2, 2, 1), (2,) * 6, 5, "a side of a tensor train has 5 cores, not 1 to 4"),
+        ((1, *(2,) * 9, 1), (2,) * 10, 9, "a side of a tensor train has 9 cores, not 1 to 8"),
         ((1, 65, 2, 2, 1), (65, 4, 4, 4), 2, "a bond is 65 wide, more than 64"),
         ((1, 64, 2, 2, 1), (500, 4, 4, 4), 2, "shared memory"),
     ],
@@ -315,6 +330,41 @@ def test_what_does_not_fit_is_contracted_by_torch(
     group = make("other", 1)
     assert reason in CONTRACT.reasons([chains(group)])["kernel"]
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize(
+    ("bonds", "modes"),
+    [((4, 4, 8, 16, 32, 64, 64), (2, 2, 2, 2, 2, 2, 4, 4)), ((8, 64, 64), (8, 8, 8, 8))],
+    ids=["eight cores", "four cores"],
+)
+def test_fewer_values_are_staged_where_products_leave_less_room(
+    bonds, modes, emulated, monkeypatch
+):
+    """Wide bonds on both sides: all that is staged otherwise would be too much for a block."""
+    shape = ((1, *bonds, 70, *bonds[::-1], 1), (*modes, *modes[::-1]), len(modes))
+    monkeypatch.setitem(SHAPES, "full", shape)
+    monkeypatch.setitem(DEEP, "full", shape)
+    group = make("full", 1)
+    left, _ = contract_walk.walks(chains(group))
+    core, once = len(modes) - 2, left.at_once[-1]
+    assert left.shared[0] + 4 * left._staged(core, 1) > contract_walk._MOST_SHARED
+    assert left._staged(core, once + 1) <= contract_walk._STAGED
+    assert CONTRACT.chosen([chains(group)]) == "kernel"
+    assert_near(run(group), in_float64(group), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize("kernel", ["contract_f32", "contract_back_first_f32"])
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.usefixtures("_wide_shapes", "emulated")
+def test_a_block_has_no_more_shared_memory_than_it_needs(name, kernel, monkeypatch):
+    launch = contract_kernel.launch
+
+    def with_less(*a):
+        launch(*a[:5], a[5] - 256 if a[1] == kernel else a[5], *a[6:])
+
+    monkeypatch.setattr(contract_kernel, "launch", with_less)
+    with pytest.raises(KernelError, match="behind the shared memory"):
+        run(make(name, 1))
 
 
 def test_a_middle_bond_may_be_of_any_width(emulated, monkeypatch):
@@ -371,7 +421,7 @@ def test_what_kernels_do_not_take_is_joined_by_torch(emulated, recwarn):
 
 
 BUGS = {
-    "no barrier before rows are replaced": (r"__syncthreads\(\);  // nobody reads rows", "//"),
+    "no barrier before rows are replaced": (r"__syncthreads\(\);  // nobody reads what is", "//"),
     "no barrier before gradients are read": (r"__syncthreads\(\);  // the gradient is whole", "//"),
     "no barrier before its place is taken": (r"__syncthreads\(\);  // nobody reads the grad", "//"),
     "no barrier before columns are summed": (r"__syncthreads\(\);  // all products", "//"),
@@ -385,10 +435,17 @@ BUGS = {
     "modes in the wrong order": (
         r"mode \* rows_before \+ before : ", "before * d.mode[s] + mode : ",
     ),
-    "pruned gates let through": (r"d\.gate\[s\]\[c\] > d\.threshold \?", "true ?"),
-    "gradients of pruned gates": (r"d\.gate\[s\]\[c\] > d\.threshold \? sum : 0", "true ? sum : 0"),
+    "pruned gates let through": (r"gate\[c\] > threshold \?", "true ?"),
+    "gradients of pruned gates": (r"> block\.d\.threshold \? sum : 0", ">= 0 ? sum : 0"),
     "a wrong sign": (r"of_gate \+= ungated", "of_gate -= ungated"),
     "the bias a row too early": (r"c == d\.width - 1", "c == d.width - 2"),
+    "a gate too few": (r"s \+ 1 < d\.cores &&", "s + 1 < d.cores && s < 6 &&"),
+    "a stage made from another": (r"float\* before = p;", "float* before = block.room + room[0];"),
+    "a stage in the place of the one before": (r"room \+ room\[s\]", "room + room[s - 1]"),
+    "no barrier before a stage is read": (r"__syncthreads\(\);  // P_s-1 and the staged", "//"),
+    "a stage left out backward": (r"int s = last - 1; s > 0; --s", "int s = last - 1; s > 1; --s"),
+    "another stage's gradient": (r"d\.room_back\[s \+ 1\]", "d.room_back[s]"),
+    "shares instead of a gradient": (r"s \+ 2 < d\.cores", "s + 3 < d.cores"),
 }  # fmt: skip
 
 
@@ -400,7 +457,7 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     mutant, count = re.subn(pattern, instead, nvrtc.text("contract_f32"), count=1)
     assert count == 1
     plant(mutant, "")
-    groups = [make(name, 1) for name in ("2+4", "3+3")]
+    groups = [make(name, 1) for name in ("2+4", "3+3", "5+8")]
     wants = [in_float64(group) for group in groups]
     off = []
     for order in (emulate.ASCENDING, emulate.DESCENDING, 7):

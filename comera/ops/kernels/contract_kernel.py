@@ -32,12 +32,14 @@ _MOST_KEPT = 32
 
 class _Descriptor(ctypes.Structure):
     _fields_ = (
-        ("core", ctypes.c_void_p * MOST_CORES), ("gate", ctypes.c_void_p * MOST_CORES),
-        ("bias", ctypes.c_void_p), ("gate_at", ctypes.c_int64 * MOST_CORES),
+        ("core", ctypes.c_void_p * MOST_CORES), ("bias", ctypes.c_void_p),
+        ("gate_at", ctypes.c_int64 * MOST_CORES),
         ("core_grad", ctypes.c_int64 * MOST_CORES), ("gate_grad", ctypes.c_int64 * MOST_CORES),
         ("place", ctypes.c_int64), ("share", ctypes.c_int64),
         ("mode", ctypes.c_int * MOST_CORES), ("bond", ctypes.c_int * MOST_CORES),
-        ("at_once", ctypes.c_int * 2), ("at_once_back", ctypes.c_int * 2),
+        ("room", ctypes.c_int * MOST_CORES), ("room_back", ctypes.c_int * MOST_CORES),
+        ("at_once", ctypes.c_int * (MOST_CORES - 2)),
+        ("at_once_back", ctypes.c_int * (MOST_CORES - 2)),
         ("cores", ctypes.c_int), ("right", ctypes.c_int), ("factor", ctypes.c_int),
         ("width", ctypes.c_int), ("bias_width", ctypes.c_int), ("blocks", ctypes.c_int),
         ("gated", ctypes.c_int), ("threshold", ctypes.c_float),
@@ -260,8 +262,10 @@ def _describe(
         threshold=one.threshold,
     )  # fmt: skip
     descriptor.mode[: len(walk.modes)], descriptor.bond[: len(walk.bonds)] = walk.modes, walk.bonds
-    descriptor.at_once[: len(walk.at_once)] = walk.at_once
-    descriptor.at_once_back[: len(walk.at_once)] = walk.at_once_back
+    if len(walk.modes) > 1:
+        for name in ("room", "room_back", "at_once", "at_once_back"):
+            sizes = getattr(walk, name)
+            getattr(descriptor, name)[: len(sizes)] = sizes
     if walk.right and one.biases:
         descriptor.bias, descriptor.bias_width = one.biases[0].data_ptr(), one.biases[0].shape[0]
     cores = _starts(one.cores, core_grad)
