@@ -81,8 +81,7 @@ class _Part:
         between: Dropout of the hidden activation.
         after: Modules that are called on the result; None adds the input.
         skipped: All other modules that the module calls, and the class of each.
-        flags: Numbers and words that the module and those skipped hold, on which their code may
-            branch.
+        held: What else the module and those skipped hold, on which their code may branch.
     """
 
     layers: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ class _Part:
     between: tuple[str, ...] = ()
     after: tuple[str | None, ...] = ()
     skipped: tuple[tuple[str, Any], ...] = ()
-    flags: tuple[dict[str, Any], ...] = ()
+    held: tuple[dict[str, Any], ...] = ()
 
     @property
     def is_wide(self) -> bool:
@@ -109,12 +108,13 @@ class _Part:
             return False
         if torch_module._has_any_global_hook():
             return False
-        skipped: list[Any] = [_inside(module, name) for name, _ in self.skipped]
-        for found, (_, kind) in zip(skipped, self.skipped, strict=True):
-            if type(found) is not kind or is_hooked(found) or "forward" in vars(found):
-                return False
-        if self.flags != tuple(map(_flags, (module, *skipped))):
+        looked_at = iter(self.held)
+        if next(looked_at) != _held(module):
             return False
+        for (name, kind), held in zip(self.skipped, looked_at, strict=True):
+            found = _inside(module, name)
+            if type(found) is not kind or is_hooked(found) or _held(found) != held:
+                return False
         dropouts: list[Any] = [_inside(module, name) for name in self.between]
         return not any(dropout.training and dropout.p for dropout in dropouts)
 
@@ -141,10 +141,15 @@ def _inside(module: Any, name: str) -> Any:
     return found
 
 
-def _flags(module: nn.Module) -> dict[str, Any]:
-    """Return what a module's code may branch on, but for whether it trains; see _recognised."""
-    held = vars(module).items()
-    return {name: value for name, value in held if type(value) in _PLAIN and name != "training"}
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return what a module's code may branch on, but for whether it trains; see _recognised.
+
+    Numbers and words, the names of the modules inside it, and whether it was given another pass.
+    """
+    held = vars(module)
+    found = {name: value for name, value in held.items() if type(value) in _PLAIN}
+    del found["training"]
+    return found | {"_modules": tuple(held["_modules"]), "forward": held.get("forward")}
 
 
 class _Fused:
@@ -170,9 +175,11 @@ def _fused_class(base: Any, method: str) -> Any:
     by_layers = getattr(base, method)
 
     @functools.wraps(by_layers)
-    def fused(self: Any, x: Tensor) -> Any:
+    def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
         part: _Part = self._feed_forward_part
-        return part(self, x) if part.is_there(self) else by_layers(self, x)
+        if len(args) == 1 and not kwargs and part.is_there(self):
+            return part(self, *args)
+        return by_layers(self, *args, **kwargs)
 
     names = {"made_of": (base, method), method: fused, "__module__": base.__module__}
     return type(base.__name__, (_Fused, base), names | {"__qualname__": base.__qualname__})
@@ -219,7 +226,7 @@ def _traced(module: nn.Module, method: str) -> _Part | None:
     run = {*found.layers, *found.before, *found.after}
     skipped = {name: _inside(module, name) for name in tracer.called if name not in run}
     kinds = tuple((name, type(each)) for name, each in skipped.items())
-    return replace(found, skipped=kinds, flags=tuple(map(_flags, (module, *skipped.values()))))
+    return replace(found, skipped=kinds, held=tuple(map(_held, (module, *skipped.values()))))
 
 
 class _Tracer(fx.Tracer):

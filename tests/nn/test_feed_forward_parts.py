@@ -215,11 +215,16 @@ def drop_the_sum(model):
     model.add = False
 
 
+def append(model):
+    model.append(nn.Tanh())
+
+
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
         ("mlp", hook), ("mlp", replace_activation), ("mlp", approximate), ("mlp", patch),
         ("mlp", replace_layer), ("residual", drop_the_sum), ("sequential", set_dropout),
+        ("sequential", append),
     ],
 )  # fmt: skip
 def test_what_has_changed_since_goes_by_layers(kind, change):
@@ -232,6 +237,18 @@ def test_what_has_changed_since_goes_by_layers(kind, change):
     got = results(model, x)
     torch.manual_seed(1)
     torch.testing.assert_close(got, results(by_layers(model), x), rtol=0, atol=0)
+
+
+def test_an_input_by_name():
+    model, x = converted(MAKERS["mlp"]).eval(), batch()
+    torch.testing.assert_close(model(x=x), model(x))
+
+
+def test_a_module_that_is_gone_is_missed():
+    model = converted(MAKERS["mlp"]).eval()
+    del model.dropout
+    with pytest.raises(AttributeError, match="dropout"):
+        model(batch())
 
 
 def test_a_hook_of_all_modules_is_called():
