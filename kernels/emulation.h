@@ -3,7 +3,8 @@
 // Here are threadIdx and its like, __syncthreads, __syncwarp, shuffles, mma.sync, ldmatrix, cp.async,
 // atomicAdd, __trap and dynamic shared memory, which is NaN when a block starts and behind which nobody
 // may write. The order in which fibers run between two barriers is chosen by the caller: where a barrier
-// is missing, results depend on it. What cp.async brings is there when it is waited for, not before.
+// is missing, results depend on it. What cp.async brings is there when it is waited for, not before. How
+// banks of shared memory serve a warp is counted where a test asks for it.
 //
 // Not seen: a plain += where an atomic is needed, races between barriers that no order of whole
 // fibers shows, a barrier of a warp just before its ldmatrix or mma, inline assembly, speed.
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <set>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -111,7 +113,81 @@ inline void leave(State state) {
   emulation_switch(&current->stack_pointer, scheduler);
 }
 
+// What warps do to shared memory, counted where a test asks for it. Lanes of a warp are taken to do the
+// same as each other, in the same order: what one does n-th is part of the n-th instruction.
+enum Access { LOAD, STORE, COPY, MATRIX };
+struct Request {
+  uintptr_t places[32];
+  int lanes = 0;
+  size_t bytes;
+  Access kind;
+};
+struct Requests {
+  std::deque<Request> open;
+  size_t done = 0, of_lane[32] = {};
+};
+inline Requests requests[MOST_THREADS / 32];
+inline size_t shared_bytes;
+extern "C" {
+inline int emulation_counts_banks = 0;
+// Of each kind of access how many instructions there were, and how many steps banks took beyond those that
+// they must; then how many instructions were not of a whole warp, or of several kinds.
+inline int64_t emulation_banks[9];
+}
+
+// Steps in which 32 banks of four bytes serve a warp, beyond one for each 128 bytes that lanes ask for: 32 of
+// them, 16 or eight, in order. What several ask of one word is served at once.
+inline int64_t conflicts(const Request& request) {
+  int64_t found = 0;
+  const int together = request.bytes > 4 ? int(128 / request.bytes) : 32;
+  for (int first = 0; first < 32; first += together) {
+    std::set<uintptr_t> words;
+    size_t in_bank[32] = {}, most = 1;
+    for (int lane = first; lane < first + together; ++lane)
+      for (size_t byte = 0; byte < request.bytes; byte += 4) {
+        const uintptr_t word = (request.places[lane] + byte) / 4;
+        if (words.insert(word).second && ++in_bank[word % 32] > most) most = in_bank[word % 32];
+      }
+    found += most - 1;
+  }
+  return found;
+}
+inline bool is_shared(const void* place, size_t bytes) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(place) - reinterpret_cast<uintptr_t>(dynamic_shared);
+  return at < shared_bytes && at + bytes <= shared_bytes;
+}
+inline void touch(const void* place, size_t bytes, Access kind) {
+  if (!emulation_counts_banks || !is_shared(place, bytes)) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(place);
+  Requests& warp = requests[current->number / 32];
+  const size_t number = warp.of_lane[current->number % 32]++ - warp.done;
+  if (number == warp.open.size()) {
+    warp.open.emplace_back();
+    warp.open.back().bytes = bytes;
+    warp.open.back().kind = kind;
+  }
+  Request& request = warp.open[number];
+  emulation_banks[8] += request.bytes != bytes || request.kind != kind;
+  request.places[current->number % 32] = at;
+  if (++request.lanes < 32) return;
+  ++emulation_banks[2 * kind];
+  emulation_banks[2 * kind + 1] += conflicts(request);
+  warp.open.pop_front();
+  ++warp.done;
+}
+inline void forget_requests() {
+  for (Requests& warp : requests) {
+    emulation_banks[8] += warp.open.size();
+    warp = {};
+  }
+}
+
 inline void copy(void* to, const void* from, size_t bytes, bool there) {
+  touch(to, bytes, COPY);
+  if (!is_shared(to, bytes)) {
+    trapped = true;
+    leave(DONE);
+  }
   copies[current->number].open.push_back({to, from, bytes, there});
 }
 inline void commit() {
@@ -242,6 +318,7 @@ inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
   block_size = threads;
   grid_size = grid;
   trapped = false;
+  shared_bytes = shared;
   for (size_t number = 0; number < blocks; ++number) {
     const size_t b = kind == 1 ? blocks - 1 - number : number;
     block = {unsigned(b % grid.x), unsigned(b / grid.x % grid.y), unsigned(b / grid.x / grid.y)};
@@ -254,6 +331,7 @@ inline Problem run(Index grid, Index threads, size_t shared, unsigned kind,
       prepare(fibers[t]);
     }
     const Problem problem = run_block(fibers, order);
+    if (emulation_counts_banks) forget_requests();
     if (problem) return problem;
     const unsigned char* behind = dynamic_shared + shared;
     if (std::any_of(behind, behind + BEHIND, [](unsigned char x) { return x != 0xff; })) return WROTE_BEHIND;
@@ -350,6 +428,7 @@ inline void ldmatrix(uint32_t (&to)[4], const void* row, bool turned) {
   const int lane = current->number & 31, g = lane / 4, t = lane % 4;
   auto& warp = addresses[current->number >> 5];
   warp[lane] = row;
+  touch(row, 16, MATRIX);
   leave(AT_WARP_BARRIER);
   for (int i = 0; i < 4; ++i) {
     auto at = [&](int r, int c) {

@@ -13,16 +13,21 @@
 // Blocks have BM rows. Numbers come to shared memory three stages ahead; where a sum is shared out
 // among warps it is added up there, always in one order. The sums of one mma are the operand of the
 // next as they lie: so the hidden activation is in registers alone, 16 x 32 of a warp at a time.
+//
+// In shared memory stages lie behind two thin tiles; those of the first sum begin in the second tile, which
+// is written when they are over.
 #include "tiles.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STAGES = 3;
 constexpr int PIECE = 16 / sizeof(Number);  // numbers of 16 bytes
-constexpr int PAD = PIECE;                  // numbers between rows of a tile
 constexpr int KC = 16 * PIECE;              // numbers along a sum that a stage holds
 constexpr int HC = 16 * PIECE;              // hidden columns of a stage
 constexpr int NC = 4 * PIECE;               // columns of a result that a warp makes at once
-constexpr int ROW = R + PAD;                // of a thin tile
 constexpr int WORDS = OPERAND<Number>;
+template <int ROWS>
+constexpr int THIN = TILE<Number, R, ROWS>;  // of a tile as wide as a bond
+template <int ROWS>
+constexpr int WIDE = TILE<Number, KC, ROWS>;  // of one as wide as a stage
 
 struct Sizes {
   int M, I, H, O, rank1, rank2, bias;
@@ -68,20 +73,25 @@ struct Split {
   static constexpr int ALONG_M = BM / 16, ALONG_K = WARPS / ALONG_M;
 };
 
-// Part of a matrix into a padded tile, zeros beyond its rows and columns; by so many threads.
+// Part of a matrix into a tile, zeros beyond its rows and columns; by so many threads.
 template <int ROWS, int COLUMNS, int BY = THREADS>
 __device__ __forceinline__ void fetch(Number* tile, const Number* from, int row, int rows, int columns) {
-  constexpr int PER_ROW = COLUMNS / PIECE;
+  constexpr int PER_ROW = COLUMNS / PIECE, ALL = ROWS * PER_ROW;
+  // Threads that all go down by eights of rows add what is known before: registers are few.
+  constexpr bool DOWN = BY % (8 * PER_ROW) == 0;
 #pragma unroll
-  for (int e = threadIdx.x; e < ROWS * PER_ROW; e += BY) {
-    const int r = e / PER_ROW, c = e % PER_ROW * PIECE;
+  for (int i = 0; i < ALL; i += BY) {
+    if (ALL % BY != 0 && (int)threadIdx.x + i >= ALL) break;
+    const int e = threadIdx.x + (DOWN ? 0 : i), down = DOWN ? i / PER_ROW : 0;
+    const int r = e / PER_ROW + down, c = e % PER_ROW * PIECE;
     const bool there = r < rows && c < columns;
-    copy16(tile + r * (COLUMNS + PAD) + c, from + (there ? r * row + c : 0), there);
+    copy16(tile + below<Number, COLUMNS>(down) + place<Number, COLUMNS>(e * PIECE),
+           from + (there ? r * row + c : 0), there);
   }
 }
 
 template <int BM, bool TURNED>
-constexpr int THIN_STAGE = BM * (KC + PAD) + (TURNED ? R * (KC + PAD) : KC * ROW);
+constexpr int THIN_STAGE = WIDE<BM> + (TURNED ? WIDE<R> : THIN<KC>);
 
 // sum += wide [BM, K] . thin, thin [K, rank], or [rank, K] if TURNED. A warp has 16 rows and its part
 // of every stage's numbers along the sum.
@@ -89,7 +99,7 @@ template <int BM, bool TURNED>
 __device__ void thin_product(const Number* wide, int rows, int K, const Number* thin, int rank,
                              Number* shared, float (&sum)[R / 8][4]) {
   using S = Split<BM>;
-  constexpr int EACH = KC / S::ALONG_K, THIN_ROW = TURNED ? KC + PAD : ROW;
+  constexpr int EACH = KC / S::ALONG_K;
   const int warp = threadIdx.x / 32, m = warp % S::ALONG_M * 16, k0 = warp / S::ALONG_M * EACH;
   const int chunks = K / KC;
   auto issue = [&](int chunk) {
@@ -97,9 +107,9 @@ __device__ void thin_product(const Number* wide, int rows, int K, const Number* 
       Number* stage = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
       fetch<BM, KC>(stage, wide + chunk * KC, K, rows, KC);
       if (TURNED)
-        fetch<R, KC>(stage + BM * (KC + PAD), thin + chunk * KC, K, rank, KC);
+        fetch<R, KC>(stage + WIDE<BM>, thin + chunk * KC, K, rank, KC);
       else
-        fetch<KC, R>(stage + BM * (KC + PAD), thin + (int64_t)chunk * KC * rank, rank, KC, rank);
+        fetch<KC, R>(stage + WIDE<BM>, thin + (int64_t)chunk * KC * rank, rank, KC, rank);
     }
     commit();
   };
@@ -111,18 +121,18 @@ __device__ void thin_product(const Number* wide, int rows, int K, const Number* 
     __syncthreads();  // the stage is there, and nobody reads the one that is filled next
     issue(chunk + STAGES - 1);
     const Number* x = shared + chunk % STAGES * THIN_STAGE<BM, TURNED>;
-    const Number* f = x + BM * (KC + PAD);
+    const Number* f = x + WIDE<BM>;
 #pragma unroll
     for (int k = 0; k < EACH; k += 16) {
       uint32_t a[WORDS];
-      load_a(a, x, KC + PAD, m, k0 + k);
+      load_a<KC>(a, x, m, k0 + k);
 #pragma unroll
       for (int n = 0; n < R; n += 16) {
         uint32_t b[WORDS];
         if (TURNED)
-          load_b_turned(b, f, THIN_ROW, k0 + k, n);
+          load_b_turned<KC>(b, f, k0 + k, n);
         else
-          load_b(b, f, THIN_ROW, k0 + k, n);
+          load_b<R>(b, f, k0 + k, n);
         mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
       }
     }
@@ -130,18 +140,19 @@ __device__ void thin_product(const Number* wide, int rows, int K, const Number* 
   __syncthreads();  // the stages are free
 }
 
-// What warps have along a sum, added up and rounded: to a tile [BM][ROW], and to memory [rows, rank].
+// What warps have along a sum, added up and rounded: to a tile [BM][R], and to memory [rows, rank].
 template <int BM>
 __device__ void gather(const float (&sum)[R / 8][4], float* parts, Number* tile, Number* to, int rows,
                        int rank, bool ones) {
   using S = Split<BM>;
-  constexpr int PART_ROW = R + 4;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float* part = parts + (warp / S::ALONG_M * BM + warp % S::ALONG_M * 16) * PART_ROW;
+  float* part = parts + below<float, R>(warp / S::ALONG_M * BM + warp % S::ALONG_M * 16);
 #pragma unroll
   for (int n = 0; n < R / 8; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) part[(g + i / 2 * 8) * PART_ROW + 8 * n + 2 * t + i % 2] = sum[n][i];
+    for (int half = 0; half < 2; ++half)
+      store2(part + below<float, R>(8 * half) + place<float, R>(g, 8 * n + 2 * t), sum[n][2 * half],
+             sum[n][2 * half + 1]);
   __syncthreads();  // all parts are there
 #pragma unroll
   for (int e = threadIdx.x; e < BM * R / 2; e += THREADS) {
@@ -149,20 +160,21 @@ __device__ void gather(const float (&sum)[R / 8][4], float* parts, Number* tile,
     float x = 0.f, y = 0.f;
 #pragma unroll
     for (int k = 0; k < S::ALONG_K; ++k) {
-      x += parts[(k * BM + r) * PART_ROW + c];
-      y += parts[(k * BM + r) * PART_ROW + c + 1];
+      const Eight part = read<Eight>(parts + below<float, R>(k * BM) + place<float, R>(2 * e));
+      x += part.x[0];
+      y += part.x[1];
     }
     if (ones && c == rank - 2) y = 1.f;
-    store2(tile + r * ROW + c, x, y);
+    store2(tile + place<Number, R>(2 * e), x, y);
     if (r < rows && c < rank) store2(to + (int64_t)r * rank + c, x, y);
   }
   __syncthreads();  // the tile is there, the parts are free
 }
 
 template <bool TURNED>
-constexpr int SPREAD_TILE = TURNED ? NC * ROW : R * (NC + PAD);
+constexpr int SPREAD_TILE = TURNED ? THIN<NC> : TILE<Number, NC, R>;
 template <bool TURNED>
-constexpr int SPREAD = 2 * SPREAD_TILE<TURNED> + 16 * (NC + PAD);  // numbers of a warp
+constexpr int SPREAD = 2 * SPREAD_TILE<TURNED> + TILE<Number, NC, 16>;  // numbers of a warp
 
 // out [rows, N] = tile [BM, rank] . factor, factor [rank, N], or [N, rank] if TURNED. A warp makes
 // every eighth 32 columns for itself: it alone reads that part of the factor, without barriers.
@@ -176,13 +188,13 @@ __device__ void spread(const Number* t, const Number* factor, int rank, int N, N
     const int column = (number * WARPS + warp) * NC;
     if (column < N) {
       Number* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
-      constexpr int PER_ROW = (TURNED ? R : NC) / PIECE, ROWS = TURNED ? NC : R;
+      constexpr int COLUMNS = TURNED ? R : NC, PER_ROW = COLUMNS / PIECE, ROWS = TURNED ? NC : R;
 #pragma unroll
       for (int e = lane; e < ROWS * PER_ROW; e += 32) {
         const int r = e / PER_ROW, c = e % PER_ROW * PIECE;
         const bool there = TURNED ? c < rank : r < rank;
         const int64_t from = TURNED ? (int64_t)(column + r) * rank + c : (int64_t)r * N + column + c;
-        copy16(tile + r * (PER_ROW * PIECE + PAD) + c, factor + (there ? from : 0), there);
+        copy16(tile + place<Number, COLUMNS>(e * PIECE), factor + (there ? from : 0), there);
       }
     }
     commit();
@@ -202,14 +214,14 @@ __device__ void spread(const Number* t, const Number* factor, int rank, int N, N
 #pragma unroll
       for (int k = 0; k < R; k += 16) {
         uint32_t a[WORDS];
-        load_a(a, t, ROW, m, k);
+        load_a<R>(a, t, m, k);
 #pragma unroll
         for (int n = 0; n < NC; n += 16) {
           uint32_t b[WORDS];
           if (TURNED)
-            load_b_turned(b, tile, ROW, k, n);
+            load_b_turned<R>(b, tile, k, n);
           else
-            load_b(b, tile, NC + PAD, k, n);
+            load_b<NC>(b, tile, k, n);
           mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
         }
       }
@@ -217,21 +229,21 @@ __device__ void spread(const Number* t, const Number* factor, int rank, int N, N
       for (int n = 0; n < NC / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store2(stage + (g + 8 * half) * (NC + PAD) + 8 * n + 2 * q, sum[n][2 * half], sum[n][2 * half + 1]);
+          store2(stage + below<Number, NC>(8 * half) + place<Number, NC>(g, 8 * n + 2 * q), sum[n][2 * half],
+                 sum[n][2 * half + 1]);
       __syncwarp();
 #pragma unroll
       for (int e = lane; e < 16 * NC / PIECE; e += 32) {
         const int r = e / (NC / PIECE), c = e % (NC / PIECE) * PIECE;
-        if (m + r < rows)
-          *reinterpret_cast<Sixteen*>(out + (int64_t)(m + r) * N + column + c) =
-              *reinterpret_cast<const Sixteen*>(stage + r * (NC + PAD) + c);
+        const Sixteen piece = read<Sixteen>(stage + place<Number, NC>(e * PIECE));
+        if (m + r < rows) *reinterpret_cast<Sixteen*>(out + (int64_t)(m + r) * N + column + c) = piece;
       }
       __syncwarp();
     }
   }
 }
 
-constexpr int HIDDEN_STAGE = R * (HC + PAD) + HC * ROW;
+constexpr int HIDDEN_STAGE = WIDE<R> + THIN<HC>;
 
 // sum += act(t1 . R1) . L2, or backward += (u2 . L2^T * act'(t1 . R1)) . R1^T. A warp has 16 rows and
 // its part of every stage's hidden columns.
@@ -248,16 +260,15 @@ __device__ void through_hidden(const Number* t1, const Number* u2, const Number*
     if (chunk < chunks) {
       Number* stage = shared + chunk % STAGES * HIDDEN_STAGE;
       fetch<R, HC>(stage, R1 + chunk * HC, sizes.H, sizes.rank1, HC);
-      fetch<HC, R>(stage + R * (HC + PAD), L2 + (int64_t)chunk * HC * sizes.rank2, sizes.rank2, HC,
-                   sizes.rank2);
+      fetch<HC, R>(stage + WIDE<R>, L2 + (int64_t)chunk * HC * sizes.rank2, sizes.rank2, HC, sizes.rank2);
     }
     commit();
   };
   uint32_t a[R / 16][WORDS], u[R / 16][WORDS];
 #pragma unroll
   for (int k = 0; k < R; k += 16) {
-    load_a(a[k / 16], t1, ROW, m, k);
-    if (BACK) load_a(u[k / 16], u2, ROW, m, k);
+    load_a<R>(a[k / 16], t1, m, k);
+    if (BACK) load_a<R>(u[k / 16], u2, m, k);
   }
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) issue(s);
@@ -267,7 +278,7 @@ __device__ void through_hidden(const Number* t1, const Number* u2, const Number*
     __syncthreads();  // the hidden stage is there, and nobody reads the one that is filled next
     issue(chunk + STAGES - 1);
     const Number* r1 = shared + chunk % STAGES * HIDDEN_STAGE;
-    const Number* l2 = r1 + R * (HC + PAD);
+    const Number* l2 = r1 + WIDE<R>;
 #pragma unroll(Act::TAKES_TIME ? HC : 1)
     for (int h = 0; h < EACH; h += 16 * AT_ONCE) {
       float pre[2 * AT_ONCE][4] = {}, da[2 * AT_ONCE][4] = {};
@@ -276,10 +287,10 @@ __device__ void through_hidden(const Number* t1, const Number* u2, const Number*
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
           uint32_t b[WORDS];
-          load_b(b, r1, HC + PAD, k, h0 + h + 16 * n);
+          load_b<HC>(b, r1, k, h0 + h + 16 * n);
           mma2<Number>(pre[2 * n], pre[2 * n + 1], a[k / 16], b);
           if (BACK) {
-            load_b_turned(b, l2, ROW, k, h0 + h + 16 * n);
+            load_b_turned<R>(b, l2, k, h0 + h + 16 * n);
             mma2<Number>(da[2 * n], da[2 * n + 1], u[k / 16], b);
           }
         }
@@ -299,9 +310,9 @@ __device__ void through_hidden(const Number* t1, const Number* u2, const Number*
         for (int n = 0; n < R; n += 16) {
           uint32_t b[WORDS];
           if (BACK)
-            load_b_turned(b, r1, HC + PAD, h0 + h + 16 * i, n);
+            load_b_turned<HC>(b, r1, h0 + h + 16 * i, n);
           else
-            load_b(b, l2, ROW, h0 + h + 16 * i, n);
+            load_b<R>(b, l2, h0 + h + 16 * i, n);
           mma2<Number>(sum[n / 8], sum[n / 8 + 1], act, b);
         }
       }
@@ -315,11 +326,11 @@ __device__ void forward(const Sizes& s, const Number* x, const Number* L1, const
                         const Number* R2, Number* t1, Number* t2, Number* y) {
   DYNAMIC_SHARED(Number, shared);
   Number* tile = shared;
-  Number* stages = shared + 2 * BM * ROW;
+  Number* stages = shared + 2 * THIN<BM>;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   {
     float sum[R / 8][4] = {};
-    thin_product<BM, false>(x + (int64_t)row0 * s.I, rows, s.I, L1, s.rank1, stages, sum);
+    thin_product<BM, false>(x + (int64_t)row0 * s.I, rows, s.I, L1, s.rank1, shared + THIN<BM>, sum);
     gather<BM>(sum, reinterpret_cast<float*>(stages), tile, t1 + (int64_t)row0 * s.rank1, rows, s.rank1, s.bias);
   }
   {
@@ -335,15 +346,15 @@ __device__ void back_rows(const Sizes& s, const Number* dy, const Number* L1, co
                           const Number* L2, const Number* R2, const Number* t1, Number* u1, Number* u2,
                           Number* dx) {
   DYNAMIC_SHARED(Number, shared);
-  Number* u_tile = shared;
-  Number* t_tile = shared + BM * ROW;
-  Number* stages = t_tile + BM * ROW;
+  Number* t_tile = shared;
+  Number* u_tile = t_tile + THIN<BM>;
+  Number* stages = u_tile + THIN<BM>;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   fetch<BM, R>(t_tile, t1 + (int64_t)row0 * s.rank1, s.rank1, rows, s.rank1);
   commit();
   {
     float sum[R / 8][4] = {};
-    thin_product<BM, true>(dy + (int64_t)row0 * s.O, rows, s.O, R2, s.rank2, stages, sum);
+    thin_product<BM, true>(dy + (int64_t)row0 * s.O, rows, s.O, R2, s.rank2, u_tile, sum);
     gather<BM>(sum, reinterpret_cast<float*>(stages), u_tile, u2 + (int64_t)row0 * s.rank2, rows, s.rank2, false);
   }
   {
@@ -363,7 +374,7 @@ template <typename Act>
 __device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, const Number* R1,
                             const Number* L2, float* shares) {
   DYNAMIC_SHARED(Number, shared);
-  constexpr int STAGE = 2 * MC * ROW, BY = 32 * HIDDEN_WARPS;
+  constexpr int STAGE = 2 * THIN<MC>, BY = 32 * HIDDEN_WARPS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int h0 = blockIdx.x * BH, parts = gridDim.y;
   const int each = (s.M + parts * MC - 1) / (parts * MC) * MC, begin = blockIdx.y * each;
@@ -371,15 +382,15 @@ __device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, 
   const int chunks = end > begin ? (end - begin + MC - 1) / MC : 0;
   // The factors of this block, R1 [R][BH] and L2 [BH][R], through the first stage's place.
   fetch<R, BH, BY>(shared, R1 + h0, s.H, s.rank1, BH);
-  fetch<BH, R, BY>(shared + R * (BH + PAD), L2 + (int64_t)h0 * s.rank2, s.rank2, BH, s.rank2);
+  fetch<BH, R, BY>(shared + TILE<Number, BH, R>, L2 + (int64_t)h0 * s.rank2, s.rank2, BH, s.rank2);
   commit();
   arrived<0>();
   __syncthreads();  // the factors are there
   uint32_t f1[R / 16][WORDS], f2[R / 16][WORDS];
 #pragma unroll
   for (int k = 0; k < R; k += 16) {
-    load_a_turned(f1[k / 16], shared, BH + PAD, 16 * warp, k);
-    load_a(f2[k / 16], shared + R * (BH + PAD), ROW, 16 * warp, k);
+    load_a_turned<BH>(f1[k / 16], shared, 16 * warp, k);
+    load_a<R>(f2[k / 16], shared + TILE<Number, BH, R>, 16 * warp, k);
   }
   __syncthreads();  // nobody reads them there any more
   auto issue = [&](int chunk) {
@@ -387,7 +398,7 @@ __device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, 
       Number* stage = shared + chunk % STAGES * STAGE;
       const int64_t m0 = begin + chunk * MC;
       fetch<MC, R, BY>(stage, t1 + m0 * s.rank1, s.rank1, end - (int)m0, s.rank1);
-      fetch<MC, R, BY>(stage + MC * ROW, u2 + m0 * s.rank2, s.rank2, end - (int)m0, s.rank2);
+      fetch<MC, R, BY>(stage + THIN<MC>, u2 + m0 * s.rank2, s.rank2, end - (int)m0, s.rank2);
     }
     commit();
   };
@@ -400,16 +411,16 @@ __device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, 
     __syncthreads();  // the rows are there, and nobody reads the stage that is filled next
     issue(chunk + STAGES - 1);
     const Number* t = shared + chunk % STAGES * STAGE;
-    const Number* u = t + MC * ROW;
+    const Number* u = t + THIN<MC>;
 #pragma unroll 1
     for (int m = 0; m < MC; m += 16) {
       float pre[2][4] = {}, da[2][4] = {};
 #pragma unroll
       for (int k = 0; k < R; k += 16) {
         uint32_t b[WORDS];
-        load_b_turned(b, t, ROW, k, m);
+        load_b_turned<R>(b, t, k, m);
         mma2<Number>(pre[0], pre[1], f1[k / 16], b);
-        load_b_turned(b, u, ROW, k, m);
+        load_b_turned<R>(b, u, k, m);
         mma2<Number>(da[0], da[1], f2[k / 16], b);
       }
 #pragma unroll
@@ -427,9 +438,9 @@ __device__ void back_hidden(const Sizes& s, const Number* t1, const Number* u2, 
 #pragma unroll
       for (int n = 0; n < R; n += 16) {
         uint32_t b[WORDS];
-        load_b(b, u, ROW, m, n);
+        load_b<R>(b, u, m, n);
         mma2<Number>(of_a[n / 8], of_a[n / 8 + 1], a, b);
-        load_b(b, t, ROW, m, n);
+        load_b<R>(b, t, m, n);
         mma2<Number>(of_h[n / 8], of_h[n / 8 + 1], d, b);
       }
     }

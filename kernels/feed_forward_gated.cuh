@@ -14,9 +14,9 @@ struct GatedSizes {
   int M, H, rankg, ranku, rank2;
 };
 
-constexpr int GATED_STAGE = 2 * R * (HC + PAD) + HC * ROW;
+constexpr int GATED_STAGE = 2 * WIDE<R> + THIN<HC>;
 
-// A thin tile [BM][ROW] from memory [rows, rank].
+// A thin tile [BM][R] from memory [rows, rank].
 template <int BM>
 __device__ __forceinline__ void fetch_thin(Number* tile, const Number* from, int row0, int rows, int rank) {
   fetch<BM, R>(tile, from + (int64_t)row0 * rank, rank, rows, rank);
@@ -36,8 +36,8 @@ __device__ void through_gated(const GatedSizes& s, const Number* tg, const Numbe
     if (chunk < chunks) {
       Number* stage = shared + chunk % STAGES * GATED_STAGE;
       fetch<R, HC>(stage, Rg + chunk * HC, s.H, s.rankg, HC);
-      fetch<R, HC>(stage + R * (HC + PAD), Ru + chunk * HC, s.H, s.ranku, HC);
-      fetch<HC, R>(stage + 2 * R * (HC + PAD), L2 + (int64_t)chunk * HC * s.rank2, s.rank2, HC, s.rank2);
+      fetch<R, HC>(stage + WIDE<R>, Ru + chunk * HC, s.H, s.ranku, HC);
+      fetch<HC, R>(stage + 2 * WIDE<R>, L2 + (int64_t)chunk * HC * s.rank2, s.rank2, HC, s.rank2);
     }
     commit();
   };
@@ -49,8 +49,8 @@ __device__ void through_gated(const GatedSizes& s, const Number* tg, const Numbe
     __syncthreads();  // the gated stage is there, and nobody reads the one that is filled next
     issue(chunk + STAGES - 1);
     const Number* rg = shared + chunk % STAGES * GATED_STAGE;
-    const Number* ru = rg + R * (HC + PAD);
-    const Number* l2 = ru + R * (HC + PAD);
+    const Number* ru = rg + WIDE<R>;
+    const Number* l2 = ru + WIDE<R>;
 #pragma unroll 1
     for (int h = h0; h < h0 + EACH; h += 16) {
       float of_g[2][4] = {}, of_u[2][4] = {}, da[2][4] = {};
@@ -58,15 +58,15 @@ __device__ void through_gated(const GatedSizes& s, const Number* tg, const Numbe
 #pragma unroll(BACK ? 1 : R)
       for (int k = 0; k < R; k += 16) {
         uint32_t a[WORDS], b[WORDS];
-        load_a(a, tg, ROW, m, k);
-        load_b(b, rg, HC + PAD, k, h);
+        load_a<R>(a, tg, m, k);
+        load_b<HC>(b, rg, k, h);
         mma2<Number>(of_g[0], of_g[1], a, b);
-        load_a(a, tu, ROW, m, k);
-        load_b(b, ru, HC + PAD, k, h);
+        load_a<R>(a, tu, m, k);
+        load_b<HC>(b, ru, k, h);
         mma2<Number>(of_u[0], of_u[1], a, b);
         if (BACK) {
-          load_a(a, u2, ROW, m, k);
-          load_b_turned(b, l2, ROW, k, h);
+          load_a<R>(a, u2, m, k);
+          load_b_turned<R>(b, l2, k, h);
           mma2<Number>(da[0], da[1], a, b);
         }
       }
@@ -90,12 +90,12 @@ __device__ void through_gated(const GatedSizes& s, const Number* tg, const Numbe
       for (int n = 0; n < R; n += 16) {
         uint32_t b[WORDS];
         if (BACK) {
-          load_b_turned(b, rg, HC + PAD, h, n);
+          load_b_turned<HC>(b, rg, h, n);
           mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
-          load_b_turned(b, ru, HC + PAD, h, n);
+          load_b_turned<HC>(b, ru, h, n);
           mma2<Number>(other[n / 8], other[n / 8 + 1], c, b);
         } else {
-          load_b(b, l2, ROW, h, n);
+          load_b<R>(b, l2, h, n);
           mma2<Number>(sum[n / 8], sum[n / 8 + 1], a, b);
         }
       }
@@ -109,8 +109,8 @@ __device__ void gated_rows(const GatedSizes& s, const Number* tg, const Number* 
                            const Number* Ru, const Number* L2, Number* t2) {
   DYNAMIC_SHARED(Number, shared);
   Number* g_tile = shared;
-  Number* u_tile = g_tile + BM * ROW;
-  Number* stages = shared + 3 * BM * ROW;
+  Number* u_tile = g_tile + THIN<BM>;
+  Number* stages = shared + 3 * THIN<BM>;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   fetch_thin<BM>(g_tile, tg, row0, rows, s.rankg);
   fetch_thin<BM>(u_tile, tu, row0, rows, s.ranku);
@@ -125,9 +125,9 @@ __device__ void gated_back_rows(const GatedSizes& s, const Number* tg, const Num
                                 const Number* Rg, const Number* Ru, const Number* L2, Number* ug, Number* uu) {
   DYNAMIC_SHARED(Number, shared);
   Number* g_tile = shared;
-  Number* u_tile = g_tile + BM * ROW;
-  Number* d_tile = u_tile + BM * ROW;
-  Number* stages = d_tile + BM * ROW;
+  Number* u_tile = g_tile + THIN<BM>;
+  Number* d_tile = u_tile + THIN<BM>;
+  Number* stages = d_tile + THIN<BM>;
   const int row0 = blockIdx.x * BM, rows = s.M - row0;
   fetch_thin<BM>(g_tile, tg, row0, rows, s.rankg);
   fetch_thin<BM>(u_tile, tu, row0, rows, s.ranku);
@@ -145,7 +145,7 @@ __device__ void gated_back_rows(const GatedSizes& s, const Number* tg, const Num
 __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const Number* tu, const Number* u2,
                                   const Number* Rg, const Number* Ru, const Number* L2, float* shares) {
   DYNAMIC_SHARED(Number, shared);
-  constexpr int STAGE = 3 * MC * ROW, BY = 32 * HIDDEN_WARPS;
+  constexpr int STAGE = 3 * THIN<MC>, BY = 32 * HIDDEN_WARPS;
   constexpr int DEEP = sizeof(Number) == 4 ? 2 : STAGES;  // what fits into the smallest card's memory
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, q = lane % 4;
   const int h0 = blockIdx.x * BH, parts = gridDim.y;
@@ -154,9 +154,9 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
   const int chunks = end > begin ? (end - begin + MC - 1) / MC : 0;
   // The factors of this block, Rg and Ru [R][BH] and L2 [BH][R], stay before the stages.
   Number* Rg_tile = shared;
-  Number* Ru_tile = Rg_tile + R * (BH + PAD);
-  Number* L2_tile = Ru_tile + R * (BH + PAD);
-  Number* stages = L2_tile + BH * ROW;
+  Number* Ru_tile = Rg_tile + TILE<Number, BH, R>;
+  Number* L2_tile = Ru_tile + TILE<Number, BH, R>;
+  Number* stages = L2_tile + THIN<BH>;
   fetch<R, BH, BY>(Rg_tile, Rg + h0, s.H, s.rankg, BH);
   fetch<R, BH, BY>(Ru_tile, Ru + h0, s.H, s.ranku, BH);
   fetch<BH, R, BY>(L2_tile, L2 + (int64_t)h0 * s.rank2, s.rank2, BH, s.rank2);
@@ -167,8 +167,8 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
       const int64_t m0 = begin + chunk * MC;
       const int rows = end - (int)m0;
       fetch<MC, R, BY>(stage, tg + m0 * s.rankg, s.rankg, rows, s.rankg);
-      fetch<MC, R, BY>(stage + MC * ROW, tu + m0 * s.ranku, s.ranku, rows, s.ranku);
-      fetch<MC, R, BY>(stage + 2 * MC * ROW, u2 + m0 * s.rank2, s.rank2, rows, s.rank2);
+      fetch<MC, R, BY>(stage + THIN<MC>, tu + m0 * s.ranku, s.ranku, rows, s.ranku);
+      fetch<MC, R, BY>(stage + 2 * THIN<MC>, u2 + m0 * s.rank2, s.rank2, rows, s.rank2);
     }
     commit();
   };
@@ -181,8 +181,8 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
     __syncthreads();  // the rows are there, and nobody reads the stage that is filled next
     issue(chunk + DEEP - 1);
     const Number* g_rows = stages + chunk % DEEP * STAGE;
-    const Number* u_rows = g_rows + MC * ROW;
-    const Number* d_rows = u_rows + MC * ROW;
+    const Number* u_rows = g_rows + THIN<MC>;
+    const Number* d_rows = u_rows + THIN<MC>;
 #pragma unroll 1
     for (int m = 0; m < MC; m += 16) {
       float g[2][4] = {}, u[2][4] = {}, da[2][4] = {};
@@ -190,14 +190,14 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
 #pragma unroll(WORDS > 4 ? 1 : R)
       for (int k = 0; k < R; k += 16) {
         uint32_t f[WORDS], b[WORDS];
-        load_a_turned(f, Rg_tile, BH + PAD, 16 * warp, k);
-        load_b_turned(b, g_rows, ROW, k, m);
+        load_a_turned<BH>(f, Rg_tile, 16 * warp, k);
+        load_b_turned<R>(b, g_rows, k, m);
         mma2<Number>(g[0], g[1], f, b);
-        load_a_turned(f, Ru_tile, BH + PAD, 16 * warp, k);
-        load_b_turned(b, u_rows, ROW, k, m);
+        load_a_turned<BH>(f, Ru_tile, 16 * warp, k);
+        load_b_turned<R>(b, u_rows, k, m);
         mma2<Number>(u[0], u[1], f, b);
-        load_a(f, L2_tile, ROW, 16 * warp, k);
-        load_b_turned(b, d_rows, ROW, k, m);
+        load_a<R>(f, L2_tile, 16 * warp, k);
+        load_b_turned<R>(b, d_rows, k, m);
         mma2<Number>(da[0], da[1], f, b);
       }
       float at[2][4];
@@ -218,11 +218,11 @@ __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const N
 #pragma unroll
       for (int n = 0; n < R; n += 16) {
         uint32_t b[WORDS];
-        load_b(b, d_rows, ROW, m, n);
+        load_b<R>(b, d_rows, m, n);
         mma2<Number>(of_a[n / 8], of_a[n / 8 + 1], a, b);
-        load_b(b, g_rows, ROW, m, n);
+        load_b<R>(b, g_rows, m, n);
         mma2<Number>(of_g[n / 8], of_g[n / 8 + 1], dg, b);
-        load_b(b, u_rows, ROW, m, n);
+        load_b<R>(b, u_rows, m, n);
         mma2<Number>(of_u[n / 8], of_u[n / 8 + 1], du, b);
       }
     }

@@ -94,8 +94,7 @@ ttm_warps_keys(ARGUMENTS(Table) table, const int64_t* indices, int* keys, int en
 constexpr int WARPS = 4, PIECE = 32;          // of a block; sorted entries of a warp
 constexpr int TILE_M = 16, TILE_R = 32;       // of a slice's gradient, a warp's
 constexpr int STAGES = 4;                     // products under way
-constexpr int GRAD_APART = 24, SLICE_APART = 40;
-constexpr int STAGE = 16 * (GRAD_APART + SLICE_APART);
+constexpr int GRAD = TILE<bf16, 16, 16>, STAGE = GRAD + TILE<bf16, TILE_R, 16>;
 
 // Entries sorted by the slice of the factor whose gradient is made; of the other one the products
 // need a slice, too. A slice is [M, R], and sums run over K.
@@ -140,12 +139,12 @@ __device__ void shares_of(const Table& table, const Side<T>& side, int tile, con
       // The gradient of a row, [P, Q]: as rows for the left factor, as columns for the right one.
       const int p = (side.right ? k0 : m0) + lane / 2, q = (side.right ? m0 : k0) + lane % 2 * 8;
       const bool there = p < table.P && q < table.Q && p * table.Q + q < table.D;
-      copy16(stage + lane / 2 * GRAD_APART + lane % 2 * 8, from + (there ? p * table.Q + q : 0), there);
+      copy16(stage + place<T, 16>(lane / 2, lane % 2 * 8), from + (there ? p * table.Q + q : 0), there);
 #pragma unroll
       for (int i = lane; i < 64; i += 32) {
         const int k = k0 + i / 4, r = r0 + i % 4 * 8;
         const bool inside = k < side.K && r < R;
-        copy16(stage + 16 * GRAD_APART + i / 4 * SLICE_APART + i % 4 * 8,
+        copy16(stage + GRAD + place<T, TILE_R>(i / 4, i % 4 * 8),
                side.other + (inside ? ((int64_t)of * side.K + k) * R + r : 0), inside);
       }
     }
@@ -163,13 +162,13 @@ __device__ void shares_of(const Table& table, const Side<T>& side, int tile, con
     const T* stage = stages + step % STAGES * STAGE;
     uint32_t a[4];
     if (side.right)
-      load_a_turned(a, stage, GRAD_APART, 0, 0);
+      load_a_turned<16>(a, stage, 0, 0);
     else
-      load_a(a, stage, GRAD_APART, 0, 0);
+      load_a<16>(a, stage, 0, 0);
 #pragma unroll
     for (int n = 0; n < TILE_R; n += 16) {
       uint32_t b[4];
-      load_b(b, stage + 16 * GRAD_APART, SLICE_APART, 0, n);
+      load_b<TILE_R>(b, stage + GRAD, 0, n);
       mma2<T>(sum[n / 8], sum[n / 8 + 1], a, b);
     }
     const int e = step / steps;

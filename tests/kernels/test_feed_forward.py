@@ -214,7 +214,7 @@ BUGS = {
 
 OF_TF32 = {
     "numbers of other columns": (r"sum\[i % 2 \* 2 \+ i / 2 % 2\]", "sum[i % 2 * 2]"),
-    "a factor turned the wrong way": (r"i / 2 % 2 \* 8 \+ i % 2\)", "i % 2 * 8 + i / 2 % 2)"),
+    "a factor turned the wrong way": (r"i / 2 % 2 \* 8 \+ i % 2,", "i % 2 * 8 + i / 2 % 2,"),
     "half of a sum": (r"j < OPERAND<T>; j \+= 4", "j < OPERAND<T>; j += 8"),
 }
 PLANTED = [(bug, torch.bfloat16) for bug in BUGS] + [(bug, torch.float32) for bug in OF_TF32]

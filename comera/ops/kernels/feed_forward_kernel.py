@@ -16,17 +16,16 @@ from comera.ops.kernels.feed_forward_tiles import (
     ENDINGS,
     HIDDEN_BLOCK,
     HIDDEN_THREADS,
-    PAD,
     STAGES,
     THREADS,
     WIDE_BOND,
-    WIDE_ROW,
     block_rows,
     parts_of,
     refuses_dtypes,
     refuses_sizes,
     stage_bytes,
-    thin_row,
+    stage_columns,
+    tile_bytes,
 )
 from comera.ops.kernels.launch import launch
 from comera.ops.product import product
@@ -120,7 +119,7 @@ def backward(
     shares = x.new_empty(parts, 2, sizes.H, bond, dtype=torch.float32)
     launch(
         file, file.replace("forward", "forward_back_hidden"), x.device, (blocks, parts),
-        HIDDEN_THREADS, STAGES * 2 * HIDDEN_BLOCK * thin_row(x, bond), sizes, t1, u2, r1, l2,
+        HIDDEN_THREADS, STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, x), sizes, t1, u2, r1, l2,
         shares,
     )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
@@ -140,10 +139,12 @@ def _sizes(
 
 
 def _shared(rows: int, x: Tensor, bond: int) -> int:
-    """Count bytes of shared memory: two thin tiles, and the largest of the stages behind them."""
-    tile, columns = thin_row(x, bond), (WIDE_ROW - PAD) // x.element_size()
-    thin = STAGES * (rows * WIDE_ROW + max(bond * WIDE_ROW, columns * tile))
-    result = (WIDE_ROW - PAD) // 4 + PAD  # bytes of a row of what a warp makes at once
-    spread = THREADS // 32 * (2 * max(bond * result, columns // 4 * tile) + 16 * result)
-    parts = 128 * (bond + 4) * 4  # float32
-    return 2 * rows * tile + max(thin, stage_bytes(x, bond, 1), spread, parts)
+    """Count bytes of shared memory: thin tiles, and behind them the largest of what comes there."""
+    columns, size = stage_columns(x), tile_bytes
+    thin, wide = size(rows, bond, x), max(size(columns, bond, x), size(bond, columns, x))
+    first = thin + STAGES * (size(rows, columns, x) + wide)
+    made = columns // 4  # that a warp makes at once
+    spread = 2 * max(size(bond, made, x), size(made, bond, x)) + size(16, made, x)
+    parts = size(128, bond, torch.empty(0))  # float32
+    behind = max(stage_bytes(x, bond, 1), THREADS // 32 * spread, parts)
+    return max(first, 2 * thin + behind)

@@ -1,5 +1,6 @@
 """What the kernels of feed-forwards take and how they cut it up: ``kernels/feed_forward.cuh``."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,8 @@ THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES = 256, 128, 64, 3
 BOND, WIDE_BOND = 32, 48
 """Bonds, padded, of which there are kernels: of a gated feed-forward the first alone."""
 
-PAD, WIDE_ROW = 16, 256 + 16
-"""Bytes between rows of a tile, and of a row of as many numbers as a stage has along a sum."""
+_LINE = 128
+"""Bytes that all banks of shared memory serve at once."""
 
 _MULTIPLE_OF_RANKS, _MULTIPLE_OF_WIDTHS = 8, 128
 
@@ -54,12 +55,19 @@ def block_rows(x: Tensor) -> int:
     return 32 if x.shape[0] <= 8192 else 64
 
 
-def thin_row(like: Tensor, bond: int) -> int:
-    """Count bytes of a row of a tile that is as wide as a bond."""
-    return bond * like.element_size() + PAD
+def tile_bytes(rows: int, columns: int, like: Tensor) -> int:
+    """Count bytes of a tile in shared memory: ``place`` in ``kernels/tiles.cuh``."""
+    row = columns * like.element_size()
+    lines = rows // (_LINE // math.gcd(row, _LINE))
+    return rows * row + (32 * (lines - lines // 4) if like.element_size() == 4 else 16 * lines)
+
+
+def stage_columns(like: Tensor) -> int:
+    """Say how many numbers along a sum, or hidden columns, a stage holds: those of 256 bytes."""
+    return 256 // like.element_size()
 
 
 def stage_bytes(like: Tensor, bond: int, rights: int) -> int:
     """Count bytes of stages of hidden columns: of so many right factors and a left one."""
-    columns = (WIDE_ROW - PAD) // like.element_size()
-    return STAGES * (rights * bond * WIDE_ROW + columns * thin_row(like, bond))
+    columns = stage_columns(like)
+    return STAGES * (rights * tile_bytes(bond, columns, like) + tile_bytes(columns, bond, like))

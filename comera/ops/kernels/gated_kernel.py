@@ -15,7 +15,6 @@ from comera.ops.kernels.feed_forward_tiles import (
     ENDINGS,
     HIDDEN_BLOCK,
     HIDDEN_THREADS,
-    PAD,
     STAGES,
     THREADS,
     block_rows,
@@ -23,7 +22,7 @@ from comera.ops.kernels.feed_forward_tiles import (
     refuses_dtypes,
     refuses_sizes,
     stage_bytes,
-    thin_row,
+    tile_bytes,
 )
 from comera.ops.kernels.launch import launch
 
@@ -98,11 +97,11 @@ def _block_rows(like: Tensor) -> int:
 
 def _shared(rows: int, like: Tensor) -> int:
     """Count bytes of shared memory: three thin tiles, and the stages behind them."""
-    return 3 * rows * thin_row(like, BOND) + stage_bytes(like, BOND, 2)
+    return 3 * tile_bytes(rows, BOND, like) + stage_bytes(like, BOND, 2)
 
 
 def _hidden_shared(like: Tensor) -> int:
     """Count bytes of shared memory of sums over the batch: factors of a block, then the stages."""
-    right = BOND * (HIDDEN_BLOCK * like.element_size() + PAD)
     stages = 2 if like.dtype == torch.float32 else STAGES
-    return 2 * right + (1 + 3 * stages) * HIDDEN_BLOCK * thin_row(like, BOND)
+    right, rows = (tile_bytes(*of, like) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
+    return 2 * right + (1 + 3 * stages) * rows

@@ -16,7 +16,7 @@ _FILE = "ttm_warps"
 
 # As in ttm_warps.cu.
 _WARPS, _PIECE, _TILE_M, _TILE_R = 4, 32, 16, 32
-_SHARED = _WARPS * 4 * 16 * (24 + 40) * 2
+_SHARED = _WARPS * 4 * 2 * (16 * 18 + 16 * 36)
 _MOST_RANK, _NARROW_RANK, _MULTIPLE = 128, 32, 8
 _ROW_THREADS, _SUM_THREADS = 256, 256
 
