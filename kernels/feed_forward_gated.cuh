@@ -140,65 +140,78 @@ __device__ void gated_back_rows(const GatedSizes& s, const Number* tg, const Num
   gather<BM>(other, parts, u_tile, uu + (int64_t)row0 * s.ranku, rows, s.ranku, false);
 }
 
-// As back_hidden in feed_forward.cuh, but that operands are read anew each time; a share is [3][H][R], of dL2,
-// of dRg^T and of dRu^T.
+// As back_hidden in feed_forward.cuh; a share is [3][H][R], of dL2, of dRg^T and of dRu^T. Factors stay in
+// registers in tf32, where they are read in many pieces; of bf16 they are read anew each time, so that more
+// blocks run at once.
 __device__ void gated_back_hidden(const GatedSizes& s, const Number* tg, const Number* tu, const Number* u2,
                                   const Number* Rg, const Number* Ru, const Number* L2, float* shares) {
   DYNAMIC_SHARED(Number, shared);
-  constexpr int STAGE = 3 * THIN<MC>, BY = 32 * HIDDEN_WARPS;
-  constexpr int DEEP = sizeof(Number) == 4 ? 2 : STAGES;  // what fits into the smallest card's memory
+  constexpr bool KEPT = sizeof(Number) == 4;
+  constexpr int ROWS = 8 * PIECE, STAGE = 3 * THIN<ROWS>, BY = 32 * HIDDEN_WARPS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, q = lane % 4;
   const int h0 = blockIdx.x * BH, parts = gridDim.y;
-  const int each = (s.M + parts * MC - 1) / (parts * MC) * MC, begin = blockIdx.y * each;
+  const int each = (s.M + parts * ROWS - 1) / (parts * ROWS) * ROWS, begin = blockIdx.y * each;
   const int end = begin + each < s.M ? begin + each : s.M;
-  const int chunks = end > begin ? (end - begin + MC - 1) / MC : 0;
-  // The factors of this block, Rg and Ru [R][BH] and L2 [BH][R], stay before the stages.
+  const int chunks = end > begin ? (end - begin + ROWS - 1) / ROWS : 0;
+  // The factors of this block, Rg and Ru [R][BH] and L2 [BH][R], lie before the stages, or where those come.
   Number* Rg_tile = shared;
   Number* Ru_tile = Rg_tile + TILE<Number, BH, R>;
   Number* L2_tile = Ru_tile + TILE<Number, BH, R>;
-  Number* stages = L2_tile + THIN<BH>;
+  Number* stages = KEPT ? shared : L2_tile + THIN<BH>;
   fetch<R, BH, BY>(Rg_tile, Rg + h0, s.H, s.rankg, BH);
   fetch<R, BH, BY>(Ru_tile, Ru + h0, s.H, s.ranku, BH);
   fetch<BH, R, BY>(L2_tile, L2 + (int64_t)h0 * s.rank2, s.rank2, BH, s.rank2);
   commit();
+  uint32_t fg[KEPT ? R / 16 : 1][WORDS], fu[KEPT ? R / 16 : 1][WORDS], fd[KEPT ? R / 16 : 1][WORDS];
+  auto read_factors = [&](int k) {
+    const int at = KEPT ? k / 16 : 0;
+    load_a_turned<BH>(fg[at], Rg_tile, 16 * warp, k);
+    load_a_turned<BH>(fu[at], Ru_tile, 16 * warp, k);
+    load_a<R>(fd[at], L2_tile, 16 * warp, k);
+  };
+  if (KEPT) {
+    arrived<0>();
+    __syncthreads();  // the factors of this block are there
+#pragma unroll
+    for (int k = 0; k < R; k += 16) read_factors(k);
+    __syncthreads();  // nobody reads the factors of this block there any more
+  }
   auto issue = [&](int chunk) {
     if (chunk < chunks) {
-      Number* stage = stages + chunk % DEEP * STAGE;
-      const int64_t m0 = begin + chunk * MC;
+      Number* stage = stages + chunk % STAGES * STAGE;
+      const int64_t m0 = begin + chunk * ROWS;
       const int rows = end - (int)m0;
-      fetch<MC, R, BY>(stage, tg + m0 * s.rankg, s.rankg, rows, s.rankg);
-      fetch<MC, R, BY>(stage + THIN<MC>, tu + m0 * s.ranku, s.ranku, rows, s.ranku);
-      fetch<MC, R, BY>(stage + 2 * THIN<MC>, u2 + m0 * s.rank2, s.rank2, rows, s.rank2);
+      fetch<ROWS, R, BY>(stage, tg + m0 * s.rankg, s.rankg, rows, s.rankg);
+      fetch<ROWS, R, BY>(stage + THIN<ROWS>, tu + m0 * s.ranku, s.ranku, rows, s.ranku);
+      fetch<ROWS, R, BY>(stage + 2 * THIN<ROWS>, u2 + m0 * s.rank2, s.rank2, rows, s.rank2);
     }
     commit();
   };
   float of_a[R / 8][4] = {}, of_g[R / 8][4] = {}, of_u[R / 8][4] = {};
 #pragma unroll
-  for (int stage = 0; stage < DEEP - 1; ++stage) issue(stage);
+  for (int stage = 0; stage < STAGES - 1; ++stage) issue(stage);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    arrived<DEEP - 2>();
+    arrived<STAGES - 2>();
     __syncthreads();  // the rows are there, and nobody reads the stage that is filled next
-    issue(chunk + DEEP - 1);
-    const Number* g_rows = stages + chunk % DEEP * STAGE;
-    const Number* u_rows = g_rows + THIN<MC>;
-    const Number* d_rows = u_rows + THIN<MC>;
+    issue(chunk + STAGES - 1);
+    const Number* g_rows = stages + chunk % STAGES * STAGE;
+    const Number* u_rows = g_rows + THIN<ROWS>;
+    const Number* d_rows = u_rows + THIN<ROWS>;
 #pragma unroll 1
-    for (int m = 0; m < MC; m += 16) {
+    for (int m = 0; m < ROWS; m += 16) {
       float g[2][4] = {}, u[2][4] = {}, da[2][4] = {};
-      // One step at a time where an operand takes twice the registers.
-#pragma unroll(WORDS > 4 ? 1 : R)
+#pragma unroll
       for (int k = 0; k < R; k += 16) {
-        uint32_t f[WORDS], b[WORDS];
-        load_a_turned<BH>(f, Rg_tile, 16 * warp, k);
+        const int at = KEPT ? k / 16 : 0;
+        if (!KEPT) read_factors(k);
+        uint32_t b[WORDS];
         load_b_turned<R>(b, g_rows, k, m);
-        mma2<Number>(g[0], g[1], f, b);
-        load_a_turned<BH>(f, Ru_tile, 16 * warp, k);
+        mma2<Number>(g[0], g[1], fg[at], b);
         load_b_turned<R>(b, u_rows, k, m);
-        mma2<Number>(u[0], u[1], f, b);
-        load_a<R>(f, L2_tile, 16 * warp, k);
+        mma2<Number>(u[0], u[1], fu[at], b);
         load_b_turned<R>(b, d_rows, k, m);
-        mma2<Number>(da[0], da[1], f, b);
+        mma2<Number>(da[0], da[1], fd[at], b);
       }
       float at[2][4];
 #pragma unroll

@@ -15,7 +15,7 @@ feed_forward_gated_tf32_back_rows_32(ARGUMENTS(GatedSizes) sizes, const float* t
                                      float* ug, float* uu) {
   gated_back_rows<32>(sizes, tg, tu, u2, Rg, Ru, L2, ug, uu);
 }
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(128, 3)
 feed_forward_gated_tf32_back_hidden(ARGUMENTS(GatedSizes) sizes, const float* tg, const float* tu,
                                     const float* u2, const float* Rg, const float* Ru, const float* L2,
                                     float* shares) {

@@ -55,8 +55,10 @@ def test_every_kernel_compiles_without_spills(file, arch):
     assert len(spills) == len(names)
     assert set(spills) == {("0", "0")}, log
     registers = [int(used) for used in re.findall(r"Used (\d+) registers", log)]
-    # As many as leave room for as many blocks as their launch bounds say; wide bonds take more.
-    assert max(registers) <= (168 if file.endswith("_wide") else 128)
+    # As many as leave room for as many blocks as their launch bounds say: of 128 threads four, but
+    # three of wide bonds and of the gated one that keeps factors there.
+    three = file.endswith("_wide") or file == "feed_forward_gated_tf32"
+    assert max(registers) <= (168 if three else 128)
 
 
 @needs_nvrtc

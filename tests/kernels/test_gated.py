@@ -113,13 +113,18 @@ BUGS = {
     "slopes of hidden columns forgotten": (r"(float at.*\n(.*\n){7}.*) \* slope;", r"\1;"),
     "shares of one gradient for all": (r"\(part \* 3 \+ of\)", "(part * 3)"),
 }  # fmt: skip
+OF_TF32 = {
+    "factors read before they are there": (r"__syncthreads\(\);  // the factors of this", "//"),
+    "rows come before factors are read": (r"__syncthreads\(\);  // nobody reads the factors", "//"),
+}
+PLANTED = [(bug, torch.bfloat16) for bug in BUGS] + [(bug, torch.float32) for bug in OF_TF32]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug, plant, monkeypatch):
-    hidden = Hidden("the first stage last", rows=80)
-    (pattern, instead), text = BUGS[bug], nvrtc.text(gated_kernel.file_for(hidden.grad))
+@pytest.mark.parametrize(("bug", "dtype"), PLANTED)
+def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
+    hidden = Hidden("the first stage last", dtype, rows=80)
+    (pattern, instead), text = (BUGS | OF_TF32)[bug], nvrtc.text(gated_kernel.file_for(hidden.grad))
     mutant, count = re.subn(pattern, instead, text, count=1)
     assert count == 1
     plant(mutant, "")

@@ -22,6 +22,7 @@ from comera.ops.kernels.feed_forward_tiles import (
     refuses_dtypes,
     refuses_sizes,
     stage_bytes,
+    stage_columns,
     tile_bytes,
 )
 from comera.ops.kernels.launch import launch
@@ -101,7 +102,13 @@ def _shared(rows: int, like: Tensor) -> int:
 
 
 def _hidden_shared(like: Tensor) -> int:
-    """Count bytes of shared memory of sums over the batch: factors of a block, then the stages."""
-    stages = 2 if like.dtype == torch.float32 else STAGES
-    right, rows = (tile_bytes(*of, like) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
-    return 2 * right + (1 + 3 * stages) * rows
+    """Count bytes of shared memory of sums over the batch: stages, and factors of a block.
+
+    In float32 those are gone when the stages come.
+    """
+    right, left = (tile_bytes(*of, like) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
+    factors, stages = (
+        2 * right + left,
+        STAGES * 3 * tile_bytes(stage_columns(like) // 2, BOND, like),
+    )
+    return max(factors, stages) if like.dtype == torch.float32 else factors + stages
