@@ -156,7 +156,13 @@ inline bool is_shared(const void* place, size_t bytes) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(place) - reinterpret_cast<uintptr_t>(dynamic_shared);
   return at < shared_bytes && at + bytes <= shared_bytes;
 }
+inline void demand(bool right) {
+  if (right) return;
+  trapped = true;
+  leave(DONE);
+}
 inline void touch(const void* place, size_t bytes, Access kind) {
+  demand(reinterpret_cast<uintptr_t>(place) % bytes == 0);
   if (!emulation_counts_banks || !is_shared(place, bytes)) return;
   const uintptr_t at = reinterpret_cast<uintptr_t>(place);
   Requests& warp = requests[current->number / 32];
@@ -184,10 +190,7 @@ inline void forget_requests() {
 
 inline void copy(void* to, const void* from, size_t bytes, bool there) {
   touch(to, bytes, COPY);
-  if (!is_shared(to, bytes)) {
-    trapped = true;
-    leave(DONE);
-  }
+  demand(is_shared(to, bytes) && reinterpret_cast<uintptr_t>(from) % bytes == 0);
   copies[current->number].open.push_back({to, from, bytes, there});
 }
 inline void commit() {

@@ -44,7 +44,7 @@ __device__ __forceinline__ void arrived() {
 #endif
 }
 
-// What a lane reads of shared memory at once, or writes anywhere.
+// What a lane reads or writes at once.
 template <typename Word>
 __device__ __forceinline__ Word read(const void* from) {
 #ifdef COMERA_EMULATION

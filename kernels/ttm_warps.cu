@@ -16,7 +16,7 @@ struct Table {
 };
 
 __device__ __forceinline__ Sixteen sixteen(const void* from, bool there) {
-  return there ? *static_cast<const Sixteen*>(from) : Sixteen{{0u, 0u, 0u, 0u}};
+  return there ? read<Sixteen>(from) : Sixteen{{0u, 0u, 0u, 0u}};
 }
 
 // One warp for each entry: out [entries, D]; keys, by which entries of one slice of the right factor

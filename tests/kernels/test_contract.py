@@ -15,7 +15,7 @@ from comera.ops.factors import (
 from comera.ops.kernels import choose, contract_kernel, contract_walk, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
 from comera.ops.kernels.nvrtc import KernelError
-from tests.kernels.numbers import assert_near, distance
+from tests.kernels.numbers import assert_near, displaced, distance
 from tests.ops.test_factors import SHAPES, Group
 
 WIDE = {  # more rows, columns and depth than a tile has
@@ -411,6 +411,14 @@ def test_cores_that_are_not_contiguous(emulated):
         group.cores[number] = turned.requires_grad_()
     group.params = [*group.cores, *group.gates, *group.biases]
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cores_may_begin_anywhere(dtype, emulated):
+    group = make("3+3", dtype=dtype)
+    for param in group.params:
+        param.data = displaced(param.data)
+    assert_near(run(group), in_float64(group), dtype, factor=2)
 
 
 def test_what_kernels_do_not_take_is_joined_by_torch(emulated, recwarn):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose, emulate, feed_forward_kernel, nvrtc
 from comera.ops.linear.feed_forward import factorized_feed_forward
-from tests.kernels.numbers import ROUNDED, assert_near, distance
+from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 
 CASES = {  # rows, widths in, between and out, both ranks
     "a few rows": (5, 128, 128, 128, 8, 8),
@@ -141,6 +141,17 @@ def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(dtype, emulat
     assert_near(found[0], layers.want(), layers.rounded, factor=2)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+@dtypes
+def test_tensors_may_begin_anywhere(dtype, emulated):
+    layers = Layers("a few rows", dtype=dtype)
+    x, *factors = map(displaced, layers.leaves)
+    y, t1, t2 = feed_forward_kernel.forward(x, *factors, True, "gelu")
+    given = map(displaced, (layers.grad, t1, t2))
+    grads = feed_forward_kernel.backward(x, *factors, *given, "gelu")
+    found = layers._taken(y, grads)
+    assert_near(found, layers.want(), layers.rounded, factor=2)
 
 
 def test_numbers_that_tf32_holds_are_multiplied_exactly(emulated):

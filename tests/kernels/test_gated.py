@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
 from comera.ops.linear.gated_feed_forward import _gated_hidden
-from tests.kernels.numbers import ROUNDED, assert_near, distance
+from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 
 CASES = {  # rows, hidden width, ranks of gate, up and down
     "a few rows": (5, 128, 8, 8, 8),
@@ -82,6 +82,13 @@ def test_kernels_equal_the_reference(name, dtype, emulated, started):
 def test_kernels_equal_the_reference_in_any_order_of_threads(dtype, high, monkeypatch):
     monkeypatch.setattr(gated_kernel, "block_rows", lambda x: high)
     hidden = Hidden("several blocks", dtype, rows=70)
+    assert_near(hidden.run(), hidden.want(), hidden.rounded, factor=2)
+
+
+@dtypes
+def test_tensors_may_begin_anywhere(dtype, emulated):
+    hidden = Hidden("a few rows", dtype)
+    hidden.leaves, hidden.grad = [displaced(leaf) for leaf in hidden.leaves], displaced(hidden.grad)
     assert_near(hidden.run(), hidden.want(), hidden.rounded, factor=2)
 
 

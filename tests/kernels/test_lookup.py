@@ -12,7 +12,7 @@ from comera.ops.table.distinct_rows import TableFactors
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, _Given
 from comera.ops.table.lookup import lookup as lookup_op
 from comera.ops.way_order import preferring
-from tests.kernels.numbers import assert_near, distance
+from tests.kernels.numbers import assert_near, displaced, distance
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -106,6 +106,17 @@ def test_kernels_take_a_right_half_as_torch_makes_it(emulated):
     found = table.run()
     assert_near(found, table.want(), torch.float32, factor=2)
     assert found[2].stride() == table.right.stride()
+
+
+@pytest.mark.parametrize("hot", HOT)
+def test_kernels_take_halves_that_lie_otherwise(hot, emulated):
+    """Turned, or from where no several numbers can be read at once."""
+    for lie in (lambda t: t.mT.contiguous().mT if t.dim() > 1 else t, displaced):
+        table = Table("odd", hot, bags=True, weighted=True)
+        for name in ("left", "right", "hot", "basis", "weights", "grad"):
+            tensor = getattr(table, name)
+            setattr(table, name, None if tensor is None else lie(tensor))
+        assert_near(table.run(), table.want(), torch.float32, factor=2)
 
 
 @pytest.mark.parametrize("name", ["odd", "the paper's, fewer rows", "beyond one depth"])

@@ -9,7 +9,7 @@ import comera
 from comera.ops.kernels import choose, emulate, nvrtc, warp_lookup_kernel
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.lookup import lookup
-from tests.kernels.numbers import assert_near, distance
+from tests.kernels.numbers import assert_near, displaced, distance
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -71,6 +71,12 @@ def test_kernels_equal_the_reference_in_any_order_of_threads(name, dtype, thread
     table = Table(name, dtype)
     assert_near(table.run(), table.want(), dtype)
     assert len(started) == 4
+
+
+def test_tensors_may_begin_anywhere(emulated):
+    table = Table("little", torch.bfloat16)
+    table.left, table.turned, table.grad = map(displaced, (table.left, table.turned, table.grad))
+    assert_near(table.run(), table.want(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("entries", [0, 1, 31, 32, 33, 128, 129])

@@ -22,7 +22,8 @@ _PROBLEMS = {
     1: "the grid or block is empty or too large",
     2: "some threads wait at a barrier that others never reach",
     3: "a thread returned and left others waiting at a barrier",
-    4: "a thread met an index out of range, or copied beyond the shared memory it has",
+    4: "a thread met an index out of range, copied beyond its shared memory, or read several "
+    "numbers at once from no multiple of their size",
     5: "a thread wrote behind the shared memory of its block",
 }
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas")

@@ -6,6 +6,7 @@ numbers stay in registers from one product to the next.
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from comera.ops.kernels.feed_forward_tiles import (
     stage_columns,
     tile_bytes,
 )
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.launch import dense, launch
 from comera.ops.product import product
 
 ACTIVATIONS = "gelu", "relu", "silu"
@@ -84,10 +85,11 @@ def forward(
     file, high = _file(activation, x, bond), _block_rows(x, bond)
     y = x.new_empty(rows, right2.shape[1])
     t1, t2 = (x.new_empty(rows, left.shape[1]) for left in (left1, left2))
-    factors = [factor.contiguous() for factor in (left1, right1, left2, right2)]
+    factors = [dense(factor) for factor in (left1, right1, left2, right2)]
     launch(
-        file, f"{file}_{high}", x.device, -(-rows // high), THREADS, _shared(high, x, bond),
-        _sizes(x, left1, right1, left2, right2, bias), x.contiguous(), *factors, t1, t2, y,
+        file, f"{file}_{high}", x.device, -(-rows // high), THREADS,
+        _shared(high, x.itemsize, bond), _sizes(x, left1, right1, left2, right2, bias), dense(x),
+        *factors, t1, t2, y,
     )  # fmt: skip
     return y, t1, t2
 
@@ -107,20 +109,19 @@ def backward(
     rows, bond = x.shape[0], _bond(left1, left2)
     file, high = _file(activation, x, bond), _block_rows(x, bond)
     sizes = _sizes(x, left1, right1, left2, right2, False)
-    l1, r1, l2, r2 = (factor.contiguous() for factor in (left1, right1, left2, right2))
-    grad_y = grad_y.contiguous()
+    l1, r1, l2, r2 = (dense(factor) for factor in (left1, right1, left2, right2))
+    grad_y, t1, t2 = dense(grad_y), dense(t1), dense(t2)
     u1, u2, grad_x = torch.empty_like(t1), torch.empty_like(t2), x.new_empty(x.shape)
     launch(
         file, file.replace("forward", "forward_back_rows") + f"_{high}", x.device, -(-rows // high),
-        THREADS, _shared(high, x, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
+        THREADS, _shared(high, x.itemsize, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
     )  # fmt: skip
     blocks = sizes.H // HIDDEN_BLOCK
     parts = parts_of(blocks, rows)
     shares = x.new_empty(parts, 2, sizes.H, bond, dtype=torch.float32)
     launch(
         file, file.replace("forward", "forward_back_hidden"), x.device, (blocks, parts),
-        HIDDEN_THREADS, STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, x), sizes, t1, u2, r1, l2,
-        shares,
+        HIDDEN_THREADS, _hidden_shared(x.itemsize, bond), sizes, t1, u2, r1, l2, shares,
     )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
     launch(
@@ -138,13 +139,19 @@ def _sizes(
     return _Sizes(x.shape[0], *widths, left1.shape[1], left2.shape[1], bias)
 
 
-def _shared(rows: int, x: Tensor, bond: int) -> int:
+@functools.cache
+def _shared(rows: int, itemsize: int, bond: int) -> int:
     """Count bytes of shared memory: thin tiles, and behind them the largest of what comes there."""
-    columns, size = stage_columns(x), tile_bytes
-    thin, wide = size(rows, bond, x), max(size(columns, bond, x), size(bond, columns, x))
-    first = thin + STAGES * (size(rows, columns, x) + wide)
+    columns, tile = stage_columns(itemsize), functools.partial(tile_bytes, itemsize=itemsize)
+    thin, wide = tile(rows, bond), max(tile(columns, bond), tile(bond, columns))
+    first = thin + STAGES * (tile(rows, columns) + wide)
     made = columns // 4  # that a warp makes at once
-    spread = 2 * max(size(bond, made, x), size(made, bond, x)) + size(16, made, x)
-    parts = size(128, bond, torch.empty(0))  # float32
-    behind = max(stage_bytes(x, bond, 1), THREADS // 32 * spread, parts)
-    return max(first, 2 * thin + behind)
+    spread = THREADS // 32 * (2 * max(tile(bond, made), tile(made, bond)) + tile(16, made))
+    parts = tile_bytes(128, bond, 4)
+    return max(first, 2 * thin + max(stage_bytes(itemsize, bond, 1), spread, parts))
+
+
+@functools.cache
+def _hidden_shared(itemsize: int, bond: int) -> int:
+    """Count bytes of shared memory of sums over the batch: stages of rows of two thin tensors."""
+    return STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, itemsize)

@@ -55,19 +55,20 @@ def block_rows(x: Tensor) -> int:
     return 32 if x.shape[0] <= 8192 else 64
 
 
-def tile_bytes(rows: int, columns: int, like: Tensor) -> int:
+def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
     """Count bytes of a tile in shared memory: ``place`` in ``kernels/tiles.cuh``."""
-    row = columns * like.element_size()
+    row = columns * itemsize
     lines = rows // (_LINE // math.gcd(row, _LINE))
-    return rows * row + (32 * (lines - lines // 4) if like.element_size() == 4 else 16 * lines)
+    return rows * row + (32 * (lines - lines // 4) if itemsize == 4 else 16 * lines)
 
 
-def stage_columns(like: Tensor) -> int:
+def stage_columns(itemsize: int) -> int:
     """Say how many numbers along a sum, or hidden columns, a stage holds: those of 256 bytes."""
-    return 256 // like.element_size()
+    return 256 // itemsize
 
 
-def stage_bytes(like: Tensor, bond: int, rights: int) -> int:
+def stage_bytes(itemsize: int, bond: int, rights: int) -> int:
     """Count bytes of stages of hidden columns: of so many right factors and a left one."""
-    columns = stage_columns(like)
-    return STAGES * (rights * tile_bytes(bond, columns, like) + tile_bytes(columns, bond, like))
+    columns = stage_columns(itemsize)
+    right, left = tile_bytes(bond, columns, itemsize), tile_bytes(columns, bond, itemsize)
+    return STAGES * (rights * right + left)

@@ -5,6 +5,7 @@ torch's. One launch forward and three backward, of the dtypes and bonds of a fee
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from comera.ops.kernels.feed_forward_tiles import (
     stage_columns,
     tile_bytes,
 )
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.launch import dense, launch
 
 
 class _Sizes(ctypes.Structure):
@@ -49,10 +50,10 @@ def forward(t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tenso
     """Return ``(silu(t_gate @ gate) * (t_up @ up)) @ left2``."""
     rows, high, file = t_gate.shape[0], _block_rows(t_gate), file_for(t_gate)
     t2 = t_gate.new_empty(rows, left2.shape[1])
-    given = [t.contiguous() for t in (t_gate, t_up, gate, up, left2)]
+    given = [dense(t) for t in (t_gate, t_up, gate, up, left2)]
     launch(
-        file, f"{file}_{high}", t_gate.device, -(-rows // high), THREADS, _shared(high, t_gate),
-        _sizes(t_gate, t_up, left2), *given, t2,
+        file, f"{file}_{high}", t_gate.device, -(-rows // high), THREADS,
+        _shared(high, t_gate.itemsize), _sizes(t_gate, t_up, left2), *given, t2,
     )  # fmt: skip
     return t2
 
@@ -63,20 +64,18 @@ def backward(
     """Return gradients of the arguments of :func:`forward`, in their order."""
     rows, high, file = t_gate.shape[0], _block_rows(t_gate), file_for(t_gate)
     sizes = _sizes(t_gate, t_up, left2)
-    t_gate, t_up, gate, up, left2, u2 = (
-        t.contiguous() for t in (t_gate, t_up, gate, up, left2, grad_t2)
-    )
+    t_gate, t_up, gate, up, left2, u2 = (dense(t) for t in (t_gate, t_up, gate, up, left2, grad_t2))
     u_gate, u_up = torch.empty_like(t_gate), torch.empty_like(t_up)
     launch(
         file, f"{file}_back_rows_{high}", t_gate.device, -(-rows // high), THREADS,
-        _shared(high, t_gate), sizes, t_gate, t_up, u2, gate, up, left2, u_gate, u_up,
+        _shared(high, t_gate.itemsize), sizes, t_gate, t_up, u2, gate, up, left2, u_gate, u_up,
     )  # fmt: skip
     blocks = sizes.H // HIDDEN_BLOCK
     parts = parts_of(blocks, rows)
     shares = t_gate.new_empty(parts, 3, sizes.H, BOND, dtype=torch.float32)
     launch(
         file, f"{file}_back_hidden", t_gate.device, (blocks, parts), HIDDEN_THREADS,
-        _hidden_shared(t_gate), sizes, t_gate, t_up, u2, gate, up, left2, shares,
+        _hidden_shared(t_gate.itemsize), sizes, t_gate, t_up, u2, gate, up, left2, shares,
     )  # fmt: skip
     grad_left2, grad_gate, grad_up = map(torch.empty_like, (left2, gate, up))
     launch(
@@ -96,19 +95,19 @@ def _block_rows(like: Tensor) -> int:
     return min(high, 32) if like.dtype == torch.float32 else high
 
 
-def _shared(rows: int, like: Tensor) -> int:
+@functools.cache
+def _shared(rows: int, itemsize: int) -> int:
     """Count bytes of shared memory: three thin tiles, and the stages behind them."""
-    return 3 * tile_bytes(rows, BOND, like) + stage_bytes(like, BOND, 2)
+    return 3 * tile_bytes(rows, BOND, itemsize) + stage_bytes(itemsize, BOND, 2)
 
 
-def _hidden_shared(like: Tensor) -> int:
+@functools.cache
+def _hidden_shared(itemsize: int) -> int:
     """Count bytes of shared memory of sums over the batch: stages, and factors of a block.
 
     In float32 those are gone when the stages come.
     """
-    right, left = (tile_bytes(*of, like) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
-    factors, stages = (
-        2 * right + left,
-        STAGES * 3 * tile_bytes(stage_columns(like) // 2, BOND, like),
-    )
-    return max(factors, stages) if like.dtype == torch.float32 else factors + stages
+    right, left = (tile_bytes(*of, itemsize) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
+    stages = STAGES * 3 * tile_bytes(stage_columns(itemsize) // 2, BOND, itemsize)
+    factors = 2 * right + left
+    return max(factors, stages) if itemsize == 4 else factors + stages

@@ -48,6 +48,16 @@ def launch(
         emulate.launch(file, name, sizes, threads, shared, places)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor as kernels read it 16 bytes at a time: without gaps, from a multiple of 16.
+
+    Few begin elsewhere, such as parts of one tensor; predicates do not ask, as they are also asked
+    in graphs, where there are no addresses.
+    """
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _value(argument: Argument) -> Any:
     if argument is None:
         return ctypes.c_void_p(None)

@@ -79,7 +79,7 @@ def read(
     kind, threads = DTYPES[out.dtype], _threads(left_VPR, right_WRQ)
     shared = _shared_of_rows(left_VPR, right_WRQ)
     table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, embedding_dim)
-    given = (indices_N, offsets_B, _dense(weights_N), left_VPR, right_WRQ, hot_HD)
+    given = (indices_N, *map(_dense, (offsets_B, weights_N, left_VPR, right_WRQ, hot_HD)))
     partial: Tensor | None = None
     pieces = (entries - 1) // _PIECE
     if offsets_B is not None and bags and pieces > 0:
@@ -111,7 +111,7 @@ def weight_grads(
         LOOKUP, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
         _threads(left_VPR, right_WRQ), _shared_of_rows(left_VPR, right_WRQ),
         _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width),
-        indices_N, offsets_B, grad_BD, left_VPR, right_WRQ, hot_HD, out, bags,
+        indices_N, *map(_dense, (offsets_B, grad_BD, left_VPR, right_WRQ, hot_HD)), out, bags,
     )  # fmt: skip
     return out
 
@@ -139,8 +139,8 @@ def row_grads(
     launch(
         LOOKUP, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
-        keys_N, at_N, order_N, offsets_B, _dense(weights_N), grad_BD, left_VPR, right_WRQ, *grads,
-        entries, bags,
+        keys_N, at_N, order_N,
+        *map(_dense, (offsets_B, weights_N, grad_BD, left_VPR, right_WRQ)), *grads, entries, bags,
     )  # fmt: skip
     return grads
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.launch import dense, launch
 
 _FILE = "ttm_warps"
 
@@ -81,7 +81,7 @@ def read(
         _FILE, f"ttm_warps_{'rows' if narrow else 'wide_rows'}_{DTYPES[out.dtype]}", out.device,
         -(-indices_N.shape[0] // (_ROW_THREADS // 32)), _ROW_THREADS, 0,
         _table(left_VPR, right_WRQ, num_embeddings, embedding_dim), indices_N,
-        left_VPR.contiguous(), right_WRQ.mT.contiguous(), out, keys_N, order_N, out.shape[0],
+        dense(left_VPR), dense(right_WRQ.mT), out, keys_N, order_N, out.shape[0],
     )  # fmt: skip
     return out, keys_N, order_N
 
@@ -109,13 +109,13 @@ def row_grads(
     sorted_4N = torch.cat([keys_2N, order_2N.int()])
     shares = -(-entries // _PIECE) * 2 * R * (P + Q)
     shares_S = grad_ND.new_empty(shares, dtype=torch.float32)
-    left, right = left_VPR.contiguous(), right_WRQ.mT.contiguous()
+    left, right = dense(left_VPR), dense(right_WRQ.mT)
     grad_left, grad_right = torch.empty_like(left), torch.empty_like(right)
     tiles = (-(-P // _TILE_M) + -(-Q // _TILE_M)) * -(-R // _TILE_R)
     launch(
         _FILE, f"ttm_warps_back_shares_{kind}", grad_ND.device,
         (-(-entries // (_WARPS * _PIECE)), tiles), 32 * _WARPS, _SHARED, table, sorted_4N,
-        grad_ND.contiguous(), left, right, grad_left, grad_right, shares_S, entries,
+        dense(grad_ND), left, right, grad_left, grad_right, shares_S, entries,
     )  # fmt: skip
     launch(
         _FILE, f"ttm_warps_back_sums_{kind}", grad_ND.device, V + W, _SUM_THREADS, 8, table,
