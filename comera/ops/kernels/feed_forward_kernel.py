@@ -87,7 +87,7 @@ def forward(
     t1, t2 = (x.new_empty(rows, left.shape[1]) for left in (left1, left2))
     factors = [dense(factor) for factor in (left1, right1, left2, right2)]
     launch(
-        file, f"{file}_{high}", x.device, -(-rows // high), THREADS,
+        file, f"feed_forward_{high}", x.device, -(-rows // high), THREADS,
         _shared(high, x.itemsize, bond), _sizes(x, left1, right1, left2, right2, bias), dense(x),
         *factors, t1, t2, y,
     )  # fmt: skip
@@ -113,20 +113,20 @@ def backward(
     grad_y, t1, t2 = dense(grad_y), dense(t1), dense(t2)
     u1, u2, grad_x = torch.empty_like(t1), torch.empty_like(t2), x.new_empty(x.shape)
     launch(
-        file, file.replace("forward", "forward_back_rows") + f"_{high}", x.device, -(-rows // high),
-        THREADS, _shared(high, x.itemsize, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
+        file, f"feed_forward_back_rows_{high}", x.device, -(-rows // high), THREADS,
+        _shared(high, x.itemsize, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
     )  # fmt: skip
     blocks = sizes.H // HIDDEN_BLOCK
     parts = parts_of(blocks, rows)
     shares = x.new_empty(parts, 2, sizes.H, bond, dtype=torch.float32)
     launch(
-        file, file.replace("forward", "forward_back_hidden"), x.device, (blocks, parts),
-        HIDDEN_THREADS, _hidden_shared(x.itemsize, bond), sizes, t1, u2, r1, l2, shares,
+        file, "feed_forward_back_hidden", x.device, (blocks, parts), HIDDEN_THREADS,
+        _hidden_shared(x.itemsize, bond), sizes, t1, u2, r1, l2, shares,
     )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
     launch(
-        file, file.replace("forward", "forward_back_sums"), x.device,
-        2 * sizes.H * bond // THREADS, THREADS, 0, sizes, shares, grad_left2, grad_right1, parts,
+        file, "feed_forward_back_sums", x.device, 2 * sizes.H * bond // THREADS, THREADS, 0, sizes,
+        shares, grad_left2, grad_right1, parts,
     )  # fmt: skip
     grad_left1, grad_right2 = product(u1.T, x).T.contiguous(), product(t2.T, grad_y).contiguous()
     return grad_x, grad_left1, grad_right1, grad_left2, grad_right2
