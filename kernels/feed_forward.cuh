@@ -208,7 +208,8 @@ __device__ void spread(const Number* t, const Number* factor, int rank, int N, N
     __syncwarp();
     issue(number + 1);
     const Number* tile = mine + number % 2 * SPREAD_TILE<TURNED>;
-#pragma unroll
+    // Forward two steps at a time: with four of them ptxas runs out of registers for sm_100.
+#pragma unroll(TURNED ? BM : 2)
     for (int m = 0; m < BM; m += 16) {
       float sum[NC / 8][4] = {};
 #pragma unroll

@@ -1,12 +1,12 @@
 // Blocks of 16 rows; Act is the activation between the layers.
 #include "feed_forward.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 feed_forward_16(ARGUMENTS(Sizes) sizes, const Number* x, const Number* left1, const Number* right1,
                 const Number* left2, const Number* right2, Number* t1, Number* t2, Number* y) {
   forward<16, Act>(sizes, x, left1, right1, left2, right2, t1, t2, y);
 }
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 feed_forward_back_rows_16(ARGUMENTS(Sizes) sizes, const Number* dy, const Number* left1, const Number* right1,
                           const Number* left2, const Number* right2, const Number* t1, Number* u1, Number* u2,
                           Number* dx) {
