@@ -84,6 +84,7 @@ class BTTLinear(CompressedLinear):
         self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        self._check_there(input)
         check_width(input, self.in_features)
         left, right = self.gated_cores()
         return block_linear(input, left, right, self.bias, self.out_features)

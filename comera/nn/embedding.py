@@ -80,6 +80,7 @@ class TTEmbedding(TTTable):
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
+        self._check_there(input)
         rows = self._rows(input)
         if self.padding_idx is None:
             return rows

@@ -76,6 +76,7 @@ class TTLinear(CompressedLinear):
         self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        self._check_there(input)
         return _LINEAR(self, input)
 
     def factors(self) -> Factors:

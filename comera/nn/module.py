@@ -34,12 +34,15 @@ _WRITTEN = (
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Check for hooks on a module's passes: it must then run by itself, or they are skipped."""
+    """Check for hooks on a module's passes: it must then run by itself, or they are skipped.
+
+    A forward pass of its own counts as one, as accelerate hooks its modules.
+    """
     hooks = (
         module._forward_hooks, module._forward_pre_hooks,
         module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
-    return any(hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 class Gates(nn.ParameterList):
@@ -138,6 +141,21 @@ class TensorTrainModule(WeightByAssignment):
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
     _modes: Shape
+
+    def _check_there(self, input: Tensor) -> None:
+        """Refuse a batch where cores have no numbers: torch computes with whatever lies there.
+
+        Raises:
+            RuntimeError: If the cores are on the meta device and the batch is not.
+        """
+        core = self._modules["cores"]._parameters.get("0")  # type: ignore[union-attr]
+        if core is not None and core.is_meta and not input.is_meta:
+            raise RuntimeError(
+                f"the cores of this {type(self).__name__} are on the meta device and have no "
+                f"numbers, the input is on {input.device}: load them first; accelerate brings "
+                "those that it has offloaded if it is told of the class: cpu_offload, "
+                f'dispatch_model(..., preload_module_classes=["{type(self).__name__}"])'
+            )
 
     def _build(
         self,

@@ -127,6 +127,9 @@ def gradients_again(
     Returns:
         Gradients of the inputs; None for those that need none.
     """
+    # Of views: one input may depend on another, as the second pass through a layer's factors does
+    # on the first, and what it gets by way of that one is not for here.
+    inputs = [each.view_as(each) for each in inputs]
     wanted = [each for each in inputs if each.requires_grad]
     found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
     return [next(found) if each.requires_grad else None for each in inputs]

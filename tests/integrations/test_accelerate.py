@@ -57,3 +57,27 @@ def test_the_state_of_its_optimizer_is_cut_with_the_ranks():
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
     for param, state in optimizer.state.items():
         assert state["exp_avg"].shape == param.shape
+
+
+LAYERS = {
+    "TTLinear": (lambda: comera.TTLinear(16, 16, rank=4), lambda: torch.randn(32, 16)),
+    "BTTLinear": (lambda: comera.BTTLinear(16, 16, rank=1), lambda: torch.randn(32, 16)),
+    "TTEmbedding": (lambda: comera.TTEmbedding(64, 16, rank=4), lambda: torch.arange(9)),
+    "TTEmbeddingBag": (
+        lambda: comera.TTEmbeddingBag(64, 16, rank=4), lambda: torch.arange(9)[None],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_offloaded_weights_come_back_or_are_missed(kind):
+    make, batch = LAYERS[kind]
+    x, on_cpu = batch(), {"execution_device": torch.device("cpu")}
+    model = nn.Sequential(make())
+    accelerate.cpu_offload(model, **on_cpu)
+    with pytest.raises(RuntimeError, match=rf"preload_module_classes=.*{kind}"):
+        model(x)
+    model = nn.Sequential(make())
+    want = model(x)
+    accelerate.cpu_offload(model, **on_cpu, preload_module_classes=[kind])
+    torch.testing.assert_close(model(x), want)

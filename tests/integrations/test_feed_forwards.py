@@ -46,7 +46,7 @@ def kept_widths(model, tokens):
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_are_found_and_compute_the_same(name):
     model, tokens = make(name), torch.randint(2, 64, (2, 24))
-    parts = [m for m in model.modules() if "_feed_forward_part" in vars(m)]
+    parts = [m for m in model.modules() if vars(m).get("_feed_forward_part")]
     assert [type(part).__name__ for part in parts] == [PARTS[name]] * 2
     by_layers = copy.deepcopy(model)
     unfuse_feed_forwards_(by_layers)
@@ -64,4 +64,4 @@ def test_gelu_by_its_approximation_is_left_alone():
     }
     model = transformers.AutoModel.from_config(transformers.GemmaConfig(**sizes))
     comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
-    assert not any("_feed_forward_part" in vars(m) for m in model.modules())
+    assert not any(vars(m).get("_feed_forward_part") for m in model.modules())

@@ -312,6 +312,11 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
     ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
+    ("nn/feed_forward_parts.py", "is_eager"): "a compiler fuses layers itself",
+    (
+        "nn/feed_forward_parts.py",
+        "is_concrete",
+    ): "and others look at what is computed, not at numbers",
     ("nn/experts.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
     ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
 }
