@@ -140,6 +140,10 @@ class Archive:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"
 
+    def size(self, step: int) -> int:
+        """Count the bytes of a checkpoint's files; what it links to is not among them."""
+        return sum(file.stat().st_size for file in self.path(step).iterdir())
+
     def manifest(self, step: int) -> Manifest:
         """Read the manifest of a step, checked against itself.
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from comera.checkpoint.archive import Archive
 from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
 from comera.nn.convert import tensorize_
@@ -63,6 +64,7 @@ class Outcome:
         steps: Optimizer steps.
         ranks: What rank learning reported, if it ran.
         test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
+        checkpoint_bytes: Size of the last checkpoint, optimizer and all; None without checkpoints.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Outcome:
     steps: int
     ranks: dict[str, Any] | None = None
     test: dict[str, float] = dataclasses.field(default_factory=dict)
+    checkpoint_bytes: int | None = None
 
 
 def run(
@@ -416,6 +419,7 @@ def _save(
 ) -> Outcome:
     save_state(model, state, folder, config.tt_config)
     report = compression_report(model)
+    checkpoints = Archive(folder / "checkpoints")
     outcome = Outcome(
         name=name,
         metrics=result.metrics,
@@ -427,6 +431,7 @@ def _save(
         steps=result.steps,
         ranks=result.ranks,
         test=test,
+        checkpoint_bytes=max(map(checkpoints.size, checkpoints.steps()[-1:]), default=None),
     )
     if task.tokenizer is not None:
         with replacing(folder / "tokenizer.json") as temporary:

@@ -122,6 +122,22 @@ def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
     assert finding.startswith("small: test accuracy 69.00 %, the same as dense's 69.00 %")
 
 
+def test_sizes_of_checkpoints_are_shown_where_they_differ(tmp_path):
+    def run(variant: str, size: int | None):
+        return Trained(variant, 0, 10, {"loss": 1.0}, 1, 1.0, checkpoint_bytes=size)
+
+    runs = [run("exact", 18 << 20), run("lossy", 512 << 10)]
+    comparison = compare(runs, ["exact", "lossy"], [0], "exact", "loss")
+    write_comparison(comparison, runs, tmp_path)
+    assert read_comparison(tmp_path) == comparison
+    table = (tmp_path / "results.md").read_text()
+    assert "| a checkpoint |" in table
+    assert "| 18 MiB |" in table
+    assert "| 512 KiB |" in table
+    alike = compare([run("exact", 9), run("lossy", 9)], ["exact", "lossy"], [0], "exact", "loss")
+    assert "a checkpoint" not in comparison_text(alike)
+
+
 def test_one_run_without_test_data_leaves_all_with_what_they_share():
     runs = [scored("dense", 0, 0.70, 0.68), trained("small", 0, 0.75, 100)]
     comparison = compare(runs, ["dense", "small"], [0], "dense", "accuracy")

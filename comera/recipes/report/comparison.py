@@ -23,6 +23,7 @@ class Trained:
         steps: Optimizer steps.
         seconds: Time in training steps.
         test: Figures on the test data; empty for a run without.
+        checkpoint_bytes: Size of its last checkpoint; None where that is not known.
         more: The rest of its ``result.json``, without the layers.
     """
 
@@ -33,6 +34,7 @@ class Trained:
     steps: int
     seconds: float
     test: dict[str, float] = field(default_factory=dict)
+    checkpoint_bytes: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +59,7 @@ class Row:
             both have.
         dev_mean: Mean of the metric on the development data, where all other
             figures are of test data; None where they are of the former.
+        checkpoint_bytes: Size of the last checkpoint, the mean; None where one is not known.
     """
 
     variant: str
@@ -73,6 +76,7 @@ class Row:
     seconds: float
     speed: float | None
     dev_mean: float | None = None
+    checkpoint_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ def read_trained(variant: str, seed: int, folder: Path) -> Trained:
     facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
     facts.pop("layers")
-    test = facts.pop("test", {})
-    return Trained(variant, seed, **main, test=test, more={"folder": str(folder), **facts})
+    main |= {"test": facts.pop("test", {}), "checkpoint_bytes": facts.pop("checkpoint_bytes", None)}
+    return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
 
 
 def compare(
@@ -164,6 +168,7 @@ def _row(
     runs = list(mine.values())
     values = [figure(run) for run in runs]
     params = statistics.mean(run.params for run in runs)
+    sizes = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes is not None]
     shared = [seed for seed in mine if seed in base]
     differences = {seed: figure(mine[seed]) - figure(base[seed]) for seed in shared}
     spread = _deviation(list(differences.values()))
@@ -185,6 +190,7 @@ def _row(
         seconds=statistics.mean(run.seconds for run in runs),
         speed=speed,
         dev_mean=statistics.mean(run.metrics[metric] for run in runs) if tested else None,
+        checkpoint_bytes=statistics.mean(sizes) if len(sizes) == len(runs) else None,
     )
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.files import replacing
+from comera.planning.printing import show_bytes
 from comera.recipes.report.comparison import Comparison, Trained, compare
 
 _NONE = "–"
@@ -57,7 +58,11 @@ def read_comparison(folder: Path) -> Comparison:
     facts = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     names = ("variant", "seed", "params", "metrics", "steps", "seconds")
     runs = [
-        Trained(**{name: run[name] for name in names}, test=run.get("test", {}))
+        Trained(
+            **{name: run[name] for name in names},
+            test=run.get("test", {}),
+            checkpoint_bytes=run.get("checkpoint_bytes"),
+        )
         for run in facts["runs"]
     ]
     variants = [row["variant"] for row in facts["summary"]]
@@ -87,8 +92,11 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
     ]  # fmt: skip
     if comparison.tested:
         header.append(f"dev {named}")
+    sizes = [_size(row.checkpoint_bytes) for row in comparison.rows]
+    if len(set(sizes)) > 1:
+        header.append("a checkpoint")
     rows = []
-    for row in comparison.rows:
+    for row, size in zip(comparison.rows, sizes, strict=True):
         itself = row.variant == comparison.reference
         rows.append(
             [
@@ -105,8 +113,13 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
                 _NONE if row.speed is None else f"{row.speed:.2f}x",
             ]
             + ([] if row.dev_mean is None else [f"{scale * row.dev_mean:.{digits}f}"])
+            + ([size] if len(set(sizes)) > 1 else [])
         )
     return header, rows
+
+
+def _size(number: float | None) -> str:
+    return _NONE if number is None else show_bytes(number)
 
 
 def _plus_minus(value: float | None, error: float | None, scale: int, form: str) -> str:
@@ -134,11 +147,12 @@ def comparison_note(comparison: Comparison) -> str:
         f"Seeds {seeds}. {comparison.metric}: mean ± sample standard deviation over the finished "
         f"seeds. Difference: to {comparison.reference}, paired by seed, ± its standard error. "
         "Fewer: times fewer parameters than the reference. Seconds: in training steps. Speed: of a "
-        "step, against one of the reference with the same seeds."
+        "step, against one of the reference with the same seeds. A checkpoint: the last one, with "
+        "the optimizer's state."
     )
     if comparison.tested:
         note += (
-            " All figures are of test data, but those of the last column: they are of the data "
+            " All figures are of test data, but those named dev: they are of the data "
             "that settings and variants may be chosen by."
         )
     return note
