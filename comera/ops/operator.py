@@ -114,27 +114,6 @@ class _Context:
         return getattr(self._ctx, name)
 
 
-def gradients_again(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
-) -> list[Tensor | None]:
-    """Return gradients that can be differentiated, for a backward pass that is itself.
-
-    Args:
-        function: A reference for an operator, in operations that autograd knows.
-        inputs: The operator's saved inputs.
-        grad: Gradient of what it returns.
-
-    Returns:
-        Gradients of the inputs; None for those that need none.
-    """
-    # Of views: one input may depend on another, as the second pass through a layer's factors does
-    # on the first, and what it gets by way of that one is not for here.
-    inputs = [each.view_as(each) for each in inputs]
-    wanted = [each for each in inputs if each.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
-    return [next(found) if each.requires_grad else None for each in inputs]
-
-
 def is_concrete(value: Any) -> bool:
     """Say whether it is no tensor without numbers, as on the meta device or in a compiled graph."""
     if not isinstance(value, Tensor):

@@ -8,7 +8,7 @@ Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from comera.ops.context import autocast_together, products_are_tf32, without_aut
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
 from comera.ops.kernels import feed_forward_kernel
-from comera.ops.operator import gradients_again, operator
+from comera.ops.operator import operator
 from comera.ops.product import add_product, product, product_into, store_product_
 
 _aten = torch.ops.aten
@@ -268,6 +268,27 @@ def _gradients_again(ctx, grad_y: Tensor, x_BI: Tensor, *halves: Tensor) -> list
 
 
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def gradients_again(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> list[Tensor | None]:
+    """Return gradients that can be differentiated, for a backward pass that is itself.
+
+    Args:
+        function: A reference for an operator, in operations that autograd knows.
+        inputs: The operator's saved inputs.
+        grad: Gradient of what it returns.
+
+    Returns:
+        Gradients of the inputs; None for those that need none.
+    """
+    # Of views: one input may depend on another, as the second pass through a layer's factors does
+    # on the first, and what it gets by way of that one is not for here.
+    inputs = [each.view_as(each) for each in inputs]
+    wanted = [each for each in inputs if each.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
+    return [next(found) if each.requires_grad else None for each in inputs]
 
 
 def hidden_slices(x: Tensor, hidden: int) -> Iterator[slice]:

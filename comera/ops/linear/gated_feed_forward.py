@@ -19,13 +19,14 @@ from comera.ops.factors import Factors
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import (
     ACTIVATIONS,
+    gradients_again,
     hidden_buffers,
     hidden_slices,
     plainly,
     rounding,
 )
 from comera.ops.linear.thin import times_left
-from comera.ops.operator import gradients_again, operator
+from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product_into, store_product_
 
 _silu, _silu_back = ACTIVATIONS["silu"]
