@@ -64,7 +64,8 @@ class Outcome:
         steps: Optimizer steps.
         ranks: What rank learning reported, if it ran.
         test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
-        checkpoint_bytes: Size of the last checkpoint, optimizer and all; None without checkpoints.
+        checkpoint_bytes: Size of a checkpoint, the mean of those kept, as a lossy one needs what it
+            links to. None without checkpoints.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Outcome:
     steps: int
     ranks: dict[str, Any] | None = None
     test: dict[str, float] = dataclasses.field(default_factory=dict)
-    checkpoint_bytes: int | None = None
+    checkpoint_bytes: float | None = None
 
 
 def run(
@@ -420,6 +421,7 @@ def _save(
     save_state(model, state, folder, config.tt_config)
     report = compression_report(model)
     checkpoints = Archive(folder / "checkpoints")
+    sizes = [checkpoints.size(step) for step in checkpoints.steps()]
     outcome = Outcome(
         name=name,
         metrics=result.metrics,
@@ -431,7 +433,7 @@ def _save(
         steps=result.steps,
         ranks=result.ranks,
         test=test,
-        checkpoint_bytes=max(map(checkpoints.size, checkpoints.steps()[-1:]), default=None),
+        checkpoint_bytes=sum(sizes) / len(sizes) if sizes else None,
     )
     if task.tokenizer is not None:
         with replacing(folder / "tokenizer.json") as temporary:

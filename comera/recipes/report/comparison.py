@@ -23,7 +23,7 @@ class Trained:
         steps: Optimizer steps.
         seconds: Time in training steps.
         test: Figures on the test data; empty for a run without.
-        checkpoint_bytes: Size of its last checkpoint; None where that is not known.
+        checkpoint_bytes: Size of a checkpoint, the mean of those kept; None if it is not known.
         more: The rest of its ``result.json``, without the layers.
     """
 
@@ -34,7 +34,7 @@ class Trained:
     steps: int
     seconds: float
     test: dict[str, float] = field(default_factory=dict)
-    checkpoint_bytes: int | None = None
+    checkpoint_bytes: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ class Row:
             both have.
         dev_mean: Mean of the metric on the development data, where all other
             figures are of test data; None where they are of the former.
-        checkpoint_bytes: Size of the last checkpoint, the mean; None where one is not known.
+        checkpoint_bytes: The mean size of a checkpoint; None where one is not known.
     """
 
     variant: str

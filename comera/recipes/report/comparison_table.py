@@ -147,8 +147,8 @@ def comparison_note(comparison: Comparison) -> str:
         f"Seeds {seeds}. {comparison.metric}: mean ± sample standard deviation over the finished "
         f"seeds. Difference: to {comparison.reference}, paired by seed, ± its standard error. "
         "Fewer: times fewer parameters than the reference. Seconds: in training steps. Speed: of a "
-        "step, against one of the reference with the same seeds. A checkpoint: the last one, with "
-        "the optimizer's state."
+        "step, against one of the reference with the same seeds. A checkpoint: the mean size "
+        "of those kept, the optimizer's state among it."
     )
     if comparison.tested:
         note += (
