@@ -25,8 +25,8 @@ from comera.ops.operator import is_concrete, is_traced
 log = logging.getLogger("comera")
 
 _METHODS = "forward", "feed_forward_chunk", "ff_chunk", "_ff_block"
-"""What may be a part: a module's whole pass, or that share of it in BERT's, DistilBERT's and
-torch's layers."""
+"""Methods that may compute a part: a module's whole pass, or a share of it, as BERT's, DistilBERT's
+and torch's layers have it."""
 
 _FEW = 16
 """Rows below which layers by themselves are quicker, and keep next to nothing."""
@@ -46,15 +46,15 @@ def fuse_feed_forwards_(model: nn.Module) -> None:
     done: set[int] = set()
     names = []
     for name, module in model.named_modules():
-        for method in _METHODS:
-            part = None if id(module) in done else _recognised(module, method)
-            if part is not None:
-                held: Any = module
-                kind: Any = type(held)
-                held.__class__ = _fused_class(kind, method)
-                held._feed_forward_part = part
-                names.append(name or "the model")
-                done.update(map(id, module.modules()))
+        found = None if id(module) in done else _recognised(module)
+        if found is not None:
+            held: Any = module
+            kind: Any = type(held)
+            method, part = found
+            held.__class__ = _fused_class(kind, method)
+            held._feed_forward_part = part
+            names.append(name or "the model")
+            done.update(map(id, module.modules()))
     if names:
         log.info("keep nothing of their hidden width, as one operation each: %s", listed(names))
 
@@ -64,16 +64,12 @@ def unfuse_feed_forwards_(model: nn.Module) -> None:
     for module in model.modules():
         held: Any = module
         if isinstance(held, _Fused) and type(held) is _fused_class(*held.made_of):
-            _unfuse_(held)
+            held.__class__, _ = held.made_of
+            vars(held).pop("_feed_forward_part", None)
 
 
-def _unfuse_(held: Any) -> None:
-    held.__class__, _ = held.made_of
-    vars(held).pop("_feed_forward_part", None)
-
-
-class _Fused:
-    """What the class of a part has beside that of the module; see :func:`_fused_class`."""
+class _Fused(nn.Module):
+    """Base, beside the module's own class, of the classes that :func:`_fused_class` makes."""
 
     made_of: tuple[Any, str]
     _feed_forward_part: Part | None = None  # a new one of this class has none
@@ -89,7 +85,7 @@ class _Fused:
 
     def __setstate__(self, state: Any) -> None:
         """Read anew what the class computes, which may have been written anew since."""
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)
         base, method = self.made_of
         held: Any = self
         held._feed_forward_part = read(held, method, getattr(base, method))
@@ -115,20 +111,22 @@ def _fused_class(base: Any, method: str) -> Any:
     return type(base.__name__, (_Fused, base), names | {"__qualname__": base.__qualname__})
 
 
-def _recognised(module: nn.Module, method: str) -> Part | None:
-    """Return what a method of a module computes, if it is such a part."""
+def _recognised(module: nn.Module) -> tuple[str, Part] | None:
+    """Return a method of a module that computes a part, and which, if there is one."""
     kind = type(module)
-    function = getattr(kind, method, None)
-    if function is None or method in vars(module):
-        return None
-    if sum(type(each) is TTLinear for each in module.modules()) < 2:
-        return None
     is_plain = (
         type(kind) is type
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
     )
-    return read(module, method, function) if is_plain else None
+    if not is_plain or sum(type(each) is TTLinear for each in module.modules()) < 2:
+        return None
+    for method in _METHODS:
+        function = None if method in vars(module) else getattr(kind, method, None)
+        part = None if function is None else read(module, method, function)
+        if part is not None:
+            return method, part
+    return None
 
 
 def _may_run(part: Part, module: Any, x: Any) -> bool:

@@ -148,7 +148,8 @@ class TensorTrainModule(WeightByAssignment):
         Raises:
             RuntimeError: If the cores are on the meta device and the batch is not.
         """
-        core = self._modules["cores"]._parameters.get("0")  # type: ignore[union-attr]
+        cores: Any = self._modules["cores"]
+        core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
             raise RuntimeError(
                 f"the cores of this {type(self).__name__} are on the meta device and have no "

@@ -147,9 +147,7 @@ def read(module: nn.Module, method: str, function: Any) -> Part | None:
         return None
     if not part.is_whole:
         return None
-    first, *others = reader.opened
-    opened = replace(first, kind=None), *others
-    return replace(part, opened=opened, skipped=tuple(reader.skipped))
+    return replace(part, opened=tuple(reader.opened), skipped=tuple(reader.skipped))
 
 
 def _is_exact(module: nn.Module) -> bool:
@@ -170,11 +168,10 @@ class _Reader:
         self, name: str, module: nn.Module, method: str, function: Any, given: Sequence[Part]
     ) -> Part:
         """Return what a method of a module makes of its inputs."""
-        number = len(self.opened)
-        self.opened.append(_Opened(name, type(module), method, function))
+        opened = _Opened(name, type(module) if name else None, method, function)
         if type(module) is nn.Sequential and function is nn.Sequential.forward:
             children = tuple(module._modules)
-            self.opened[number] = replace(self.opened[number], children=children)
+            self.opened.append(replace(opened, children=children))
             (value,) = _exactly(1, given)
             for child in children:
                 value = self.called_on(_below(name, child), [value])
@@ -183,14 +180,16 @@ class _Reader:
         if source is None:
             raise _UnreadableError
         names = [arg.arg for arg in source.args.args]
-        frame = _Frame(self, name, module, number, function.__globals__, names[0])
+        frame = _Frame(self, name, module, function.__globals__, names[0])
         frame.known = dict(zip(names[1:], _exactly(len(names) - 1, given), strict=True))
-        return frame.result(source.body)
+        result = frame.result(source.body)
+        self.opened.append(replace(opened, functions=tuple(frame.functions)))
+        return result
 
     def called_on(self, name: str, given: Sequence[Part]) -> Part:
         """Return what a module inside makes of its inputs."""
         module = inside(self.whole, name)
-        if module is None or name in self.called or "forward" in vars(module):
+        if module is None or name in self.called:
             raise _UnreadableError
         self.called.add(name)
         part = given[0]
@@ -205,7 +204,7 @@ class _Reader:
             return part
         if kind in _ACTIVATIONS and _is_exact(module):
             self.skipped.append((name, kind))
-            return activated(_ACTIVATIONS[kind], given)
+            return _activated(_ACTIVATIONS[kind], given)
         if part.is_wide or any(type(each) is TTLinear for each in module.modules()):
             if kind.__call__ is not nn.Module.__call__:
                 raise _UnreadableError
@@ -228,13 +227,13 @@ class _Frame:
         reader: _Reader,
         name: str,
         module: nn.Module,
-        number: int,
         outside: dict[str, Any],
         own: str,
     ) -> None:
-        self.reader, self.name, self.module, self.number = reader, name, module, number
+        self.reader, self.name, self.module = reader, name, module
         self.outside, self.own = outside, own
         self.known: dict[str, Part] = {}
+        self.functions: list[tuple[str, Any]] = []
 
     def result(self, body: Sequence[ast.stmt]) -> Part:
         for statement in body[:-1]:
@@ -276,16 +275,15 @@ class _Frame:
                 found = functools.reduce(getattr, rest, self.outside[root])
             except AttributeError:
                 raise _UnreadableError from None
-            return activated(_activation_of(found), given)
+            return _activated(_activation_of(found), given)
         if len(rest) == 1 and rest[0] in vars(self.module):  # a function that the module holds
-            found, opened = vars(self.module)[rest[0]], self.reader.opened
-            functions = (*opened[self.number].functions, (rest[0], found))
-            opened[self.number] = replace(opened[self.number], functions=functions)
-            return activated(_activation_of(found), given)
+            found = vars(self.module)[rest[0]]
+            self.functions.append((rest[0], found))
+            return _activated(_activation_of(found), given)
         return self.reader.called_on(_below(self.name, ".".join(rest)), given)
 
 
-def activated(activation: str, given: Sequence[Part]) -> Part:
+def _activated(activation: str, given: Sequence[Part]) -> Part:
     """Return an activation of the output of one layer."""
     (part,) = _exactly(1, given)
     if not part.is_wide:

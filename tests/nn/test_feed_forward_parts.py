@@ -15,7 +15,7 @@ WIDTH, HIDDEN = 24, 40
 
 
 class Mlp(nn.Module):
-    """As GPTs of one's own have it."""
+    """A feed-forward part as GPTs of one's own have it."""
 
     def __init__(self, activation=None, dropout=0.1):
         super().__init__()

@@ -93,7 +93,8 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
     if comparison.tested:
         header.append(f"dev {named}")
     sizes = [_size(row.checkpoint_bytes) for row in comparison.rows]
-    if len(set(sizes)) > 1:
+    sizes_differ = len(set(sizes)) > 1
+    if sizes_differ:
         header.append("a checkpoint")
     rows = []
     for row, size in zip(comparison.rows, sizes, strict=True):
@@ -113,7 +114,7 @@ def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]
                 _NONE if row.speed is None else f"{row.speed:.2f}x",
             ]
             + ([] if row.dev_mean is None else [f"{scale * row.dev_mean:.{digits}f}"])
-            + ([size] if len(set(sizes)) > 1 else [])
+            + ([size] if sizes_differ else [])
         )
     return header, rows
 
