@@ -76,7 +76,6 @@ class _ForwardSharing:
         self._layers: list[TTLinear] | None = None
         self._together: LayersTogether | None = None
         self._used: set[int] = set()
-        self._in_vain: list[Any] = []  # handles of hooks, see _expect_no_gradient
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the layers of this model: a copy has its own."""
@@ -123,9 +122,6 @@ class _ForwardSharing:
     def _share(self) -> None:
         assert self._layers is not None
         assert self._together is not None
-        for handle in self._in_vain:
-            handle.remove()
-        self._in_vain = []
         for layer in self._layers:
             self._announce(layer, ())
         if self._is_ready(self._together):
@@ -165,25 +161,8 @@ class _ForwardSharing:
         before = {id(layer) for layer in self._together.layers}
         if before == self._used:
             return
-        for layer in self._together.layers:
-            if id(layer) not in self._used:
-                self._expect_no_gradient(layer)
         self._layers = _linears(model)  # others may have taken the place of those left out
         self._together = LayersTogether([m for m in self._layers if id(m) in self._used])
-
-    def _expect_no_gradient(self, layer: TTLinear) -> None:
-        """Let a layer that was served in vain get no gradient in the backward pass, as by itself.
-
-        Its share of the gradients of all is zeros, with which optimizers would let weights decay.
-        """
-        for param in layer.parameters():
-            if param.requires_grad:
-                self._in_vain.append(param.register_post_accumulate_grad_hook(_drop_zeros))
-
-
-def _drop_zeros(param: Tensor) -> None:
-    if param.grad is not None and not param.grad.any():
-        param.grad = None
 
 
 def _is_whole(layer: TTLinear) -> bool:

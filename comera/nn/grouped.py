@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.nn.handed_out import hand_out
 from comera.nn.linear import TTLinear
 from comera.nn.module import (
     Shared,
@@ -44,8 +45,8 @@ class BatchedContraction:
         noticed, and everything is contracted anew; not by a compiled model, and not where it is
         written to through ``.data``, replaced, or brought to another dtype or device: leave the
         context for that.
-        The cores of a layer that the forward pass left out get a gradient of zeros, not None, as
-        do the gates of all layers.
+        The gates of a layer that no gradient reaches get one of zeros, not None, where they are
+        part of one vector with others; in a CUDA graph its cores do, too.
 
     Example::
 
@@ -135,7 +136,10 @@ class LayersTogether:
             gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
             factors = contract_groups(cores, gates, *rest)
             narrow = factors[0].dtype != cores[0].dtype
-            _hand_out(groups, factors, "narrow_factors" if narrow else "shared_factors")
+            name = "narrow_factors" if narrow else "shared_factors"
+            for layers, pairs in zip(groups, hand_out(groups, factors), strict=True):
+                for layer, pair in zip(layers, pairs, strict=True):
+                    vars(layer)[name] = pair
 
     def take_back(self) -> None:
         """Let each layer contract its own cores again.
@@ -150,13 +154,6 @@ class LayersTogether:
 def _read_from(train: TensorTrainModule) -> tuple[Tensor, ...]:
     """Return the parameters that the tensors shared with a module are made of."""
     return tuple(train.parameters() if isinstance(train, TTLinear) else train.gates)
-
-
-def _hand_out(groups: list[list[TTLinear]], factors: list[Tensor], name: str) -> None:
-    for layers, lefts, rights in zip(groups, factors[::2], factors[1::2], strict=True):
-        pairs = zip(lefts.unbind(0), rights.unbind(0), strict=True)
-        for layer, pair in zip(layers, pairs, strict=True):
-            vars(layer)[name] = pair
 
 
 def _arguments(groups: list[list[TTLinear]], dtype: torch.dtype | None) -> tuple[Any, ...]:
