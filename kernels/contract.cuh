@@ -66,7 +66,11 @@ __device__ __forceinline__ float opened(const float* gate, int c, float threshol
 }
 template <typename C>
 __device__ __forceinline__ const C* core(const Descriptor& d, int s) {
-  return static_cast<const C*>(d.core[s]);
+  const C* from = static_cast<const C*>(d.core[s]);
+#ifndef COMERA_EMULATION
+  __builtin_assume(__isGlobal(from));
+#endif
+  return from;
 }
 template <typename C>
 __device__ __forceinline__ float read(const Descriptor& d, int s, int64_t at) {
@@ -249,14 +253,21 @@ struct Before {
     const Descriptor& d = block.d;
     if (s == 0) {
       __syncthreads();
-      const int bond = d.bond[0];
-      for (int e = threadIdx.x; e < S::ROWS * BOND; e += THREADS) {
-        const int row = row0 + e / BOND, c = e % BOND;
-        float x = 0.f;
-        if (c < bond && row < d.mode[0])
-          x = read<C>(d, 0, d.right ? c * d.mode[0] + row : row * bond + c) * block.gate[0][c];
-        p[e / BOND * S::P_ROW + c] = x;
+      const int bond = d.bond[0], mode = d.mode[0];
+      const C* from = core<C>(d, 0);
+      const int c = threadIdx.x % BOND, by_row = d.right ? 1 : bond;
+      from += d.right ? c * mode : c;
+      const float gate = c < bond ? block.gate[0][c] : 0.f;
+      constexpr int EACH = S::ROWS * BOND / THREADS;
+      float x[EACH];
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        const int row = row0 + threadIdx.x / BOND + i * (THREADS / BOND);
+        x[i] = c < bond && row < mode ? wide(from[row * by_row]) : 0.f;
       }
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+        p[(threadIdx.x / BOND + i * (THREADS / BOND)) * S::P_ROW + c] = x[i] * gate;
     } else {
       const int at_once = d.at_once[s - 1];
       advance<C>(
@@ -277,17 +288,31 @@ __device__ void take_last(const Block& block, int j0, int columns, float* tile) 
   const Descriptor& d = block.d;
   const int s = d.cores - 1, in = d.bond[s - 1];
   if (d.right) {
-    for (int j = threadIdx.x / 32; j < COLUMNS; j += WARPS)
+    const C* from = core<C>(d, s) + (int64_t)j0 * in;
 #pragma unroll
-      for (int k = threadIdx.x % 32; k < BOND; k += 32)
-        tile[k * ROW + j] = j0 + j < columns && k < in ? read<C>(d, s, (int64_t)(j0 + j) * in + k) : 0.f;
+    for (int k = threadIdx.x % 32; k < BOND; k += 32) {
+      float x[COLUMNS / WARPS];
+#pragma unroll
+      for (int i = 0; i < COLUMNS / WARPS; ++i) {
+        const int j = threadIdx.x / 32 + i * WARPS;
+        x[i] = j0 + j < columns && k < in ? wide(from[j * in + k]) : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < COLUMNS / WARPS; ++i) tile[k * ROW + threadIdx.x / 32 + i * WARPS] = x[i];
+    }
   } else {
     const int j = threadIdx.x % COLUMNS;
     const float gate = j0 + j < columns ? block.opened(s, (j0 + j) % d.bond[s]) : 0.f;
-#pragma unroll 4
-    for (int k = threadIdx.x / COLUMNS; k < BOND; k += THREADS / COLUMNS)
-      tile[k * ROW + j] =
-          k < in && j0 + j < columns ? read<C>(d, s, (int64_t)k * columns + j0 + j) * gate : 0.f;
+    const C* from = core<C>(d, s) + j0 + j;
+    constexpr int EACH = BOND * COLUMNS / THREADS, STEP = THREADS / COLUMNS;
+    float x[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int k = threadIdx.x / COLUMNS + i * STEP;
+      x[i] = k < in && j0 + j < columns ? wide(from[(int64_t)k * columns]) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) tile[(threadIdx.x / COLUMNS + i * STEP) * ROW + j] = x[i] * gate;
   }
 }
 
@@ -413,12 +438,21 @@ __device__ void back_last(Block& block, int number, const T* from, C* core_grad,
     const int count = rows - r0 < S::ROWS ? rows - r0 : S::ROWS;
     before.rows(r0, p, false);
     if (d.right) {
-#pragma unroll 2
-      for (int j = warp; j < COLUMNS; j += WARPS)
+#pragma unroll 1
+      for (int j = warp; j < COLUMNS; j += 2 * WARPS) {
+        float x[2][S::ROWS / 32];
 #pragma unroll
-        for (int i = lane; i < S::ROWS; i += 32)
-          if (i < count)
-            grad[i * ROW + j] = j0 + j < columns ? wide(from[(int64_t)(j0 + j) * rows + r0 + i]) : 0.f;
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < S::ROWS / 32; ++i) {
+            const int row = lane + 32 * i, column = j0 + j + n * WARPS;
+            x[n][i] = row < count && column < columns ? wide(from[(int64_t)column * rows + r0 + row]) : 0.f;
+          }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < S::ROWS / 32; ++i) grad[(lane + 32 * i) * ROW + j + n * WARPS] = x[n][i];
+      }
     } else {
       const int j = threadIdx.x % COLUMNS;
       const T* place = from + column_at(d, j0 + j, rows);

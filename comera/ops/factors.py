@@ -199,7 +199,12 @@ def _plainly(
     return [factor for group in groups for factor in plain_factors(group)]
 
 
-@operator("comera::contract_cores")
+_OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
+"""Descriptors that kernels keep must not lie in the memory of torch.compile's own CUDA graphs,
+which it takes for everything that is made while they warm up."""
+
+
+@operator("comera::contract_cores", tags=_OUTSIDE_GRAPHS)
 def _contract_groups(
     cores: Sequence[Tensor],
     gates: Sequence[Tensor],
@@ -250,7 +255,7 @@ def _backward(ctx, grads: Sequence[Tensor]):
 _contract_groups.register_autograd(_backward, setup_context=_setup_context)
 
 
-@operator("comera::contract_cores_backward")
+@operator("comera::contract_cores_backward", tags=_OUTSIDE_GRAPHS)
 def _contract_backward(
     grads: Sequence[Tensor],
     cores: Sequence[Tensor],

@@ -175,3 +175,8 @@ def test_registered_soundly(name, num_layers, bias):
 )
 def test_the_padded_rank_has_room_for_a_bias(rank, bias, want):
     assert padded_rank(rank, bias) == want
+
+
+def test_what_kernels_keep_stays_out_of_the_compilers_graphs():
+    for name in ("contract_cores", "contract_cores_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.comera, name).default.tags

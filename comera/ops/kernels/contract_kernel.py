@@ -26,8 +26,8 @@ _MOST_FACTORS, _THREADS, _AT_ONCE = 64, 256, 16384
 _MOST_SHARES = 1 << 24
 """Numbers of all blocks' shares of gradients that a launch may write: 64 MiB."""
 
-_MOST_KEPT = 32
-"""Plans that are kept, beside those that captured graphs need."""
+_MOST_KEPT = 1024
+"""Plans that are kept, beside those that captured graphs need: two for each layer by itself."""
 
 
 class _Descriptor(ctypes.Structure):
@@ -179,10 +179,12 @@ def _plans(
 
 
 def _keep(key: object, plans: list[_Plan], device: torch.device) -> None:
+    if device.type == "cuda":  # another stream, of another thread, may read it from now on
+        torch.cuda.current_stream(device).synchronize()
     if len(_kept) - len(_captured) >= _MOST_KEPT:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # another stream may still read what is let go
-        for old in [old for old in _kept if old not in _captured]:
+        for old in [old for old in _kept if old not in _captured][: _MOST_KEPT // 2]:
             del _kept[old]
     _kept[key] = plans
 

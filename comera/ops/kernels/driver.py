@@ -39,6 +39,7 @@ def _library(file: str, device: int) -> Any:
     return checked(answer, f"{file}.cu, compiled for sm_{major}{minor}, does not load")
 
 
+_allowing = threading.Lock()
 _allowed: dict[tuple[str, str, int], int] = {}
 """Bytes of shared memory that a kernel on a card has been allowed, beyond what it has anyway."""
 
@@ -46,11 +47,13 @@ _allowed: dict[tuple[str, str, int], int] = {}
 def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
     if shared <= _allowed.get((file, name, device), PLENTY_OF_SHARED):
         return
-    driver = _driver()
+    driver, kernel = _driver(), function(file, name, device)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    answer = driver.cuFuncSetAttribute(function(file, name, device), attribute, shared)
-    checked((*answer, None), f"{shared} bytes of shared memory for {name}")
-    _allowed[file, name, device] = shared
+    with _allowing:  # or another thread might lower it meanwhile
+        if shared > _allowed.get((file, name, device), PLENTY_OF_SHARED):
+            answer = driver.cuFuncSetAttribute(kernel, attribute, shared)
+            checked((*answer, None), f"{shared} bytes of shared memory for {name}")
+            _allowed[file, name, device] = shared
 
 
 def launch(
