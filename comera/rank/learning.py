@@ -134,12 +134,17 @@ class RankLearning(ABC):
             optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
                 anew for cores that are brought into canonical form; without it such a state is left
                 as it was, which costs some steps.
+
+        Raises:
+            ValueError: If the optimizer holds no core, as one that was built before ``tensorize_``.
         """
         self.follow_(loss)
         self.count_(optimizer)
 
     def count_(self, optimizer: AnyOptimizer | None = None) -> None:
         """Do the part of :meth:`step` that is the host's, between two steps."""
+        if optimizer is not None and optimizer is not self._optimizer:
+            check_holds_cores(optimizer, self.model)
         self.steps_done += 1
         self._optimizer = optimizer
 
@@ -285,3 +290,15 @@ class RankLearning(ABC):
                 gate.copy_(was)
             raise
         return closed
+
+
+def check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
+    """Check that the optimizer holds cores: one built before ``tensorize_`` holds what is gone."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
+    training = [core for core in cores if core.requires_grad]
+    if training and not any(id(core) in held for core in training):
+        raise ValueError(
+            "the optimizer holds none of the model's tensor-train cores: build it after "
+            "tensorize_, from comera.param_groups(model, lr=...)"
+        )

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.grouped import BatchedContraction
-from comera.nn.module import check_whole, tensor_trains
+from comera.nn.module import check_whole
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
 from comera.optim.unwrap import AnyOptimizer
-from comera.rank.learning import RankLearning
+from comera.rank.learning import RankLearning, check_holds_cores
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
@@ -138,7 +138,7 @@ class TrainStep:
         self._loss_fn = torch.compile(loss_fn) if compile else loss_fn
         self._device = next(model.parameters()).device
         self.scaled = precision == "fp8" and _can_scale(self._device)
-        _check_holds_cores(optimizer, model)
+        check_holds_cores(optimizer, model)
         self._unreduced = False  # whether averages over processes are under way
         # DistributedDataParallel averages gradients itself, OptimizerInBackward by its own group;
         # either way losses and rank learning take the mean over the same processes.
@@ -355,18 +355,6 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
             "OptimizerInBackward would step before DistributedDataParallel has averaged: give the "
             "model unwrapped, and OptimizerInBackward(optimizer, "
             "process_group=torch.distributed.group.WORLD)"
-        )
-
-
-def _check_holds_cores(optimizer: AnyOptimizer, model: nn.Module) -> None:
-    """Check that the optimizer holds cores: one built before ``tensorize_`` holds what is gone."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    cores = [core for layer in tensor_trains(model).values() for core in layer.cores]
-    training = [core for core in cores if core.requires_grad]
-    if training and not any(id(core) in held for core in training):
-        raise ValueError(
-            "the optimizer holds none of the model's tensor-train cores: build it after "
-            "tensorize_, from comera.param_groups(model, lr=...)"
         )
 
 

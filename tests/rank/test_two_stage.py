@@ -364,3 +364,10 @@ def test_a_schedule_that_is_over_is_not_warned_about(model, batch, method, caplo
     again.load_state_dict(ranks.state_dict())
     comera.TrainStep(model, loss_fn, optimizer_for(model, gate_lr=1e-3), again)
     assert not caplog.text
+
+
+@BOTH
+def test_an_optimizer_built_before_the_conversion_is_refused(model, method):
+    old = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="holds none of the model's tensor-train cores"):
+        method(model).step(torch.ones(()), old)
