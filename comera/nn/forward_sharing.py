@@ -45,6 +45,12 @@ def share_in_forward_(model: nn.Module) -> None:
         model.register_forward_hook(sharing.close, always_call=True)
 
 
+def unshare_in_forward_(model: nn.Module) -> None:
+    """Let each layer of a model contract its own cores again, as if it were the only one."""
+    for module in model.modules():
+        _remove_hooks(module)
+
+
 def _remove_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):

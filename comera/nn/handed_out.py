@@ -58,6 +58,15 @@ class _HandOut(torch.autograd.Function):
             _keep_none(ctx.groups, apart)
         return None, *map(_stacked, apart)
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        counts = [len(layers) for layers in ctx.groups for _ in range(2)]
+        return tuple(
+            part
+            for tangent, count in zip(tangents, counts, strict=True)
+            for part in ([None] * count if tangent is None else tangent.unbind(0))
+        )
+
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
     like = next((grad for grad in grads if grad is not None), None)

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import comera
-from comera.nn.forward_sharing import share_in_forward_
+from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
 
 
 class TwoHeads(nn.Module):
@@ -126,3 +127,27 @@ def test_the_context_does_the_same():
     for (name, a), b in zip(alone.named_parameters(), together.parameters(), strict=True):
         if "gates" not in name:
             assert (a.grad is None) == (b.grad is None), name
+
+
+def test_forward_mode(pair):
+    x, found = torch.randn(5, 24), []
+    change = [torch.randn_like(param) for param in pair[0].parameters()]
+    for model in pair:
+        names = [name for name, _ in model.named_parameters()]
+        with forward_ad.dual_level():
+            params = {
+                name: forward_ad.make_dual(param, tangent)
+                for name, param, tangent in zip(names, model.parameters(), change, strict=True)
+            }
+            ys = torch.func.functional_call(model, params, (x,))
+            found.append([forward_ad.unpack_dual(y).tangent for y in ys])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_each_layer_may_be_by_itself_again(pair):
+    _, together = pair
+    unshare_in_forward_(together)
+    actor, critic, _ = together(torch.randn(5, 24))
+    assert together.actor.shared is None
+    assert not together._forward_pre_hooks
+    assert actor.shape == critic.shape
