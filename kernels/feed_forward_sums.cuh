@@ -1,10 +1,7 @@
 // Gradients that are summed over the batch; Act is the activation between the layers.
 #include "feed_forward.cuh"
 
-// So many blocks have room in a multiprocessor's shared memory.
-constexpr int BLOCKS_AT_ONCE = (R > 32 ? 3 : 4) - (sizeof(Number) == 4);
-
-extern "C" __global__ void __launch_bounds__(128, BLOCKS_AT_ONCE)
+extern "C" __global__ void __launch_bounds__(128, R > 32 ? 3 : 4)
 feed_forward_back_hidden(ARGUMENTS(Sizes) sizes, const Number* t1, const Number* u2, const Number* right1,
                          const Number* left2, float* shares) {
   back_hidden<Act>(sizes, t1, u2, right1, left2, shares);
