@@ -17,6 +17,7 @@ from comera.compress.block_inputs import Calls, find_blocks, record_calls
 from comera.compress.budget import percent_meant
 from comera.compress.compress import Compression, compress_
 from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
+from comera.compress.layer_moments import evaluation_mode
 from comera.compress.linear_targets import Layer, linear_targets
 from comera.compress.meta_model import Filler, empty_layers_, parameters_on_meta
 from comera.compress.sensitivity import look_at
@@ -128,33 +129,32 @@ def compress_folder(
     outside = [name for name in targets if not name.startswith(f"{where}.")]
     if outside:
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    calls = _calls(model, filler, list(parts.values()), calibration)
-    about = {
-        "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
-        "source": {name: (shards.folder / name).stat().st_size for name in sorted(shards.files)},
-        "calibration": [_checksum(state) for state in calls.states],
-    }  # fmt: skip
-    unfinished = UnfinishedBlocks(folder / _UNFINISHED, about)
-    first = unfinished.go_on(calls.states)
-    ordered = list(parts.items())
-    for k, (_, block) in enumerate(ordered[:first]):
-        unfinished.put_layers_(k, block)
-        calls.others[k].clear()
-    for k in _shown(first, len(parts), progress):
-        name, block = ordered[k]
-        inside = f"{where}.{name}."
-        mine = {
-            target.removeprefix(inside): layer
-            for target, layer in targets.items()
-            if target.startswith(inside)
-        }
-        with filler.filled(block):
-            _compress_block_(block, k, mine, calls, unfinished, budget, seed)
-        empty_layers_(block)
-    for module, was in training.items():
-        module.training = was
+    with evaluation_mode(model):
+        calls = _calls(model, filler, list(parts.values()), calibration)
+        about = {
+            "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
+            "source": {
+                name: (shards.folder / name).stat().st_size for name in sorted(shards.files)
+            },
+            "calibration": [_checksum(state) for state in calls.states],
+        }  # fmt: skip
+        unfinished = UnfinishedBlocks(folder / _UNFINISHED, about)
+        first = unfinished.go_on(calls.states)
+        ordered = list(parts.items())
+        for k, (_, block) in enumerate(ordered[:first]):
+            unfinished.put_layers_(k, block)
+            calls.others[k].clear()
+        for k in _shown(first, len(parts), progress):
+            name, block = ordered[k]
+            inside = f"{where}.{name}."
+            mine = {
+                target.removeprefix(inside): layer
+                for target, layer in targets.items()
+                if target.startswith(inside)
+            }
+            with filler.filled(block):
+                _compress_block_(block, k, mine, calls, unfinished, budget, seed)
+            empty_layers_(block)
     _write(
         model, filler, unfinished, {f"{where}.{name}": k for k, name in enumerate(parts)}, folder
     )

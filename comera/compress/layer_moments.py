@@ -221,20 +221,29 @@ def _empty(layer: Layer) -> Moments:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have the model evaluate, with parameters that ask for no gradient."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have the model evaluate, and each module as it was afterwards."""
     training = {module: module.training for module in model.modules()}
-    wanted = {param: param.requires_grad for param in model.parameters()}
     model.eval()
-    for param in wanted:
-        param.requires_grad_(False)
     try:
         yield
     finally:
         for module, was in training.items():
             module.training = was
-        for param, was in wanted.items():
-            param.requires_grad_(was)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have the model evaluate, with parameters that ask for no gradient."""
+    wanted = {param: param.requires_grad for param in model.parameters()}
+    with evaluation_mode(model):
+        for param in wanted:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for param, was in wanted.items():
+                param.requires_grad_(was)
 
 
 @contextmanager
