@@ -234,10 +234,11 @@ def test_when_ranks_are_turned(model, monkeypatch, settings, after):
         "comera.rank.importance_pruning.canonicalize_",
         lambda model, optimizer, process_group: turned.append((ranks.steps_done, optimizer)),
     )
+    optimizer = torch.optim.AdamW(model.parameters())
     ranks = comera.ImportancePruning(model, 0.5, **settings)
     for _ in range(settings["steps"]):
-        ranks.step(torch.tensor(1.0), "the optimizer")
-    assert turned == ([] if after is None else [(after, "the optimizer")])
+        ranks.step(torch.tensor(1.0), optimizer)
+    assert turned == ([] if after is None else [(after, optimizer)])
 
 
 def test_a_step_turns_ranks_and_a_resumed_run_does_not_do_it_again(batch):
