@@ -80,7 +80,8 @@ def columns_of(
     """Take the columns from the settings, and what those leave open from the file.
 
     Raises:
-        ValueError: If a named column is not there, or no label is named.
+        ValueError: If a named column is not there or is named twice, if no label is named, or if
+            it is a feature as well.
     """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
@@ -94,6 +95,15 @@ def columns_of(
     for name in (label, *continuous, *fields):
         if name not in names:
             raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+    for kind, chosen in (("continuous", continuous), ("fields", fields)):
+        if label in chosen:
+            raise ValueError(
+                f"clicks.{kind} names {label!r}, which is clicks.label: a model that reads what "
+                "it has to predict learns nothing else"
+            )
+        twice = [name for name in chosen if list(chosen).count(name) > 1]
+        if twice:
+            raise ValueError(f"clicks.{kind} names {twice[0]!r} more than once")
     return Columns(label, tuple(continuous), tuple(fields))
 
 

@@ -193,6 +193,12 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     chunks = _read(settings, path, columns, folder / "chunks")
     labels = np.concatenate([_load(chunk, "labels") for chunk in chunks])
     labels = (labels > settings.positive).astype(np.float32)
+    if len(labels) and labels.min() == labels.max():
+        log.warning(
+            "%s: every row is %s, since clicks.positive is %g and %s is never on its other side: "
+            "there is nothing to learn",
+            path, "a click" if labels[0] else "none", settings.positive, columns.label,
+        )  # fmt: skip
     splits = _split(settings, len(labels))
     skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)
     if skipped:

@@ -214,6 +214,9 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"label": None}, "clicks.label names no column of .*; it has rating, user, city, age"),
         ({"label": "click"}, "has no column 'click'; it has rating, user"),
         ({"fields": ["user", "town"]}, "has no column 'town'"),
+        ({"fields": ["user", "rating"]}, "clicks.fields names 'rating', which is clicks.label"),
+        ({"continuous": ["rating"]}, "clicks.continuous names 'rating', which is clicks.label"),
+        ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
         ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
     ],
 )
@@ -222,6 +225,13 @@ def test_wrong_settings_are_named(tmp_path, more, message):
     table().to_csv(path, index=False)
     with pytest.raises(ValueError, match=message):
         Clicks.prepare(ClickData(str(path), **{"label": "rating", **more}))
+
+
+def test_labels_of_one_kind_are_noticed(tmp_path, caplog):
+    path = tmp_path / "a.csv"
+    table().assign(rating=5).to_csv(path, index=False)
+    Clicks.prepare(ClickData(str(path), label="rating"))
+    assert "every row is a click, since clicks.positive is" in caplog.text
 
 
 def test_a_missing_or_unknown_file_says_what_is_expected(tmp_path):
