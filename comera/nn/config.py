@@ -90,6 +90,11 @@ class TTConfig:
                 f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
                 "shape_pattern says how many"
             )
+        for name in ("rank_pattern", "shape_pattern", "hot_pattern"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a dict of patterns; {{}} for none"
+                )
         for name, rank in self._ranks():
             try:
                 bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]

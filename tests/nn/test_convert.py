@@ -217,6 +217,12 @@ def test_an_embedding_with_settings_that_need_single_rows_is_left(setting, caplo
     assert f"leaves table dense: {next(iter(setting))}" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["rank_pattern", "shape_pattern", "hot_pattern"])
+def test_a_pattern_of_none_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}=None must be a dict of patterns; {{}} for none"):
+        TTConfig(rank=4, **{name: None})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
