@@ -26,7 +26,7 @@ __device__ __forceinline__ Sixteen sixteen(const void* from, bool there) {
 template <typename T, int CHUNKS>
 __device__ void row(const Table& table, const int64_t* indices, const T* left, const T* right, T* out,
                     int64_t* keys, int64_t* order, int entries) {
-  const int entry = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;  // threads pass 32 bits
+  const int entry = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;  // a thread number would wrap
   if (entry >= entries) return;  // the whole warp
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int P = table.P, Q = table.Q, R = table.R;

@@ -24,6 +24,7 @@ from comera.compress.sensitivity import (
 from comera.compress.target_loss import smallest_share
 from comera.compress.whitened import balanced
 from comera.nn.embedding import TTEmbedding
+from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.model_size import model_size
 from comera.nn.swap import swap_layers_
@@ -232,13 +233,8 @@ def _evaluation(
         )
 
     def mean_loss(model: nn.Module) -> float:
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
+        with evaluation_mode(model):
             losses = [float((loss_fn or own_loss)(model, batch)) for batch in calibration]
-        finally:
-            for module, was in training.items():
-                module.training = was
         return sum(losses) / max(1, len(losses))
 
     return mean_loss

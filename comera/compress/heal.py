@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.module import TensorTrainModule
 
 Outputs = Callable[[nn.Module, Any], Tensor]
@@ -100,46 +101,42 @@ def heal_(
     params = _trained(model)
     answers, apart = outputs or _logits, distance or _divergence
     wanted = {param: param.requires_grad for param in model.parameters()}
-    training = {module: module.training for module in (*model.modules(), *dense.modules())}
     optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.zero_grad()
     found: list[float] = []
     begun = time.monotonic()
-    model.eval()
-    dense.eval()
     for param in wanted:
         param.requires_grad_(False)
     for param in params:
         param.requires_grad_(True)
     try:
-        for batch, done in _until(batches, seconds, begun, progress):
-            with torch.no_grad():
-                theirs = answers(dense, batch)
-            with torch.enable_grad():
-                mine = answers(model, batch)
-                if mine.shape != theirs.shape:
+        with evaluation_mode(model), evaluation_mode(dense):
+            for batch, done in _until(batches, seconds, begun, progress):
+                with torch.no_grad():
+                    theirs = answers(dense, batch)
+                with torch.enable_grad():
+                    mine = answers(model, batch)
+                    if mine.shape != theirs.shape:
+                        raise ValueError(
+                            f"the model answers with shape {tuple(mine.shape)}, the dense one with "
+                            f"{tuple(theirs.shape)}"
+                        )
+                    loss = apart(mine, theirs)
+                value = float(loss.detach())
+                if not math.isfinite(value):
                     raise ValueError(
-                        f"the model answers with shape {tuple(mine.shape)}, the dense one with "
-                        f"{tuple(theirs.shape)}"
+                        f"the distance is {value} in step {len(found)}: lower lr={lr}, or look at "
+                        "the answers"
                     )
-                loss = apart(mine, theirs)
-            value = float(loss.detach())
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"the distance is {value} in step {len(found)}: lower lr={lr}, or look at "
-                    "the answers"
-                )
-            loss.backward()
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(value)
+                loss.backward()
+                optimizer.param_groups[0]["lr"] = lr * min(1.0, (done + 1e-2) / _WARM, 1.0 - done)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(value)
     finally:
         optimizer.zero_grad()
         for param, was in wanted.items():
             param.requires_grad_(was)
-        for module, was in training.items():
-            module.training = was
     if not found:
         raise ValueError("batches is empty: there is nothing to heal with")
     tenth = max(1, len(found) // 10)

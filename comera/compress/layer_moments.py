@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from comera.compress.linear_targets import Layer, weight_OI
 from comera.files import replacing
+from comera.nn.evaluation_mode import evaluation_mode
 
 log = logging.getLogger("comera")
 
@@ -218,18 +219,6 @@ def _empty(layer: Layer) -> Moments:
         torch.zeros(*(1 if is_table else 2) * (in_features,), dtype=dtype, device=weight.device),
         torch.zeros(out_features, out_features, dtype=dtype, device=weight.device),
     )
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Have the model evaluate, and each module as it was afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
 
 
 @contextmanager

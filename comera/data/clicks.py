@@ -195,9 +195,9 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
     labels = (labels > settings.positive).astype(np.float32)
     if len(labels) and labels.min() == labels.max():
         log.warning(
-            "%s: every row is %s, since clicks.positive is %g and %s is never on its other side: "
+            "%s: %s row is a click, since clicks.positive is %g and %s is never on its other side: "
             "there is nothing to learn",
-            path, "a click" if labels[0] else "none", settings.positive, columns.label,
+            path, "every" if labels[0] else "no", settings.positive, columns.label,
         )  # fmt: skip
     splits = _split(settings, len(labels))
     skipped = sum(int(_load(chunk, "skipped")) for chunk in chunks)

@@ -5,7 +5,7 @@ With torch's own ``unbind``, a layer that no gradient reaches, as behind ``detac
 gets none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,8 @@ def hand_out(
 
     Args:
         groups: The layers, all of which were contracted in one call.
-        factors: What it made: ``left (G, I, R)`` and ``right (G, R, O)`` of each group.
+        factors: The left factors ``(G, I, R)`` and the right factors ``(G, R, O)`` of the first
+            group of G layers, then those of the second, and so on.
     """
     plain = (
         not (factors[0].requires_grad and is_eager())
@@ -34,7 +35,8 @@ def hand_out(
     if plain:
         apart = [factor.unbind(0) for factor in factors]
     else:
-        flat = iter(_HandOut.apply(groups, *factors))  # type: ignore[no-untyped-call]
+        unbind: Callable[..., tuple[Tensor, ...]] = _HandOut.apply
+        flat = iter(unbind(groups, *factors))
         apart = [tuple(islice(flat, len(factor))) for factor in factors]
     return [list(zip(*pair, strict=True)) for pair in zip(apart[::2], apart[1::2], strict=True)]
 

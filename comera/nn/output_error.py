@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera.nn.evaluation_mode import evaluation_mode
+
 
 @torch.no_grad()
 def input_moments(
@@ -34,24 +36,21 @@ def input_moments(
 
         return before
 
-    training = {module: module.training for module in model.modules()}
     handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     count = 0
     try:
-        model.eval()
-        for batch in batches:
-            count += 1
-            if isinstance(batch, Mapping):
-                model(**batch)
-            elif isinstance(batch, tuple | list):
-                model(*batch)
-            else:
-                model(batch)
+        with evaluation_mode(model):
+            for batch in batches:
+                count += 1
+                if isinstance(batch, Mapping):
+                    model(**batch)
+                elif isinstance(batch, tuple | list):
+                    model(*batch)
+                else:
+                    model(batch)
     finally:
         for handle in handles:
             handle.remove()
-        for module, was in training.items():
-            module.training = was
     idle = [name for name in layers if name not in found]
     if not count or idle:
         what = f"reaches no {', '.join(idle[:3])}" if count else "has no batch"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.names import listed
-from comera.nn.grouped import gates_together
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.shared_gates import gates_together
 from comera.ops.cores import is_open
 
 

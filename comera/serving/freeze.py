@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from comera.extras import needed_by
 from comera.names import listed
 from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_whole
 from comera.nn.pointwise import TTPointwise
@@ -99,15 +100,13 @@ def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
     """
     replacements = contracted(model, batch)
     layers = {id(module): module for module in model.modules() if id(module) in replacements}
-    training = [(module, module.training) for module in model.modules()]
-    served = swap_layers_(model, replacements, biases=False)
-    try:
-        yield served.eval()
-    finally:
-        back = {id(new): layers[key] for key, new in replacements.items()}
-        swap_layers_(served, back, biases=False)
-        for module, flag in training:
-            module.training = flag
+    with evaluation_mode(model):
+        served = swap_layers_(model, replacements, biases=False)
+        try:
+            yield served.eval()
+        finally:
+            back = {id(new): layers[key] for key, new in replacements.items()}
+            swap_layers_(served, back, biases=False)
 
 
 def contracted(model: nn.Module, batch: int | None) -> dict[int, nn.Module]:

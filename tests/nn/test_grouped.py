@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera.nn import grouped
-from comera.nn.grouped import gates_together
 from comera.nn.module import tensor_trains
+from comera.nn.shared_gates import gates_together
 
 
 def make(dtype=torch.float64):
