@@ -166,8 +166,8 @@ def _sample_lists(new: Callable[..., Any]) -> tuple[Any, ...]:
 _GROUPS = Ways("contract_groups", _sample_lists)
 
 _FEW = 1 << 19
-"""Numbers of cores up to which calls are what contracting them takes. Autograd keeps them twice:
-stacked, and multiplied by gates."""
+"""Numbers of a layer's cores up to which calls are what contracting them takes. Autograd keeps them
+twice: stacked, and multiplied by gates."""
 
 
 def _not_plain(
@@ -181,7 +181,7 @@ def _not_plain(
         return COMPILING
     if shapes_are_static(cores[0]):
         return STATIC
-    if sum(core.numel() for core in cores) > _FEW:
+    if sum(core.numel() for core in cores) > _FEW * sum(layout[3::_PER_GROUP]):
         return "the cores are large"
     groups = _groups(cores, gates, biases, layout, thresholds)
     return "a kernel contracts them" if CONTRACT.refusal(groups) is None else None

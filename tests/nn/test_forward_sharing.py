@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import grouped
+from comera.nn import forward_sharing, grouped
 from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.module import tensor_trains
 
@@ -41,6 +41,12 @@ class Model(nn.Module):
     def middle(self, x):
         x = self.second(x)
         return x if self.skip else self.third(torch.tanh(x))
+
+
+@pytest.fixture(autouse=True)
+def _two_are_enough(monkeypatch):
+    """Have the few layers of these models work as many do."""
+    monkeypatch.setattr(forward_sharing, "_FEWEST_ON_CPU", 2)
 
 
 @pytest.fixture
@@ -99,6 +105,18 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself(calls):
     model = make()
     assert_alike(model, batch())
     assert calls == [5] * 3
+
+
+def test_a_few_layers_on_a_cpu_are_faster_one_by_one(calls, monkeypatch):
+    monkeypatch.setattr(forward_sharing, "_FEWEST_ON_CPU", 6)
+    model = make()
+    assert_alike(model, batch())
+    assert calls == []
+    model.sixth = comera.TTLinear(WIDTH, WIDTH, rank=3, dtype=torch.float64)
+    share_in_forward_(model)
+    model(batch())  # the first pass is of all layers, and finds five that are used
+    model(batch())
+    assert calls == [6]
 
 
 def test_without_gradients_too(calls):
