@@ -1,6 +1,7 @@
 """Layers in the place of others, in a model that exists."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,7 @@ def swap_layers_(
 ) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over, in place.
 
+    Lists, tuples and dicts that a module of the model keeps as attributes hold the new ones, too.
     Linear tensor trains among them contract their cores together from then on, and their
     feed-forward parts keep nothing of the hidden width.
 
@@ -36,9 +38,23 @@ def swap_layers_(
                 if biases and getattr(child, "bias", None) is not None:
                     new.bias = child.bias  # it may be another module's too
                 setattr(parent, name, new)
+        for name, value in vars(parent).items():
+            if name != "_modules":
+                vars(parent)[name] = _swapped(value, replacements)
     share_in_forward_(model)
     fuse_feed_forwards_(model)
     return model
+
+
+def _swapped(value: Any, replacements: Mapping[int, nn.Module]) -> Any:
+    """Return what a module is to keep as an attribute: lists and dicts are changed in place."""
+    if type(value) is tuple and any(id(each) in replacements for each in value):
+        return tuple(replacements.get(id(each), each) for each in value)
+    if isinstance(value, (list, dict)):
+        for key, each in enumerate(value) if isinstance(value, list) else value.items():
+            if id(each) in replacements:
+                value[key] = replacements[id(each)]
+    return replacements.get(id(value), value)
 
 
 _HOOKS = (

@@ -117,3 +117,38 @@ def test_layers_without_a_shape_yet_are_left_and_named(caplog):
     assert type(model[1]) is nn.LazyLinear
     assert "tensorize_ leaves 1 dense: a subclass" in caplog.text
     assert model[0].ranks == (4, 4, 4, 4, 4)
+
+
+class Held(nn.Module):
+    """Layers that its attributes hold in ways of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(64, 64) for _ in range(3))
+        self.order = [self.first, self.second]
+        self.pair = (self.first, self.head)
+        self.by_name = {"head": self.head, "width": 64}
+        self.__dict__["unlisted"] = self.second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return self.by_name["head"](self.unlisted(self.pair[0](x)))
+
+
+def test_lists_of_layers_hold_the_new_ones_there_and_back():
+    model, x = Held().double(), torch.randn(3, 64, dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.children():
+            layer.weight[4:] = layer.weight[:4].repeat(15, 1)  # of rank 4
+    order, want = model.order, model(x)
+    comera.tensorize_(model, comera.TTConfig(rank=4, init="svd", order=1))
+    for kind in (comera.TTLinear, nn.Linear):
+        assert isinstance(model.first, kind)
+        assert model.order is order
+        assert order == [model.first, model.second]
+        assert model.pair == (model.first, model.head)
+        assert model.by_name == {"head": model.head, "width": 64}
+        assert model.unlisted is model.second
+        torch.testing.assert_close(model(x), want)
+        comera.densify_(model)
