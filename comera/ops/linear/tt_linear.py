@@ -138,6 +138,8 @@ def _by_operator(
 
 def check_width(x_BI: Tensor, width: int) -> None:
     """Raise ``ValueError`` if x has another width than the layer."""
+    if x_BI.dim() == 0:
+        raise ValueError(f"the input is one number, but this layer takes tensors of width {width}")
     if x_BI.shape[-1] != width:
         raise ValueError(
             f"the input has width {x_BI.shape[-1]} (shape {tuple(x_BI.shape)}), "
