@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from comera.compress.heal import heal_
     from comera.compress.sensitivity import sensitivity
     from comera.nn.attention_init import init_keys_as_queries_
+    from comera.nn.batched_contraction import BatchedContraction
     from comera.nn.block_linear import BTTLinear
     from comera.nn.collection import TTEmbeddingBagCollection
     from comera.nn.config import TTConfig
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from comera.nn.embedding import TTEmbedding
     from comera.nn.embedding_bag import TTEmbeddingBag
     from comera.nn.forms import register_layer
-    from comera.nn.grouped import BatchedContraction
     from comera.nn.linear import TTLinear
     from comera.optim.came import CAME
     from comera.optim.galore import GaLore
@@ -93,7 +93,7 @@ _HOMES = {
     "comera.nn.forms": ("register_layer",),
     "comera.recipes.swept": ("load_sweep",),
     "comera.recipes.trained": ("load_run",),
-    "comera.nn.grouped": ("BatchedContraction",),
+    "comera.nn.batched_contraction": ("BatchedContraction",),
     "comera.nn.linear": ("TTLinear",),
     "comera.optim.came": ("CAME",),
     "comera.optim.galore": ("GaLore",),

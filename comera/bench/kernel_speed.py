@@ -23,8 +23,8 @@ from comera.bench.kernel_case import Case, both_ways
 from comera.bench.numerics import compare
 from comera.bench.session import Session, machine_facts, machine_line
 from comera.files import replacing
+from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding
-from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import machine_of, static_shapes

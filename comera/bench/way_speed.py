@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from comera.bench.in_turn import copies_of, in_turn, tf32_products
+from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.fused import self_attention
-from comera.nn.grouped import BatchedContraction
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import static_shapes

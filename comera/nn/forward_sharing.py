@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.grouped import LayersTogether
+from comera.nn.layers_together import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import Shared, listed, tensor_trains, versions_of
+from comera.nn.module import listed, tensor_trains
+from comera.nn.shared import Shared, versions_of
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete

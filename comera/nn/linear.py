@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.linear_base import CompressedLinear, check_linear
-from comera.nn.module import PRUNE_BELOW, listed, may_share
+from comera.nn.module import PRUNE_BELOW, listed
+from comera.nn.shared import may_share
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
 from comera.ops.factors import Factors, contract_cores

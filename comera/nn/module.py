@@ -1,16 +1,15 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
+from comera.nn.shared import Shared, SharedGates, may_share, versions_of
 from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
@@ -70,56 +69,6 @@ def listed(params: nn.ParameterList) -> list[Tensor]:
     found = list(params._parameters.values())
     whole = len(found) == params._size and type(None) not in map(type, found)
     return found if whole else [params[k] for k in range(len(params))]  # type: ignore[return-value]
-
-
-class SharedGates(NamedTuple):
-    """The gates of one module as parts of all gates of a model in one vector.
-
-    What uses the gates more than once then sums its gradients in one place instead of one a gate.
-    """
-
-    flat: Tensor
-    start: int
-    parts: tuple[Tensor, ...]
-
-
-@dataclass(slots=True)
-class Shared:
-    """The parameters behind what is shared with a module while a context is open.
-
-    Attributes:
-        params: The parameters.
-        versions: How often each had been written to in place by then; None where torch does not
-            count, as of parameters made under ``torch.inference_mode``.
-        renew: Contracts everything anew, for all modules.
-        thread: The only thread to use it, and only in passes that nobody computes again, because
-            the context is left before the backward pass; None for any, as of a
-            :class:`~comera.BatchedContraction`.
-        used: Gathers the ``id`` of each module that asked for it.
-    """
-
-    params: tuple[Tensor, ...]
-    versions: list[int] | None
-    renew: Callable[[], None]
-    thread: int | None = None
-    used: set[int] = field(default_factory=set)
-
-    @property
-    def is_for_now(self) -> bool:
-        """Whether it may be used by the pass that runs now."""
-        if self.thread is None:
-            return True
-        # Such hooks are most often activation checkpointing, which computes the same again.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return hooks is None and self.thread == threading.get_ident()
-
-
-def versions_of(params: Sequence[Tensor]) -> list[int] | None:
-    """Return how often each was written to in place; None where torch does not count."""
-    try:
-        return [param._version for param in params]
-    except RuntimeError:  # an inference tensor
-        return None
 
 
 class TensorTrainModule(WeightByAssignment):
@@ -424,11 +373,6 @@ def _relative_error(made: Tensor, weight: Tensor) -> float:
     size = float(exact.norm())
     off = float((made.double() - exact).norm())
     return off / size if size else off
-
-
-def may_share(made: Tensor, param: Tensor) -> bool:
-    """Check that a tensor made of a parameter has a gradient, if one is wanted now."""
-    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
 
 
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:

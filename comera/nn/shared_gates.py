@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera.nn.module import SharedGates, TensorTrainModule, may_share
+from comera.nn.module import TensorTrainModule
+from comera.nn.shared import SharedGates, may_share
 
 
 def share_gates(trains: Sequence[TensorTrainModule]) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
-from comera.nn.grouped import BatchedContraction
+from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.module import check_whole
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import forward_sharing, grouped
+from comera.nn import forward_sharing, layers_together
 from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.module import tensor_trains
 
@@ -52,13 +52,13 @@ def _two_are_enough(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """How many layers each contraction of several was of."""
-    counts, original = [], grouped.contract_groups
+    counts, original = [], layers_together.contract_groups
 
     def counted(*args):
         counts.append(sum(args[3][3::7]))
         return original(*args)
 
-    monkeypatch.setattr(grouped, "contract_groups", counted)
+    monkeypatch.setattr(layers_together, "contract_groups", counted)
     return counts
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.nn import grouped
+from comera.nn import layers_together
 from comera.nn.module import tensor_trains
 from comera.train.log import PlainLines, last_logged, progress_bar, read_metrics
 from comera.train.loop import train
@@ -234,9 +234,11 @@ def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
 
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
-    original = grouped.contract_groups
+    original = layers_together.contract_groups
     monkeypatch.setattr(
-        grouped, "contract_groups", lambda *args: joined.append("together") or original(*args)
+        layers_together,
+        "contract_groups",
+        lambda *args: joined.append("together") or original(*args),
     )
     monkeypatch.setattr("comera.nn.linear.contract_cores", lambda *args: joined.append("alone"))
 

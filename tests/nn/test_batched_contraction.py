@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import grouped
+from comera.nn import layers_together
 from comera.nn.module import tensor_trains
 from comera.nn.shared_gates import gates_together
 
@@ -36,9 +36,9 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
 
 def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     model, calls = make(), []
-    original = grouped.contract_groups
+    original = layers_together.contract_groups
     monkeypatch.setattr(
-        grouped, "contract_groups", lambda *args: calls.append(args[3]) or original(*args)
+        layers_together, "contract_groups", lambda *args: calls.append(args[3]) or original(*args)
     )
     with comera.BatchedContraction(model):
         model(torch.zeros(2, dtype=torch.long))
@@ -198,8 +198,10 @@ def test_a_rank_objective_reads_gates_changed_inside():
 
 def test_what_has_not_changed_is_joined_once(monkeypatch):
     model, calls = make(), []
-    original = grouped.contract_groups
-    monkeypatch.setattr(grouped, "contract_groups", lambda *a: calls.append(1) or original(*a))
+    original = layers_together.contract_groups
+    monkeypatch.setattr(
+        layers_together, "contract_groups", lambda *a: calls.append(1) or original(*a)
+    )
     with comera.BatchedContraction(model):
         for _ in range(3):
             model(torch.arange(5))
