@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from comera.modes import balanced_modes
-from comera.shapes import LinearShape, check_cover, check_whole, only_one, sized, two_sides
+from comera.shapes import LinearShape, check_cover, check_whole_numbers, only_one, sized, two_sides
 
 DEFAULT_RANK = 2
 """The rank of the blocks of a layer whose user names none."""
@@ -64,7 +64,7 @@ class BTTShape(LinearShape):
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
-        check_whole(in_features=in_features, out_features=out_features)
+        check_whole_numbers(in_features=in_features, out_features=out_features)
         if isinstance(shape, BTTShape):
             given = replace(shape, ranks=shape._clip(shape.ranks))
         else:

@@ -211,7 +211,7 @@ class TTShape(LinearShape):
             ValueError: If the modes do not fit the widths, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
-        check_whole(in_features=in_features, out_features=out_features, order=order)
+        check_whole_numbers(in_features=in_features, out_features=out_features, order=order)
         if isinstance(shape, TTShape):
             given = shape
         elif shape is not None:
@@ -295,7 +295,7 @@ class TTMShape(Shape):
             ValueError: If the modes do not fit the table, or rank and compression are both given.
         """
         only_one(rank=rank, compression=compression)
-        check_whole(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
+        check_whole_numbers(num_embeddings=num_embeddings, embedding_dim=embedding_dim, order=order)
         if isinstance(shape, TTMShape):
             given = shape
         elif shape is not None:
@@ -384,7 +384,7 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
-def check_whole(**given: Any) -> None:
+def check_whole_numbers(**given: Any) -> None:
     for name, value in given.items():
         try:
             whole_number(value)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from comera.compress.compress import compress_
 from comera.compress.heal import heal_
-from comera.compress.layer_moments import Moments, gather_moments
+from comera.compress.layer_moments import LayerMoments, gather_moments
 from comera.compress.linear_targets import linear_targets, own_loss
 from comera.compress.sensitivity import LayerSensitivity, Sensitivity
 from comera.compress.whitened import whitened_svd
@@ -133,7 +133,7 @@ class Bench:
             for name, layer in linear_targets(model, "all-linear", None, None).items()
             if isinstance(layer, nn.Linear)
         }
-        self._moments: dict[str, Moments] | None = None
+        self._moments: dict[str, LayerMoments] | None = None
         self._found: Sensitivity | None = None
         self.file = folder / "points.json"
         self.points: list[dict[str, Any]] = (
@@ -141,7 +141,7 @@ class Bench:
         )
 
     @property
-    def moments(self) -> dict[str, Moments]:
+    def moments(self) -> dict[str, LayerMoments]:
         """Those of all layers, from the file where they are there already."""
         if self._moments is None:
             keep = self.folder / "moments.safetensors"
@@ -195,7 +195,7 @@ class Bench:
         def factors(name: str, layer: nn.Linear) -> Callable[[int], tuple[Tensor, Tensor]]:
             inputs = self.moments[name].inputs_II
             same = torch.eye(layer.out_features, dtype=inputs.dtype)
-            return whitened_svd(layer.weight, Moments(inputs, same), grad_damping=0).factors
+            return whitened_svd(layer.weight, LayerMoments(inputs, same), grad_damping=0).factors
 
         return {}, self._each(share, factors)
 

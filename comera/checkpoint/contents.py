@@ -17,7 +17,7 @@ from comera.checkpoint import codec, vectors
 from comera.checkpoint.codec import Section
 from comera.checkpoint.moments import read_moments, write_moments
 from comera.checkpoint.record import Record
-from comera.checkpoint.snapshot import Moments, Snapshot
+from comera.checkpoint.snapshot import MomentNames, Snapshot
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.checkpoint.tree import parsed, put_together
 
@@ -177,7 +177,7 @@ def _read_model(
 def _write_moments(
     section: Section,
     snapshot: Snapshot,
-    moments: Moments,
+    moments: MomentNames,
     kept: Mapping[str, Tensor],
     quality: Quality,
 ) -> Record:
@@ -195,7 +195,7 @@ def _write_moments(
     return record.of(names, tensors, weight)
 
 
-def _second_of(snapshot: Snapshot, moments: Moments | None) -> Tensor | None:
+def _second_of(snapshot: Snapshot, moments: MomentNames | None) -> Tensor | None:
     return snapshot.rest[moments.second] if moments and moments.second else None
 
 

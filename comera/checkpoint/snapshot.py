@@ -65,8 +65,8 @@ def _can_be_lossy(tensor: Tensor) -> bool:
 
 
 @dataclass
-class Moments:
-    """Moments of one parameter that are kept together.
+class MomentNames:
+    """Names of the moments of one parameter, which are kept together.
 
     Attributes:
         weight: Name of the weight whose change decides which are kept, if it is known and lossy.
@@ -95,7 +95,7 @@ class Snapshot:
     model: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Tensor] = field(default_factory=dict)
     lossy: set[str] = field(default_factory=set)
-    moments: list[Moments] = field(default_factory=list)
+    moments: list[MomentNames] = field(default_factory=list)
 
     @property
     def raw_bytes(self) -> int:
@@ -221,7 +221,7 @@ def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any,
     return guessed
 
 
-def _moments(snapshot: Snapshot) -> list[Moments]:
+def _moments(snapshot: Snapshot) -> list[MomentNames]:
     found = []
     for first in snapshot.rest:
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
@@ -231,5 +231,5 @@ def _moments(snapshot: Snapshot) -> list[Moments]:
         weight, second = f"model.{parameter}", f"optimizer.{parameter}.{_SECOND_MOMENT}"
         weighed = weight in snapshot.lossy and snapshot.model[weight].shape == shape
         paired = second in snapshot.lossy and snapshot.rest[second].shape == shape
-        found.append(Moments(weight if weighed else None, first, second if paired else None))
+        found.append(MomentNames(weight if weighed else None, first, second if paired else None))
     return found

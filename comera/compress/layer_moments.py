@@ -36,7 +36,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
-class Moments:
+class LayerMoments:
     """Means over the rows that a linear layer, or the indices that a table, has seen.
 
     Attributes:
@@ -95,8 +95,8 @@ def gather_moments(
     loss_fn: LossFn,
     keep: str | Path | None = None,
     progress: bool = False,
-) -> dict[str, Moments]:
-    """Run batches forward and backward and collect :class:`Moments` of layers, batch by batch.
+) -> dict[str, LayerMoments]:
+    """Run batches forward and backward and collect :class:`LayerMoments` of layers, batch by batch.
 
     The model is in evaluation mode meanwhile; its parameters get no gradient and keep what they
     have.
@@ -112,7 +112,7 @@ def gather_moments(
         progress: Whether to show a bar.
 
     Returns:
-        Moments in float32 or wider, by name.
+        LayerMoments in float32 or wider, by name.
 
     Raises:
         ValueError: If there is no batch, a loss is no finite number, a layer is never called, or
@@ -161,7 +161,7 @@ def _shown(left: Iterator[Any], batches: Iterable[Any], seen: int, progress: boo
 def _write(
     path: str | Path,
     layers: Mapping[str, Layer],
-    found: Mapping[str, Moments],
+    found: Mapping[str, LayerMoments],
     seen: int,
     complete: bool,
 ) -> None:
@@ -179,7 +179,7 @@ def _write(
 
 
 def _read(
-    path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, Moments]
+    path: str | Path, layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
 ) -> tuple[int, bool]:
     """Fill in what a file has; returns how many batches it has seen, and whether those are all."""
     try:
@@ -210,12 +210,12 @@ def _digest(weight: Tensor) -> int:
     return zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
-def _empty(layer: Layer) -> Moments:
+def _empty(layer: Layer) -> LayerMoments:
     weight = weight_OI(layer)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     out_features, in_features = weight.shape
     is_table = isinstance(layer, nn.Embedding)
-    return Moments(
+    return LayerMoments(
         torch.zeros(*(1 if is_table else 2) * (in_features,), dtype=dtype, device=weight.device),
         torch.zeros(out_features, out_features, dtype=dtype, device=weight.device),
     )
@@ -236,7 +236,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layers: Mapping[str, Layer], found: Mapping[str, Moments]) -> Iterator[list[Tensor]]:
+def _watched(
+    layers: Mapping[str, Layer], found: Mapping[str, LayerMoments]
+) -> Iterator[list[Tensor]]:
     """Add what passes each layer to its moments; yields where the graph of autograd begins.
 
     No parameter asks for a gradient: the first layers' outputs are made to ask for one.
@@ -244,7 +246,7 @@ def _watched(layers: Mapping[str, Layer], found: Mapping[str, Moments]) -> Itera
     first: list[Tensor] = []
     squares = _Squares()
 
-    def watch(moments: Moments) -> Callable[..., None]:
+    def watch(moments: LayerMoments) -> Callable[..., None]:
         def after(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             idle: Tensor | None = None  # where the output is zero, whatever the weight is
             if isinstance(layer, nn.Embedding):

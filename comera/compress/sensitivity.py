@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from comera.compress.allocate import Choice, allocate
 from comera.compress.budget import parse_budget, smallest_budget
 from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
-from comera.compress.layer_moments import LossFn, Moments, gather_moments
+from comera.compress.layer_moments import LayerMoments, LossFn, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
@@ -43,7 +43,7 @@ class LayerSensitivity:
 
     name: str
     whitened: WhitenedSVD
-    moments: Moments | None = None
+    moments: LayerMoments | None = None
 
     @functools.cached_property
     def plain_K(self) -> Tensor:

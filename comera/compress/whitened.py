@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comera.compress.layer_moments import Moments
+from comera.compress.layer_moments import LayerMoments
 
 _SMALLEST = 1e-12
 """Share of the mean variance that is added where a matrix of moments has no Cholesky root, and that
@@ -91,7 +91,7 @@ def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def whitened_svd(
     weight: Tensor,
-    moments: Moments | None,
+    moments: LayerMoments | None,
     damping: float = _DAMPING,
     grad_damping: float = _GRAD_DAMPING,
 ) -> WhitenedSVD:
@@ -135,7 +135,7 @@ def whitened_svd(
 
 
 @torch.no_grad()
-def raised_loss(error_OI: Tensor, moments: Moments) -> float:
+def raised_loss(error_OI: Tensor, moments: LayerMoments) -> float:
     """Return by how much an error of a linear layer's weight raises the loss, to second order."""
     error = error_OI.double()
     inputs = _damped(moments.inputs_II, _DAMPING)
@@ -143,7 +143,7 @@ def raised_loss(error_OI: Tensor, moments: Moments) -> float:
     return float(((grads @ error) * (error @ inputs)).sum()) / 2
 
 
-def _expected(moments: Moments) -> Tensor:
+def _expected(moments: LayerMoments) -> Tensor:
     """Return the moments of inputs; of a table how often each row is to be expected.
 
     Rows that were never read share, one like the other, the reads that go to such rows by the

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from comera.nn.layers_together import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.nn.shared import Shared, versions_of
 from comera.nn.shared_gates import share_gates, unshare_gates
 
@@ -48,7 +48,7 @@ class BatchedContraction:
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
-        check_whole(model, "BatchedContraction")
+        check_unsharded(model, "BatchedContraction")
         self._model = model
         self._trains = list(tensor_trains(model).values())
         self._layers = LayersTogether(
@@ -58,7 +58,7 @@ class BatchedContraction:
 
     def __enter__(self) -> "BatchedContraction":
         if self._layers.have_changed():
-            check_whole(self._model, "BatchedContraction")  # it may have been sharded since
+            check_unsharded(self._model, "BatchedContraction")  # it may have been sharded since
             self._layers.arrange()
             self._params = [_read_from(train) for train in self._trains]
         try:

@@ -10,7 +10,7 @@ from comera.block_shape import BTTShape
 from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
 from comera.nn.linear_base import CompressedLinear, check_linear
-from comera.nn.module import PRUNE_BELOW, listed
+from comera.nn.module import PRUNE_BELOW, params_of
 from comera.ops.cores import open_gate
 from comera.ops.linear.blocks import (
     block_linear,
@@ -91,7 +91,7 @@ class BTTLinear(CompressedLinear):
 
     def gated_cores(self) -> list[Tensor]:
         """Return the cores with the gate multiplied in; differentiable."""
-        (gate,), (left, right) = self.bond_gates(), listed(self.cores)
+        (gate,), (left, right) = self.bond_gates(), params_of(self.cores)
         return [left * open_gate(gate, self.prune_below).to(left.dtype), right]
 
     def dense_weight(self) -> Tensor:

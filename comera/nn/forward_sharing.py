@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.nn.layers_together import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import listed, tensor_trains
+from comera.nn.module import params_of, tensor_trains
 from comera.nn.shared import Shared, versions_of
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import is_eager
@@ -148,7 +148,7 @@ class _ForwardSharing:
             return False
         if not (torch.is_grad_enabled() or _numbers(together) <= _MOST):
             return False
-        core = listed(together.layers[0].cores)[0]
+        core = params_of(together.layers[0].cores)[0]
         dtype = autocast_dtype(core)
         together.autocast = None if dtype == core.dtype else dtype
         if together.have_changed():
@@ -182,7 +182,7 @@ def _are_enough(layers: list[TTLinear]) -> bool:
     """Say whether contracting them together pays."""
     if len(layers) < 2:
         return False
-    return len(layers) >= _FEWEST_ON_CPU or not listed(layers[0].cores)[0].is_cpu
+    return len(layers) >= _FEWEST_ON_CPU or not params_of(layers[0].cores)[0].is_cpu
 
 
 def _is_whole(layer: TTLinear) -> bool:

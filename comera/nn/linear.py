@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.linear_base import CompressedLinear, check_linear
-from comera.nn.module import PRUNE_BELOW, listed
+from comera.nn.module import PRUNE_BELOW, params_of
 from comera.nn.shared import may_share
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
@@ -128,7 +128,7 @@ class TTLinear(CompressedLinear):
 
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
-        cores, gates = listed(self.cores), self.gates._parameters.values()
+        cores, gates = params_of(self.cores), self.gates._parameters.values()
         like, sizes = cores[0], [(core.shape, core.requires_grad) for core in cores]
         return *map(id, (*cores, *gates, self.bias)), *sizes, like.dtype, like.device
 
@@ -264,7 +264,7 @@ def _plain(layer: TTLinear, input: Tensor) -> Tensor:
     if bias is None:
         bias = layer.bias
     return plain_linear(
-        input, listed(parts["cores"]), listed(parts["gates"]), bias, layer._modes.split,
+        input, params_of(parts["cores"]), params_of(parts["gates"]), bias, layer._modes.split,
         layer.prune_below, layer.in_features, layer.out_features,
     )  # fmt: skip
 

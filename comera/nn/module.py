@@ -61,7 +61,7 @@ class Gates(nn.ParameterList):
         return self
 
 
-def listed(params: nn.ParameterList) -> list[Tensor]:
+def params_of(params: nn.ParameterList) -> list[Tensor]:
     """List parameters, or what a wrapper such as FSDP has put in their place for a while.
 
     Quicker than the list's own way, which looks each up by name: layers do this in every pass.
@@ -387,7 +387,7 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     return dict(found.values())
 
 
-def check_whole(model: nn.Module, what: str) -> None:
+def check_unsharded(model: nn.Module, what: str) -> None:
     """Raise ``ValueError`` if a parameter of a tensor-train layer is sharded.
 
     Args:

@@ -195,7 +195,7 @@ def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]
     """Return each core's gradient; the remaining gradient shrinks by one core at a time."""
     partial, grads = _partial_products(cores, len(cores) - 1), []
     G = cores[0].shape[0]
-    if _from_left(cores):
+    if _starts_left(cores):
         rest = grad
         for core, before in zip(reversed(cores[1:]), reversed(partial), strict=True):
             rest = rest.reshape(G, before.shape[1], core.shape[2] * core.shape[3])
@@ -213,7 +213,7 @@ def contract_chains_grads(grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]
 def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
     """Multiply the first one, two, ... ``count`` cores, counted from the narrower end."""
     out: list[Tensor] = []
-    if _from_left(cores):
+    if _starts_left(cores):
         for core in cores[:count]:
             G, L, N, R = core.shape
             if not out:
@@ -232,7 +232,7 @@ def _partial_products(cores: Sequence[Tensor], count: int) -> list[Tensor]:
     return out
 
 
-def _from_left(cores: Sequence[Tensor]) -> bool:
+def _starts_left(cores: Sequence[Tensor]) -> bool:
     return cores[0].shape[1] <= cores[-1].shape[3]
 
 

@@ -61,7 +61,7 @@ def check_projected(param: Tensor, rank: int, proj_type: str) -> None:
             "matrices and tensors of more dimensions are projected"
         )
     if proj_type not in PROJ_TYPES:
-        raise ValueError(f"proj_type={proj_type!r} must be one of {listed(PROJ_TYPES)}")
+        raise ValueError(f"proj_type={proj_type!r} must be one of {quoted(PROJ_TYPES)}")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank={rank!r} must be a whole number of at least 1")
 
@@ -113,7 +113,7 @@ def check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]
             )
 
 
-def listed(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     """Put names in quotes, for an error."""
     return ", ".join(map(repr, names))
 

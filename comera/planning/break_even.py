@@ -61,10 +61,6 @@ class BreakEven:
         """The largest of all ratios."""
         return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
 
-    @property
-    def loses_memory(self) -> bool:
-        return self.memory_ratio > 1
-
     def __str__(self) -> str:
         kind = "block tensor train" if self.blocks else "tensor train"
         text = f"at {self.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "

@@ -13,7 +13,7 @@ from comera.rank.importance import ImportanceScores
 from comera.rank.learning import RankLearning
 from comera.rank.prune import check_min_keep
 from comera.rank.settings import check_steps
-from comera.rank.size import Gates
+from comera.rank.size import AllGates
 from comera.surgery.canonical import canonicalize_
 from comera.surgery.truncate import check_min_rank
 
@@ -116,7 +116,7 @@ class ImportancePruning(RankLearning):
         scores.observe_()
         return scores
 
-    def _objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+    def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
         if self._scores is not None:
             self._scores.observe_()  # gates that have been replaced since the last step, too
         return loss

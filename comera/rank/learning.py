@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from comera.names import listed
-from comera.nn.module import check_whole, tensor_trains
+from comera.nn.module import check_unsharded, tensor_trains
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.params import is_sharded
 from comera.rank.agreement import agreed, check_alike, processes_of
 from comera.rank.prune import prune_to_
 from comera.rank.settings import check_target, target_entries
-from comera.rank.size import Gates, SizeOfRanks
+from comera.rank.size import AllGates, SizeOfRanks
 from comera.surgery.truncate import kept_ranks, truncate_
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RankLearning(ABC):
                 f"process_group={process_group!r} must be a group of torch.distributed, 'auto' to "
                 "find it, or None for a process that trains a model of its own"
             )
-        check_whole(model, self.method)
+        check_unsharded(model, self.method)
         self.model, self.target, self.min_rank = model, target, min_rank
         self.process_group = process_group
         self.size = SizeOfRanks(model, min_rank)
@@ -111,13 +111,13 @@ class RankLearning(ABC):
         if self.stage == "done":
             return loss
         if any(map(is_sharded, self.size.gates)):
-            check_whole(self.model, self.method)  # it was made before the model was sharded
+            check_unsharded(self.model, self.method)  # it was made before the model was sharded
         gates = self.size.read()
         self._live = gates.live
         return self._objective(loss, gates, loss.detach() if seen is None else seen)
 
     @abstractmethod
-    def _objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+    def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
         """Return the objective of a stage that is not over.
 
         Args:
@@ -226,7 +226,7 @@ class RankLearning(ABC):
         Raises:
             ValueError: If they do not; raised in all of them.
         """
-        check_whole(self.model, self.method)
+        check_unsharded(self.model, self.method)
         given = self.process_group
         group = processes_of(self.model) if isinstance(given, str) else given
         alike = {

@@ -16,7 +16,7 @@ from comera.nn.shared_gates import gates_together
 from comera.ops.cores import is_open
 
 
-class Gates(NamedTuple):
+class AllGates(NamedTuple):
     """All gates of a model in one vector, which of them are open, how many a bond has."""
 
     values: Tensor
@@ -72,16 +72,16 @@ class SizeOfRanks:
         """Return all gates, layer by layer; loading a state may put others in their place."""
         return [gate for layer in self.layers.values() for gate in layer.gates]
 
-    def read(self) -> Gates:
+    def read(self) -> AllGates:
         """Read all gates as they are now."""
         values = gates_together(list(self.layers.values()))
         widths = tuple(gate.shape[0] for gate in self.gates)
         if (widths, values.device, values.dtype) != self._indexed:
             self._index(widths, values.device, values.dtype)
         live = is_open(values.detach(), self._prune_below)
-        return Gates(values, live, self._sum_by_bond(live.double()))
+        return AllGates(values, live, self._sum_by_bond(live.double()))
 
-    def relaxed(self, gates: Gates | None = None) -> Tensor:
+    def relaxed(self, gates: AllGates | None = None) -> Tensor:
         """Return the differentiable size, a scalar in entries; of the gates as they are if None."""
         values, live, counts = gates or self.read()
         bonds = self._sum_by_bond(values * live)
@@ -90,7 +90,7 @@ class SizeOfRanks:
         return torch.dot(before * after, self._slices[bonds.dtype])
 
     @torch.no_grad()
-    def exact(self, gates: Gates | None = None) -> Tensor:
+    def exact(self, gates: AllGates | None = None) -> Tensor:
         """Return the size after pruning, a float64 scalar on the device; no gradient."""
         return self._size_at((gates or self.read()).counts)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from comera.optim.unwrap import AnyOptimizer, unwrap
 from comera.rank.learning import RankLearning, Stage
 from comera.rank.settings import check_steps
-from comera.rank.size import Gates
+from comera.rank.size import AllGates
 from comera.shapes import is_number
 from comera.surgery.truncate import check_min_rank
 
@@ -147,7 +147,7 @@ class TwoStage(RankLearning):
         stage = super().stage
         return "late" if stage == "early" and self.steps_done >= self.early_steps else stage
 
-    def _objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+    def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
         weights, total = self.settings, loss
         if self.stage == "late":
             total = self._late_objective(loss, gates, seen)
@@ -159,7 +159,7 @@ class TwoStage(RankLearning):
             total = total + weights.beta * norms.square().sum()
         return total
 
-    def _late_objective(self, loss: Tensor, gates: Gates, seen: Tensor) -> Tensor:
+    def _late_objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
         relaxed = self.size.relaxed(gates).to(loss.device)
         # Not in the dtype of the loss: in float16 a size may be infinite.
         exact = self.size.exact(gates).clamp_min(1).to(relaxed)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from comera.files import replacing
 from comera.nn.config import TTConfig
 from comera.nn.experts import experts_apart
-from comera.nn.module import check_whole
+from comera.nn.module import check_unsharded
 from comera.saved.description import check_description, describe, origin_in_words
 from comera.saved.rebuild import (
     build_layers,
@@ -64,7 +64,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
         again = comera.load_model("small", MyTransformer)
     """
     model = _inside(model)
-    check_whole(model, "save_model")
+    check_unsharded(model, "save_model")
     return save_state(model, model.state_dict(), folder, config)
 
 

@@ -15,7 +15,7 @@ from comera.names import listed
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
-from comera.nn.module import check_whole
+from comera.nn.module import check_unsharded
 from comera.nn.pointwise import TTPointwise
 from comera.nn.swap import swap_layers_
 from comera.nn.table import HotRows, TTTable
@@ -120,7 +120,7 @@ def contracted(model: nn.Module, batch: int | None) -> dict[int, nn.Module]:
         ValueError: If ``batch`` is below one, or a layer is sharded.
     """
     _check_batch(batch)
-    check_whole(model, "freeze_")
+    check_unsharded(model, "freeze_")
     contraction = _Contraction(batch)
     made: dict[int, nn.Module] = {}
     for name, layer in model.named_modules():

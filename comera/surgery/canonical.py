@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import reset_state_
 
@@ -55,7 +55,7 @@ def canonicalize_(
         ValueError: If the optimizer is an LBFGS that has stepped, or a tensor train is sharded, as
             by ``fully_shard``. Nothing is changed.
     """
-    check_whole(model, "canonicalize_")
+    check_unsharded(model, "canonicalize_")
     unwrapped = unwrap_separable(optimizer)
     for layer in tensor_trains(model).values():
         params = [*layer.cores, *layer.gates]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, check_whole, tensor_trains
+from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.ops.cores import is_open
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import slice_state_
@@ -43,7 +43,7 @@ def truncate_(
             ``fully_shard``. Nothing is changed.
     """
     check_min_rank(min_rank)
-    check_whole(model, "truncate_")
+    check_unsharded(model, "truncate_")
     unwrapped = unwrap_separable(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():

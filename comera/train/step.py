@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_whole
+from comera.nn.module import check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
@@ -127,7 +127,7 @@ class TrainStep:
                 "call scheduler.step(metric) after each evaluation"
             )
         # BatchedContraction checks this too, but would not name what the user called.
-        check_whole(model, "TrainStep")
+        check_unsharded(model, "TrainStep")
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.autocast = None if precision == "fp32" else torch.bfloat16

@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.compress.compressed_layers import CompressedLayer
-from comera.compress.layer_moments import Moments
+from comera.compress.layer_moments import LayerMoments
 from comera.compress.orders import better_train
 from comera.compress.sensitivity import LayerSensitivity
 from comera.compress.whitened import raised_loss, whitened_svd
@@ -53,7 +53,7 @@ def test_a_train_is_taken_where_it_loses_less_than_two_factors_of_its_size():
 @pytest.mark.parametrize("size", [(24, 60), (60, 24)])
 def test_of_two_factors_the_loss_is_the_one_predicted(size):
     x, g = torch.randn(200, size[1]), torch.randn(200, size[0])
-    of = Moments(x.T @ x / 200, g.T @ g / 200, 200)
+    of = LayerMoments(x.T @ x / 200, g.T @ g / 200, 200)
     weight = torch.randn(size)
     found = whitened_svd(weight, of)
     left, right = found.factors(9)

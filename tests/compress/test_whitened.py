@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from comera.compress.layer_moments import Moments
+from comera.compress.layer_moments import LayerMoments
 from comera.compress.whitened import whitened_svd
 
 
 def moments(inputs, outputs, rows=200):
     x = torch.randn(rows, inputs, dtype=torch.float64) @ torch.randn(inputs, inputs).double()
     g = torch.randn(rows, outputs, dtype=torch.float64) @ torch.randn(outputs, outputs).double()
-    return Moments(x.T @ x / rows, g.T @ g / rows, rows)
+    return LayerMoments(x.T @ x / rows, g.T @ g / rows, rows)
 
 
 def rise(error, of):
@@ -51,7 +51,7 @@ def test_it_is_the_truncated_svd_between_roots_of_both_moments(size, dtype):
 def test_the_decomposition_is_no_larger_than_the_moments_that_it_replaces():
     for size in ((24, 60), (60, 24), (30, 30)):
         of = moments(size[1], size[0])
-        of = Moments(of.inputs_II.float(), of.grads_OO.float(), of.rows)
+        of = LayerMoments(of.inputs_II.float(), of.grads_OO.float(), of.rows)
         found = whitened_svd(torch.randn(size), of)
         kept = found.span_KK.nbytes + found.dual_KK.nbytes
         assert kept <= of.inputs_II.nbytes + of.grads_OO.nbytes
@@ -87,7 +87,7 @@ def test_without_moments_it_is_a_plain_svd():
 
 def test_moments_of_too_few_rows_and_of_none_give_finite_factors():
     weight, few = torch.randn(20, 30), moments(30, 20, rows=3)
-    nothing = Moments(torch.zeros(30, 30), torch.zeros(20, 20), 5)
+    nothing = LayerMoments(torch.zeros(30, 30), torch.zeros(20, 20), 5)
     for of in (few, nothing):
         found = whitened_svd(weight, of)
         left, right = found.factors(20)
@@ -111,7 +111,7 @@ def test_moments_that_are_not_finite_are_refused():
 def test_moments_without_a_root_get_one():
     """Rounding can make the smallest eigenvalue of a matrix of moments negative."""
     inputs = torch.diag(torch.tensor([1.0, 1.0, -1e-6]))
-    found = whitened_svd(torch.randn(5, 3), Moments(inputs, torch.eye(5), 9), 0, 0)
+    found = whitened_svd(torch.randn(5, 3), LayerMoments(inputs, torch.eye(5), 9), 0, 0)
     left, right = found.factors(3)
     assert (left @ right).isfinite().all()
 
@@ -131,20 +131,20 @@ def test_a_table_is_weighed_by_how_often_its_rows_are_read(rows):
     reads = torch.randint(0, rows, (4000,)) ** 2 // rows  # the first ones more often
     counts = torch.bincount(reads, minlength=rows)
     of = moments(3, 20)
-    shares = Moments(counts / 4000, of.grads_OO, 4000)
+    shares = LayerMoments(counts / 4000, of.grads_OO, 4000)
     table = torch.randn(rows, 20)
     found = whitened_svd(table.T, shares, damping=0)
     expected = whitened_svd(
-        table.T, Moments((counts / 4000).double().diag(), of.grads_OO, 4000), damping=0
+        table.T, LayerMoments((counts / 4000).double().diag(), of.grads_OO, 4000), damping=0
     )
     torch.testing.assert_close(found.losses_K, expected.losses_K, rtol=1e-5, atol=1e-9)
 
 
 def test_rows_never_read_count_as_much_as_those_read_once():
     counts = torch.tensor([50, 40, 6, 1, 1, 1, 1, 0, 0])  # four of a hundred reads were of new rows
-    shares = Moments(counts / 100, torch.eye(4), 100)
+    shares = LayerMoments(counts / 100, torch.eye(4), 100)
     expected = torch.tensor([*0.96 * counts[:7] / 100, 0.02, 0.02])
     table = torch.randn(9, 4)
     found = whitened_svd(table.T, shares, damping=0)
-    same = whitened_svd(table.T, Moments(expected.diag(), torch.eye(4), 100), damping=0)
+    same = whitened_svd(table.T, LayerMoments(expected.diag(), torch.eye(4), 100), damping=0)
     torch.testing.assert_close(found.losses_K, same.losses_K)
