@@ -13,8 +13,8 @@ from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import prepare_task
 from comera.train.log import read_metrics
-from comera.train.loop import evaluated
 from comera.train.run_state import load_checkpoint
+from comera.train.run_under_way import evaluated
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
-from comera.train.loop import LoopResult, evaluated, train
+from comera.train.loop import train
 from comera.train.processes import Processes
+from comera.train.run_under_way import LoopResult, evaluated
 from comera.train.sharded import whole_state
 from comera.train.tensor_parallel import plan_split
 

@@ -2,47 +2,22 @@
 
 import contextlib
 import logging
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.train.clock import StepClock
-from comera.train.data_parallel import unwrapped_model
 from comera.train.log import PlainLines, RunLog, SilentLog, progress_bar
 from comera.train.pace import Pace
 from comera.train.processes import Processes
-from comera.train.run_state import restore_, save_checkpoint
-from comera.train.step import NonFiniteLossError, TrainStep
+from comera.train.run_under_way import Evaluate, LoopResult, RunUnderWay
+from comera.train.step import TrainStep
 
 log = logging.getLogger("comera")
-
-
-@dataclass
-class LoopResult:
-    """How a run ended.
-
-    Attributes:
-        steps: Optimizer steps in all, earlier sessions included.
-        seconds: Time spent in training steps, evaluation and saving left out; on a GPU how long it
-            ran them, however soon they were launched.
-        interrupted: Whether it was stopped by a signal; it is then saved and can be resumed.
-        metrics: What the last evaluation returned.
-        ranks: What ``finish_`` of rank learning returned, if it ran.
-    """
-
-    steps: int
-    seconds: float
-    interrupted: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    ranks: dict[str, Any] | None = None
 
 
 def train(
@@ -51,7 +26,7 @@ def train(
     *,
     steps: int,
     folder: Path,
-    evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    evaluate: Evaluate | None = None,
     eval_every: int = 0,
     save_every: int = 0,
     log_every: int = 10,
@@ -104,64 +79,14 @@ def train(
     together.from_first(chain.lock)
     with contextlib.ExitStack() as at_end:
         at_end.callback(chain.close)  # whatever happened: what was handed over is written
-        # The sum and number of losses since the last line of the log are part of a checkpoint, so
-        # that the lines of a resumed run are those of one that was never stopped.
-        device = next(step.model.parameters()).device
-        clock, saved_at = StepClock(device), -1
-        result = LoopResult(0, 0.0)
-        total, count = torch.zeros(()), 0
+        run = RunUnderWay(step, chain, evaluate, together)
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
-        saved = together.from_first(lambda: chain.load() if chain.steps() else None)
-        if saved is not None:
-            extra = restore_(step, saved, chain.folder)
-            saved_at = step.steps_done
-            clock.add(extra["seconds"])
-            result.ranks, result.metrics = extra["ranks"], extra["metrics"]
-            total, count = extra["unlogged"]
+        run.restore_()
         # After loading: lines of steps beyond the checkpoint are dropped, they will come again.
-        run_log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
-        at_end.callback(run_log.close)
-
-        def save() -> None:
-            nonlocal saved_at
-            # Several reasons to save may meet at one step, such as its turn and the end.
-            if step.steps_done == saved_at:
-                return
-            extra = {
-                "seconds": clock.seconds(),
-                "ranks": result.ranks,
-                "metrics": result.metrics,
-                "unlogged": (total, count),
-            }
-            save_checkpoint(chain, step, extra, writes=together.is_first)
-            saved_at = step.steps_done
-
-        def note_loss() -> float:
-            nonlocal total, count
-            # Reading the sum waits for a GPU, so only here is a loss there found not to be finite.
-            mean = float(total) / max(1, count)
-            total, count = torch.zeros(()), 0
-            if not math.isfinite(mean):
-                raise NonFiniteLossError(
-                    f"the loss is {mean} at or before step {step.steps_done},{step.watch.advice()}"
-                )
-            seconds = round(clock.seconds(), 3)  # it has waited for the loss
-            run_log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
-            return mean
-
-        def measure() -> None:
-            assert evaluate is not None, "asked for only where there is one"
-            try:
-                result.metrics = evaluated(step, evaluate)
-                figures = {f"eval/{key}": value for key, value in result.metrics.items()}
-                run_log.write(step.steps_done, **figures)
-            except Exception:  # what has been trained is not lost with it
-                result.metrics = {}
-                save()
-                raise
-
-        pace = Pace(device, per_step, step.steps_done, clock.seconds())
+        run.log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
+        at_end.callback(run.log.close)
+        pace = Pace(run.device, per_step, step.steps_done, run.clock.seconds())
         with _stop_signals() as stopped, progress_bar(quiet) as bar:
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             lines = PlainLines(bar, title, steps)
@@ -169,67 +94,27 @@ def train(
             while step.steps_done < steps and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
                 together.draw_(seed, step.steps_done)
-                try:
-                    with clock.step():
-                        loss = step(batch)
-                except NonFiniteLossError:  # nothing was updated: the state is worth keeping
-                    save()
-                    raise
-                # Losses are added up where they are: reading each would wait for the device.
-                total, count = total.to(loss.device) + loss, count + 1
+                run.train_on(batch)
                 done = step.steps_done
-                if done % log_every == 0 or done == steps:
-                    mean = note_loss()
-                    speed = pace.show(done, clock.seconds())
-                    bar.update(task, figures=f"loss {mean:.4f}, {speed},")
-                    lines.show(done, f"loss {mean:.4f}, {speed}")
+                at_last = done == steps
+                if at_last or done % log_every == 0:
+                    figures = f"loss {run.log_loss():.4f}, {pace.show(done, run.clock.seconds())}"
+                    bar.update(task, figures=f"{figures},")
+                    lines.show(done, figures)
                 bar.update(task, completed=done)
                 # Ranks are cut before the model is measured or saved, so that a figure or a
                 # checkpoint of this step is of the small model, with which the run goes on.
-                ranks = step.ranks
-                if ranks is not None and (ranks.due or (done == steps and ranks.forced is None)):
-                    result.ranks = ranks.finish_(step.optimizer)
-                    run_log.write(done, stage="done", **result.ranks)
-                if evaluate and ((eval_every and done % eval_every == 0) or done == steps):
-                    measure()
+                run.cut_ranks_(at_end=at_last)
+                if at_last or (eval_every and done % eval_every == 0):
+                    run.measure()
                 # Last, so that the figures of this step are in it.
-                if save_every and done % save_every == 0 and done < steps:
-                    save()
-            result.interrupted = step.steps_done < steps
-            if evaluate and not result.interrupted and not result.metrics:  # it failed last time
-                measure()
-        save()  # the end of the run, or the step at which it was interrupted
+                if save_every and done % save_every == 0 and not at_last:
+                    run.save()
+            run.end(interrupted=step.steps_done < steps)
+        run.save()  # the end of the run, or the step at which it was interrupted
     together.wait()  # one that ended early would have its launcher end the one that writes
-    result.steps, result.seconds = step.steps_done, clock.seconds()
-    return result
-
-
-def _figures(step: TrainStep) -> dict[str, Any]:
-    group = step.optimizer.param_groups[0]  # its rate without the factor of its layers
-    figures: dict[str, Any] = {"lr": float(group["lr"]) / group.get("rate_scale", 1.0)}
-    if step.ranks is not None:
-        size = step.ranks.size
-        figures |= {
-            "stage": step.ranks.stage,
-            "size": int(size.exact()),
-            "relaxed_size": round(float(size.relaxed().detach()), 1),
-            "live_ranks": {name: list(layer.live_ranks) for name, layer in size.layers.items()},
-        }
-    return figures
-
-
-def evaluated(
-    step: TrainStep, evaluate: Callable[[nn.Module], dict[str, float]]
-) -> dict[str, float]:
-    """Evaluate the model in evaluation mode; it is back in training mode afterwards."""
-    step.model.eval()
-    try:
-        with torch.no_grad(), step.contracted:  # the cores are contracted once for all batches
-            # Without its wrapper, whose forward pass waits for other processes.
-            found = evaluate(unwrapped_model(step.model))
-        return {name: float(value) for name, value in found.items()}
-    finally:
-        step.model.train()
+    run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()
+    return run.result
 
 
 @contextlib.contextmanager
