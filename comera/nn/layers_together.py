@@ -8,7 +8,7 @@ from torch import Tensor
 
 from comera.nn.handed_out import hand_out
 from comera.nn.linear import TTLinear
-from comera.ops.factors import contract_groups, layout_of
+from comera.ops.contract_cores import contract_groups, layout_of
 
 
 class LayersTogether:

@@ -12,8 +12,9 @@ from comera.nn.linear_base import CompressedLinear, check_linear
 from comera.nn.module import PRUNE_BELOW, params_of
 from comera.nn.shared import may_share
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
+from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
-from comera.ops.factors import Factors, contract_cores
+from comera.ops.factors import Factors
 from comera.ops.linear.plain import plain_linear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
 from comera.planning.products import Layer

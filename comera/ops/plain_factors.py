@@ -20,8 +20,8 @@ from comera.ops.cores import Chains, open_gate, stack_chains
 def plain_factors(group: Chains) -> tuple[Tensor, Tensor]:
     """Contract the cores of a group to ``left (G, I, R)`` and ``right (G, R, O)``.
 
-    They are those of :func:`~comera.ops.factors.contract_cores`, and can be differentiated as often
-    as one likes.
+    They are those of :func:`~comera.ops.contract_cores.contract_cores`, and can be differentiated
+    as often as one likes.
     """
     cores, split = group.cores, group.split
     with without_autocast(cores[0]):

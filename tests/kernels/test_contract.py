@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import comera
-from comera.ops.cores import Chains
-from comera.ops.factors import (
+from comera.ops.contract_cores import (
     CONTRACT,
     _contract_groups,
     contract_cores,
     contract_groups,
     layout_of,
 )
+from comera.ops.cores import Chains
 from comera.ops.kernels import choose, contract_kernel, contract_walk, emulate, nvrtc
 from comera.ops.kernels.choose import KernelWarning
 from comera.ops.kernels.nvrtc import KernelError

@@ -294,6 +294,7 @@ CHECKS = {  # validation, and what is remembered between two passes
         "models/transformer.py",
         "may_read_values",
     ): "and whether padding is where none was said to be",
+    ("ops/contract_cores.py", "is_eager"): "operators are for graphs",
     ("ops/factors.py", "may_keep"): "a row of ones is kept from call to call",
     ("ops/factors.py", "is_eager"): "but in no graph",
     ("ops/factors.py", "is_concrete"): "nor without values",

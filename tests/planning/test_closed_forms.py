@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.nn.linear import TTLinear
-from comera.ops.factors import _GROUPS, contract_cores
+from comera.ops.contract_cores import _GROUPS, contract_cores
 from comera.ops.linear.tt_linear import _factorized_linears
 from comera.ops.table.table_factors import contract_table
 from comera.shapes import TTMShape, TTShape

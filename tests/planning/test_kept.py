@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn.linear import _LINEAR
-from comera.ops.factors import _GROUPS
+from comera.ops.contract_cores import _GROUPS
 
 
 def kept(layer: nn.Module, x: torch.Tensor) -> int:

@@ -74,7 +74,10 @@ def unfit(groups: Sequence[Chains]) -> str | None:
 
 
 def contract(groups: Sequence[Chains]) -> list[Tensor]:
-    """Return each group's ``left`` and ``right``, as :func:`~comera.ops.factors.contract_cores`."""
+    """Return each group's ``left`` and ``right``.
+
+    They are those of :func:`~comera.ops.contract_cores.contract_cores`.
+    """
     like, dtype = groups[0].cores[0], groups[0].factor_dtype
     groups = [_contiguous(group) for group in groups]
     shapes = [shape for group in groups for shape in group.factor_shapes]

@@ -56,7 +56,8 @@ def factorized_feed_forward(
 
     Args:
         x_BI: ``(*, I)``.
-        factors1: ``(I, R)`` and ``(R, F)``, as :func:`~comera.ops.factors.contract_cores` has them.
+        factors1: ``(I, R)`` and ``(R, F)``, those of
+            :func:`~comera.ops.contract_cores.contract_cores`.
         factors2: ``(F, R)`` and ``(R, O)``.
         activation: A key of ``ACTIVATIONS``.
 

@@ -43,7 +43,8 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
 
     Args:
         x_BI: ``(*, I)``.
-        gate: ``(I, R)`` and ``(R, F)``, as :func:`~comera.ops.factors.contract_cores` has them.
+        gate: ``(I, R)`` and ``(R, F)``, those of
+            :func:`~comera.ops.contract_cores.contract_cores`.
         up: ``(I, R)`` and ``(R, F)``, of an R of its own.
         down: ``(F, R)`` and ``(R, O)``.
 

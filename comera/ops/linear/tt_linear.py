@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import autocast_together, products_are_fp8, without_autocast
+from comera.ops.contract_cores import contract_cores
 from comera.ops.cores import contract_chain
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.factors import Factors, contract_cores, last_of_each, set_ones_
+from comera.ops.factors import Factors, last_of_each, set_ones_
 from comera.ops.operator import operator
 from comera.ops.product import affine, is_torchs, product
 
@@ -62,7 +63,7 @@ def factorized_linears(
 
     Args:
         x_BI: ``(*, I)``.
-        lefts: ``(I, R)`` each, as :func:`~comera.ops.factors.contract_cores` makes them.
+        lefts: ``(I, R)`` each, as :func:`~comera.ops.contract_cores.contract_cores` makes them.
         rights: ``(R, O)`` each; O may differ.
         bias: Whether the last row of each right factor is a bias.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
+from comera.ops.contract_cores import CONTRACT, contract_groups, layout_of
 from comera.ops.cores import (
     Chains,
     contract_chains,
@@ -23,7 +24,6 @@ from comera.ops.cores import (
     unstack_gates,
 )
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.factors import CONTRACT, contract_groups, layout_of
 from comera.ops.kernels.warp_lookup_kernel import takes
 from comera.ops.operator import operator
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from comera.ops.context import static_shapes
+from comera.ops.contract_cores import _contract_groups, contract_cores, contract_groups, layout_of
 from comera.ops.cores import contract_chain
-from comera.ops.factors import _contract_groups, contract_cores, contract_groups, layout_of
 from comera.ops.kernels import choose
 from comera.shapes import padded_rank
 
