@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from comera.nn.layers_together import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.shared import Shared, versions_of
 from comera.nn.shared_gates import share_gates, unshare_gates
+from comera.nn.unsharded import check_unsharded
 
 
 class BatchedContraction:

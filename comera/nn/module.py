@@ -13,7 +13,7 @@ from comera.nn.shared import Shared, SharedGates, may_share, versions_of
 from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
-from comera.params import is_sharded, set_data_
+from comera.params import set_data_
 from comera.shapes import Shape, is_number
 
 PRUNE_BELOW = 1e-2
@@ -385,26 +385,6 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
         if isinstance(module, TensorTrainModule):
             found.setdefault(id(module.cores), (name, module))
     return dict(found.values())
-
-
-def check_unsharded(model: nn.Module, what: str) -> None:
-    """Raise ``ValueError`` if a parameter of a tensor-train layer is sharded.
-
-    Args:
-        model: Its tensor-train layers are checked.
-        what: Name of what needs them whole, for the message.
-    """
-    for name, layer in tensor_trains(model).items():
-        for key, param in layer.named_parameters():
-            if is_sharded(param):
-                raise ValueError(
-                    f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
-                    f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
-                    "the model whole in DistributedDataParallel, or shard its dense matrices alone "
-                    "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
-                    "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
-                    "BatchedContraction, TrainStep and rank learning"
-                )
 
 
 @torch.no_grad()

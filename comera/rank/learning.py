@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.names import listed
-from comera.nn.module import check_unsharded, tensor_trains
+from comera.nn.module import tensor_trains
+from comera.nn.unsharded import check_unsharded
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.params import is_sharded
 from comera.rank.agreement import agreed, check_alike, processes_of

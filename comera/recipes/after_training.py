@@ -17,7 +17,8 @@ from comera.recipes.export import export
 from comera.recipes.folder import other_data
 from comera.recipes.list_runs import files_table, is_run, runs_table
 from comera.recipes.predict import as_json, predictions
-from comera.recipes.tasks import Task, data_digests, prepare_task
+from comera.recipes.tasks.task import Task
+from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.recipes.trained import TrainedRun, load_run
 
 COMMANDS = {
@@ -91,7 +92,7 @@ def evaluation(folder: Path, device: torch.device) -> Table:
     runs = {("compressed" if run.config.tensorize else "dense"): run}
     if (folder / "dense" / "result.json").is_file():
         runs["dense"] = load_run(folder, twin=True, device=device)
-    digests = data_digests(run.config)
+    digests = kind_of(run.config).data_digests(run.config)
     difference = other_data(folder, DataRecord(digests))
     if difference is not None:
         raise ValueError(f"the data are not those that {folder} was trained on ({difference})")

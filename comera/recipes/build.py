@@ -16,7 +16,7 @@ from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.recipes.optimizers import make_optimizer
 from comera.recipes.run_config import OptimizerConfig, RunConfig
-from comera.recipes.tasks import Task
+from comera.recipes.tasks.task import Task
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_
 from comera.train.step import TrainStep

@@ -2,26 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from comera.models.dlrm import DLRM
 from comera.nn.model_size import model_size
 from comera.recipes.build import build_step, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run import planned_memory, planned_model
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks import (
-    Batch,
-    Task,
-    causal_loss,
-    click_loss,
-    masked_loss,
-    pair_loss,
-    planned_dense_model,
-)
+from comera.recipes.tasks.task import Batch, Task
+from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
 
 _ROWS = 2
 _STEPS = 2
@@ -89,8 +79,8 @@ def _backward_by_shapes(config: RunConfig) -> int:
     """Go forward and backward without memory; returns the number of parameters."""
     model = planned_model(config)
     with torch.device("meta"):
-        batch = _batch(config, model, 0)
-    _loss_of(config)(model, batch).backward()
+        batch = _batch(config, 0)
+    kind_of(config).loss(model, batch).backward()
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise ValueError(f"{missing[0]} gets no gradient")
@@ -98,52 +88,20 @@ def _backward_by_shapes(config: RunConfig) -> int:
 
 
 def _task(config: RunConfig) -> Task:
-    made: list[nn.Module] = []
-
-    def make() -> nn.Module:
-        made[:] = [planned_dense_model(config)]
-        return made[0]
-
+    kind = kind_of(config)
     return Task(
-        make_model=make,
-        get_batch=lambda step: _batch(config, made[0], step),
-        loss_fn=_loss_of(config),
+        make_model=lambda: planned_dense_model(config),
+        get_batch=lambda step: _batch(config, step),
+        loss_fn=kind.loss,
         evaluate=lambda model: {},
         steps=config.train.steps or _WHERE_DATA_TELL,
         record=DataRecord({}, ""),
         per_step=(_ROWS, "rows"),
-        lean=config.clicks is not None,
+        lean=kind.lean,
     )
 
 
-def _loss_of(config: RunConfig) -> Any:
-    if config.clicks is not None:
-        return click_loss
-    if config.nli is not None:
-        return pair_loss
-    return masked_loss if config.masked_text is not None else causal_loss
-
-
-def _batch(config: RunConfig, model: nn.Module, step: int) -> Batch:
+def _batch(config: RunConfig, step: int) -> Batch:
     """Draw a batch of the task on torch's default device."""
     torch.manual_seed(step)
-    if config.text is None:
-        assert isinstance(model, DLRM), "it was made for clicks"
-        tables = config.dlrm.table_sizes or {}
-        fields = [torch.randint(size, (_ROWS,)) for size in tables.values()]
-        return {
-            "continuous": torch.randn(_ROWS, model.num_continuous),
-            "fields": torch.stack(fields, 1),
-            "labels": torch.randint(2, (_ROWS,)).float(),
-        }
-    shape = (_ROWS, config.text.length)
-    tokens = torch.randint(5, config.text.vocab_size, shape)
-    if config.nli is not None:
-        segments = (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
-        labels = torch.randint(3, (_ROWS,))
-        return {"tokens": tokens, "segments": segments, "labels": labels, "padded": False}
-    if config.masked_text is not None:
-        positions = torch.arange(0, shape[1], 7).expand(_ROWS, -1)
-        targets = torch.randint(5, config.text.vocab_size, positions.shape)
-        return {"tokens": tokens, "positions": positions, "targets": targets, "padded": False}
-    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+    return kind_of(config).drawn_batch(config, _ROWS)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
-from comera.recipes.run_config import RunConfig
+from comera.recipes.tasks.task_kinds import kind_of
 from comera.recipes.trained import TrainedRun
 from comera.serving.to_plain import to_plain_
 
@@ -43,7 +43,8 @@ def export(run: TrainedRun, path: Path) -> str:
         with replacing(path) as temporary:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
-        model, inputs = _Positional(to_plain_(run.model)).eval(), _inputs(run.config, run.result)
+        model = _Positional(to_plain_(run.model)).eval()
+        inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
         auto = torch.export.Dim.AUTO
         shapes = (tuple(dict.fromkeys(range(x.dim()), auto) for x in inputs),)
         if path.suffix == ".pt2":
@@ -67,21 +68,6 @@ class _Positional(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.model(*inputs)
-
-
-def _inputs(config: RunConfig, result: Any) -> tuple[Tensor, ...]:
-    """Make inputs of the kinds that the model takes, of two rows."""
-    if config.clicks is not None:
-        sizes = result["sizes"]
-        fields = torch.zeros(2, len(sizes["table_sizes"]), dtype=torch.int64)
-        return (torch.zeros(2, sizes["num_continuous"]), fields)
-    assert config.text is not None
-    tokens = torch.full((2, min(16, config.text.length)), 7)
-    if config.causal_text is not None:
-        return (tokens,)
-    if config.masked_text is not None:
-        return tokens, torch.ones(2, 3, dtype=torch.int64)
-    return tokens, torch.zeros_like(tokens)
 
 
 def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:

@@ -15,7 +15,7 @@ from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.launchers import Launcher, Local, Started
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks import data_digests
+from comera.recipes.tasks.task_kinds import kind_of
 from comera.recipes.worker import SIGNALS, signals_blocked
 
 _EVERY_SECONDS = 0.5
@@ -143,7 +143,7 @@ def _has_other_data(job: Job, overwrite: bool) -> bool:
     """Tell whether a run was begun with other data than are there now; raise if that may not be."""
     if read_record(job.folder) is None:
         return False
-    difference = other_data(job.folder, DataRecord(data_digests(job.config)))
+    difference = other_data(job.folder, DataRecord(kind_of(job.config).data_digests(job.config)))
     if difference is not None and not overwrite:
         raise ValueError(
             f"{job.folder} holds a run that was begun with other data ({difference}); restore "

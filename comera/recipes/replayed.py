@@ -11,7 +11,7 @@ from comera.recipes.build import build_step, find_device, make_model, without_re
 from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks import prepare_task
+from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.log import read_metrics
 from comera.train.run_state import load_checkpoint
 from comera.train.run_under_way import evaluated

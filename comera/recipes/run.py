@@ -28,14 +28,8 @@ from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks import (
-    Task,
-    data_digests,
-    find_data,
-    is_told_by_data,
-    planned_dense_model,
-    prepare_task,
-)
+from comera.recipes.tasks.task import Task
+from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report
 from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
@@ -128,7 +122,7 @@ def run(
         f"run folder {folder}, device {device}{_count(processes)}: preparing data",
         soft_wrap=True, markup=False,
     )  # fmt: skip
-    digests = processes.in_turn(lambda: data_digests(config))
+    digests = processes.in_turn(lambda: kind_of(config).data_digests(config))
     # Before anything is made of the data, and before anything is written.
     processes.from_first(lambda: _check_content(config, DataRecord(digests), processes.count))
     with contextlib.ExitStack() as held:
@@ -163,16 +157,16 @@ def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | N
 
 def _check_settings(config: RunConfig, count: int) -> None:
     """Check what can be told before any data are read."""
-    if not is_told_by_data(config):
+    if not kind_of(config).is_told_by_data(config):
         planned_memory(config, count)
-    find_data(config)
+    kind_of(config).find_data(config)
     check_folder(config)
 
 
 def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:
     """Check what can be told before data are prepared and the folder is locked."""
     check_data(config, record)
-    if is_told_by_data(config):
+    if kind_of(config).is_told_by_data(config):
         planned_memory(config, count)
 
 

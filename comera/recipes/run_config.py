@@ -1,6 +1,7 @@
 """The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,14 @@ from comera.recipes.rank_config import (
     RankConfig,
     TwoStageConfig,
 )
+
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "masked_text": ("loss", "perplexity"),
+    "causal_text": ("loss", "perplexity"),
+    "nli": ("accuracy", "loss"),
+    "clicks": ("auc", "accuracy", "nce", "loss"),
+}
+"""What an evaluation measures, the most telling metric first, by the section of the data."""
 
 
 @dataclass
@@ -274,6 +283,11 @@ class RunConfig:
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
+    def task(self) -> str:
+        """Return the name of the section that describes the data."""
+        return next(name for name in METRICS if getattr(self, name) is not None)
+
+    @property
     def text(self) -> TextData | NliData | None:
         """The section of the data, if it is text."""
         return self.masked_text or self.causal_text or self.nli
@@ -299,20 +313,18 @@ class RunConfig:
     @property
     def metrics(self) -> tuple[str, ...]:
         """What an evaluation measures, the most telling metric first."""
-        if self.clicks is not None:
-            return ("auc", "accuracy", "nce", "loss")
-        return ("accuracy", "loss") if self.nli is not None else ("loss", "perplexity")
+        return METRICS[self.task]
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
-        sections = ("masked_text", "causal_text", "nli", "clicks")
-        given = [name for name in sections if getattr(self, name) is not None]
+        *first, last = METRICS
+        given = [name for name in METRICS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"give exactly one of the sections {', '.join(sections[:-1])} and {sections[-1]}, "
+                f"give exactly one of the sections {', '.join(first)} and {last}, "
                 f"in the file of the run or as --causal_text.folder=...: there is "
                 f"{' and '.join(given) or 'none'}"
             )

@@ -18,7 +18,7 @@ from comera.train.log import read_metrics
 with needed_by("load_run()"):
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run_config import RunConfig
-    from comera.recipes.tasks import dense_model
+    from comera.recipes.tasks.task_kinds import kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,7 +111,7 @@ def load_run(
         )
     result = _result(place)
     with torch.device("meta"):
-        dense = dense_model(config, result["sizes"])
+        dense = kind_of(config).dense_model(config, result["sizes"])
     model = load_model(place, dense, device=device).eval()
     known = place / CATEGORIES
     categories = ClickRows.load(known) if known.is_file() else None

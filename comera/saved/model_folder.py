@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from comera.files import replacing
 from comera.nn.config import TTConfig
 from comera.nn.experts import experts_apart
-from comera.nn.module import check_unsharded
+from comera.nn.unsharded import check_unsharded
 from comera.saved.description import check_description, describe, origin_in_words
 from comera.saved.rebuild import (
     build_layers,

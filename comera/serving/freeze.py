@@ -15,11 +15,11 @@ from comera.names import listed
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
-from comera.nn.module import check_unsharded
 from comera.nn.pointwise import TTPointwise
 from comera.nn.swap import swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
+from comera.nn.unsharded import check_unsharded
 from comera.serving.contract import table_factors, thin_factors
 from comera.serving.frozen_layers import (
     Frozen,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
+from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.unsharded import check_unsharded
 from comera.ops.cores import is_open
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import slice_state_

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_unsharded
+from comera.nn.unsharded import check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8

@@ -26,7 +26,7 @@ from comera.recipes.run_config import (
     TrainConfig,
 )
 from comera.recipes.sweep import read_sweep, run_sweep
-from comera.recipes.tasks import prepare_task
+from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.step import TrainStep
 from tests.peers import peer
 from tests.texts import write_functions

@@ -27,7 +27,8 @@ from comera.recipes.run_config import (
     RunConfig,
     TrainConfig,
 )
-from comera.recipes.tasks import count_steps, dense_model, prepare_task
+from comera.recipes.tasks.task import count_steps
+from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions
 
@@ -71,7 +72,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
     assert 0 < compressed.metrics["loss"] < 6
     folder = Path(config.out)
     saved = load_file(folder / "model.safetensors")
-    fresh = tensorize_(dense_model(config, {"vocab_size": 320}), config.tensorize)
+    fresh = tensorize_(kind_of(config).dense_model(config, {"vocab_size": 320}), config.tensorize)
     fresh.load_state_dict(saved)
     assert sum(p.numel() for p in fresh.parameters()) == compressed.params
     facts = json.loads((folder / "result.json").read_text())

@@ -1,0 +1,1 @@
+"""The kinds of tasks a recipe can train, one file each."""

@@ -1,0 +1,163 @@
+"""Click logs: whether somebody clicks on what is shown to them."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comera.data.click_files import CRITEO_CONTINUOUS, find_file
+from comera.data.click_rows import CATEGORIES
+from comera.data.clicks import ClickData, Clicks, click_digests
+from comera.models.dlrm import DLRM, click_metrics
+from comera.models.small_tables import replace_tables_
+from comera.recipes.data_record import DataRecord
+from comera.recipes.run_config import RunConfig
+from comera.recipes.tasks.task import (
+    Batch,
+    Digests,
+    Place,
+    Task,
+    TaskKind,
+    Trained,
+    count_steps,
+    logits_of,
+)
+
+_EVALUATED = 16_384
+"""Rows that are evaluated at a time."""
+
+
+class ClicksKind(TaskKind):
+    """Clicks are predicted by a DLRM."""
+
+    lean = True
+
+    def _data(self, config: RunConfig) -> ClickData:
+        assert config.clicks is not None
+        return config.clicks
+
+    def find_data(self, config: RunConfig) -> None:
+        find_file(self._data(config).file)
+
+    def data_digests(self, config: RunConfig) -> dict[str, str]:
+        return click_digests(self._data(config))
+
+    def is_told_by_data(self, config: RunConfig) -> bool:
+        return config.dlrm.table_sizes is None
+
+    def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
+        if self.is_told_by_data(config):
+            with torch.device("cpu"):
+                return _sizes(config, Clicks.prepare(self._data(config)))
+        data = self._data(config)
+        continuous = CRITEO_CONTINUOUS if data.format == "criteo" else data.continuous
+        return {"table_sizes": config.dlrm.table_sizes, "num_continuous": len(continuous)}
+
+    def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
+        model = config.dlrm
+        made = DLRM(
+            sizes["table_sizes"],
+            sizes["num_continuous"],
+            model.embedding_dim,
+            model.bottom,
+            model.top,
+        )
+        if model.small_tables is not None:
+            try:
+                replace_tables_(made.tables, **dataclasses.asdict(model.small_tables))
+            except ValueError as problem:
+                raise ValueError(f"dlrm.small_tables.{problem}") from None
+        return made
+
+    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
+        data = Clicks.prepare(self._data(config), digests)
+        size = config.train.batch_size
+        limit = config.train.eval_batches and config.train.eval_batches * size
+        sizes = _sizes(config, data)
+
+        def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
+            found = [
+                torch.stack([_logits(model, batch), batch["labels"]])
+                for batch in place.own(batches)
+            ]
+            mine = torch.cat(found, 1) if found else torch.empty(2, 0)
+            logits, labels = place.gathered(mine.T).T
+            return click_metrics(logits, labels)
+
+        def test(model: nn.Module) -> dict[str, float]:
+            return evaluate(data.test_batches(_EVALUATED), model)
+
+        return Task(
+            make_model=lambda: self.dense_model(config, sizes),
+            get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
+            loss_fn=self.loss,
+            evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
+            steps=count_steps(config, data.steps_per_epoch(size)),
+            record=DataRecord(data.digests, data.prepared),
+            per_step=(size, "clicks"),
+            test=test if self._data(config).test else None,
+            categories=lambda: data.categories,
+            sizes=sizes,
+            lean=self.lean,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.binary_cross_entropy_with_logits(_logits(model, batch), batch["labels"])
+
+    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+        sizes = self.planned_sizes(config)
+        fields = [torch.randint(size, (rows,)) for size in sizes["table_sizes"].values()]
+        return {
+            "continuous": torch.randn(rows, sizes["num_continuous"]),
+            "fields": torch.stack(fields, 1),
+            "labels": torch.randint(2, (rows,)).float(),
+        }
+
+    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        fields = torch.zeros(2, len(sizes["table_sizes"]), dtype=torch.int64)
+        return torch.zeros(2, sizes["num_continuous"]), fields
+
+    def check_predicts(self, run: Trained) -> None:
+        if run.categories is None:
+            raise ValueError(
+                f"{run.folder} has no {CATEGORIES}: an earlier version wrote it. The same comera "
+                "train with --overwrite=true trains it anew"
+            )
+
+    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
+        assert run.categories is not None, "check_predicts asks for it"
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{line!r} must be a JSON object, such as {{"user": "ann", "age": 31}}'
+            )
+        *inputs, unknown = run.categories.encode([row])
+        probability = float(logits_of(run, *inputs)[0].sigmoid())
+        found: dict[str, Any] = {"probability": round(probability, 4)}
+        return found | ({"unknown": unknown[0]} if unknown[0] else {})
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["continuous"], batch["fields"]).float()
+
+
+def _sizes(config: RunConfig, data: Clicks) -> dict[str, Any]:
+    """Return the table sizes of the settings, or of the data where none are given; check them."""
+    found = dict(zip(data.field_names, data.table_sizes, strict=True))
+    given = config.dlrm.table_sizes
+    if given is not None:
+        for name, size in found.items():
+            if given.get(name, 0) < size:
+                raise ValueError(
+                    f"dlrm.table_sizes has {given.get(name, 'nothing')} for {name}, whose "
+                    f"categories in {data.settings.file} take {size} rows"
+                )
+        found = {name: given[name] for name in found}
+    return {"table_sizes": found, "num_continuous": data.num_continuous}

@@ -1,0 +1,217 @@
+"""A task of one run, and what each kind of task has to say for itself."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from comera.data.click_rows import ClickRows
+from comera.data.vocabulary import Tokenizer
+from comera.models.transformer import PAD
+from comera.recipes.data_record import DataRecord
+from comera.recipes.run_config import RunConfig
+from comera.train.processes import Processes
+
+Batch = dict[str, Any]
+"""Tensors by name, and plain values."""
+
+Digests = Mapping[str, str] | None
+"""Of the data, by name, where they have just been found."""
+
+
+@dataclass
+class Task:
+    """Data and model of one run.
+
+    Attributes:
+        make_model: Builds the dense model; the same for the same random state.
+        get_batch: Step number to batch, or to this process' rows of it.
+        loss_fn: ``(model, batch)`` to mean loss.
+        evaluate: Model to named figures, ``loss`` among them; the same in all processes, each of
+            which sees a part of the data.
+        steps: Optimizer steps of the whole run.
+        record: What the data are.
+        per_step: What a step trains on: how many, of all processes, and what they are called.
+        test: As ``evaluate``, on data by which nothing is chosen; None if there are none.
+        sizes: Sizes of the dense model that the data tell, see :meth:`TaskKind.dense_model`.
+        tokenizer: What has made tokens of text, if anything has.
+        categories: Returns what makes inputs of raw rows; of a click log.
+        lean: The model can be made without ever being dense: built without memory, tensorised, and
+            then drawn by its ``reset_parameters(init)``.
+    """
+
+    make_model: Callable[[], nn.Module]
+    get_batch: Callable[[int], Batch]
+    loss_fn: Callable[[nn.Module, Batch], Tensor]
+    evaluate: Callable[[nn.Module], dict[str, float]]
+    steps: int
+    record: DataRecord
+    per_step: tuple[int, str]
+    test: Callable[[nn.Module], dict[str, float]] | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    categories: Callable[[], ClickRows] | None = None
+    lean: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch is trained on: a device, and one of several processes."""
+
+    device: torch.device
+    processes: Processes
+    alone: bool
+    """Whether a process can run the model without the others, which may hold parts of it."""
+
+    def share_of(self, batch: Batch) -> Batch:
+        """Move this process' rows of a batch to the device."""
+        return _to(self.processes.share_of(batch), self.device)
+
+    def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move those of many batches that this process evaluates to the device, one by one."""
+        number, count = self.processes.rank, self.processes.count
+        own = islice(batches, number, None, count) if self.alone else batches
+        return (_to(batch, self.device) for batch in own)
+
+    def sums(self, *numbers: float) -> list[float]:
+        """Add up what processes have found on their own batches."""
+        return self.processes.sums(*numbers) if self.alone else list(numbers)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Put together what processes have found on their own batches."""
+        return self.processes.gathered(rows) if self.alone else rows
+
+
+class Trained(Protocol):
+    """What predictions need of a :class:`~comera.recipes.trained.TrainedRun`."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def categories(self) -> ClickRows | None: ...
+
+
+class TaskKind(ABC):
+    """What differs between kinds of tasks.
+
+    A new one is a section of ``RunConfig`` and such a class, which ``KINDS`` lists. Settings that a
+    method takes are those of a run of this kind.
+
+    Attributes:
+        lean: See :class:`Task`.
+    """
+
+    lean = False
+
+    @abstractmethod
+    def find_data(self, config: RunConfig) -> None:
+        """Make sure that the files of a run are there, before one is read.
+
+        Raises what the readers raise.
+        """
+
+    @abstractmethod
+    def data_digests(self, config: RunConfig) -> dict[str, str]:
+        """Return digests of all that a run reads, by name; raises what the readers raise."""
+
+    @abstractmethod
+    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
+        """Read the data of a run; raises what the readers raise."""
+
+    def is_told_by_data(self, config: RunConfig) -> bool:
+        """Tell whether the sizes of the model are those of the data."""
+        return False
+
+    @abstractmethod
+    def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return the sizes of the dense model; data are read only if they alone tell them.
+
+        Raises:
+            ValueError: If data are needed and not there.
+        """
+
+    @abstractmethod
+    def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
+        """Make the dense model of a run, on torch's default device.
+
+        Args:
+            config: The run.
+            sizes: What its data tell: ``vocab_size``; of a click log ``table_sizes`` by the names
+                of fields, and ``num_continuous``.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch."""
+
+    @abstractmethod
+    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+        """Draw a batch without data, on torch's default device."""
+
+    @abstractmethod
+    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Make inputs of the kinds that the model takes, of two rows."""
+
+    def check_predicts(self, run: Trained) -> None:  # noqa: B027  most kinds need nothing
+        """Raise ``ValueError`` if a run has not kept what predictions need."""
+
+    @abstractmethod
+    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
+        """Predict something for a line.
+
+        Raises:
+            ValueError: If the line is not what is expected.
+        """
+
+
+def count_steps(config: RunConfig, per_epoch: int) -> int:
+    """Count the optimizer steps of a run over data with an end.
+
+    Raises:
+        ValueError: If there is not one.
+    """
+    if not per_epoch:
+        raise ValueError(f"train.batch_size={config.train.batch_size} exceeds the training rows")
+    if config.train.steps is not None:
+        return config.train.steps
+    steps = round((config.train.epochs or 0) * per_epoch)
+    if steps < 1:
+        raise ValueError(
+            f"train.epochs={config.train.epochs} is no step: an epoch has {per_epoch} of them"
+        )
+    return steps
+
+
+def say_padding(batch: dict[str, Tensor]) -> Batch:
+    """Add whether any token is padding, while asking waits for no GPU."""
+    return batch | {"padded": bool((batch["tokens"] == PAD).any())}
+
+
+def padding_said(batches: Iterable[Batch]) -> list[Batch]:
+    """Add to each batch whether any token is padding."""
+    return [say_padding(batch) for batch in batches]
+
+
+def logits_of(run: Trained, *inputs: Any) -> Tensor:
+    """Return what a trained model says, on the CPU in float32."""
+    device = next(run.model.parameters()).device
+    moved = (value.to(device) if isinstance(value, Tensor) else value for value in inputs)
+    return run.model(*moved).float().cpu()
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
