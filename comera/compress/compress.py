@@ -204,7 +204,8 @@ def compress_(
         correct_factors(model, layers, fitted, again, loss_fn or own_loss)
         factors |= {name: balanced(one.left_OR, one.right_RI) for name, one in fitted.items()}
     new = {name: _low_rank(layers[name], *both) for name, both in factors.items()}
-    new |= {name: _train(layers[name], shape, cores) for name, (_, shape, cores) in trains.items()}
+    for name, (_, shape, cores) in trains.items():
+        new[name] = TTLinear.from_cores(layers[name], shape, cores)
     swap_layers_(model, {id(layers[name]): layer for name, layer in new.items()})
     made = CompressedLayers(trains[one.name][0] if one.name in trains else one for one in made)
     after, seconds = model_size(model), time.monotonic() - begun
@@ -301,19 +302,4 @@ def _low_rank(layer: Layer, left_OR: Tensor, right_RI: Tensor) -> TTLinear | TTE
         return table.train(layer.training)
     out_features, in_features = layer.weight.shape
     shape = TTShape((in_features,), (out_features,), (rank,))
-    return _train(layer, shape, [right_RI.T[None], left_OR.T[:, :, None]])
-
-
-@torch.no_grad()
-def _train(layer: Layer, shape: TTShape, cores: list[Tensor]) -> TTLinear:
-    """Return a layer of these cores in the place of a dense one."""
-    out_features, in_features = layer.weight.shape
-    bias = getattr(layer, "bias", None)
-    made = TTLinear(
-        in_features, out_features, bias is not None, "meta", layer.weight.dtype, shape=shape
-    ).to_empty(device=layer.weight.device)
-    if bias is not None:
-        made.bias.copy_(bias)  # type: ignore[union-attr]
-    made.set_cores_(cores)
-    made.freeze_like_(layer)
-    return made.train(layer.training)
+    return TTLinear.from_cores(layer, shape, [right_RI.T[None], left_OR.T[:, :, None]])

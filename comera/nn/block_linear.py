@@ -203,7 +203,7 @@ class BTTLinear(CompressedLinear):
         blocks = weight_to_blocks(linear.weight, fitted.in_modes, fitted.out_modes)
         cores = split_blocks(blocks, fitted.ranks[0], tolerance)
         shape = BTTShape(fitted.in_modes, fitted.out_modes, (cores[0].shape[-1],))
-        return cls._on_cores(linear, shape, list(cores), prune_below)
+        return cls.from_cores(linear, shape, list(cores), prune_below)
 
 
 def _draw_(core: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

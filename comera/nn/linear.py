@@ -213,7 +213,7 @@ class TTLinear(CompressedLinear):
         )
         cores = decompose_matrix(linear.weight, fitted, tolerance)
         shape = replace(fitted, ranks=tuple(core.shape[-1] for core in cores[:-1]))
-        return cls._on_cores(linear, shape, cores, prune_below)
+        return cls.from_cores(linear, shape, cores, prune_below)
 
 
 _LINEAR = Ways(

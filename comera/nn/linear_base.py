@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule
 from comera.planning.products import Layer
 from comera.shapes import LinearShape
 
@@ -92,10 +92,22 @@ class CompressedLinear(TensorTrainModule):
         return dense.train(self.training)
 
     @classmethod
-    def _on_cores(
-        cls, linear: Any, shape: LinearShape, cores: list[Tensor], prune_below: float
+    @torch.no_grad()
+    def from_cores(
+        cls,
+        linear: Any,
+        shape: LinearShape,
+        cores: list[Tensor],
+        prune_below: float = PRUNE_BELOW,
     ) -> Any:
-        """Make a layer of these cores that takes its bias and all else from a dense one."""
+        """Make a layer of these cores that takes its bias and all else from a dense one.
+
+        Args:
+            linear: The dense layer.
+            shape: Modes and ranks.
+            cores: Of the sizes that the shape has.
+            prune_below: A gate at or below this is a pruned rank.
+        """
         layer: Any = cls(
             linear.weight.shape[1],
             linear.weight.shape[0],
