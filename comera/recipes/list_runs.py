@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from comera.checkpoint.archive import Archive
 from comera.recipes.parse import read_yaml
 from comera.train.log import last_logged
 
@@ -103,7 +104,10 @@ def _has_twin(settings: dict[str, Any]) -> bool:
 
 
 def _begun(folder: Path) -> str:
-    return "begun" if last_logged(folder, "loss") else "not begun"
+    if failed := last_logged(folder, "failed"):
+        return f"failed: {str(failed[1]).split(',')[0]}"
+    saved = Archive(folder / "checkpoints").steps()
+    return "begun" if saved or last_logged(folder, "loss") else "not begun"
 
 
 def _last_evaluation(run: Path) -> str:

@@ -166,17 +166,21 @@ def _section(name: str, scale: str, path: Path, out: Path) -> str:
         head += f" Published: {published['source']}."
     folder = out / path.stem
     found: dict[str, list[str]] = {}
+    failed: set[str] = set()
     header = ["variant", "published", "here"]
     facts = "Not run."
     if (folder / "results.json").is_file():
-        columns, rows = comparison_cells(read_comparison(folder))
+        comparison = read_comparison(folder)
+        failed = {run.variant for run in comparison.failed}
+        columns, rows = comparison_cells(comparison)
         header, found = ["variant", "published", *columns[1:]], {row[0]: row[1:] for row in rows}
         machine = folder / "machine.json"
         if machine.is_file():
             facts = _facts(json.loads(machine.read_text(encoding="utf-8")))
     lines = [header, ["---"] * len(header)]
     for variant in content["variants"]:
-        mine = found.get(variant, ["not run", *[""] * (len(header) - 3)])
+        missing = "failed" if variant in failed else "not run"
+        mine = found.get(variant, [missing, *[""] * (len(header) - 3)])
         lines.append([variant, str(published["figures"].get(variant, "")), *mine])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{head}\n\n{table}\n\n{facts}"

@@ -17,7 +17,7 @@ from comera.recipes.launchers import LauncherName, make_launcher
 from comera.recipes.named import file_of
 from comera.recipes.parse import merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
-from comera.recipes.report.comparison import compare, read_trained
+from comera.recipes.report.comparison import Failed, compare, read_trained
 from comera.recipes.report.comparison_table import comparison_text, write_comparison
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
@@ -457,19 +457,25 @@ def _check_model(variant: Variant) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """Show the table and write its files, if anything is finished; then say what failed."""
+    """Show the table and write its files, if anything has ended; then say what failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
-    if runs:
+    failed = [
+        Failed(job.variant, job.seed, " ".join(job.reason.split()))
+        for job in jobs
+        if job.state == "failed"
+    ]
+    if runs or failed:
         names = list(dict.fromkeys([*sweep.variants, *(job.variant for job in jobs)]))
-        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric)
+        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric, failed)
         write_comparison(comparison, runs, sweep.out)
         write_sweep_report(sweep.out)
-        console.print(comparison_text(comparison), markup=False, highlight=False, soft_wrap=True)
+        if runs:
+            text = comparison_text(comparison)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print(
             f"wrote results.json, results.md and report.html to {sweep.out}", markup=False
         )
-    for job in jobs:
-        if job.state == "failed":
-            console.print(f"[bold red]failed:[/] {job.name}: ", end="")
-            console.print(job.reason, markup=False, highlight=False, soft_wrap=True)
+    for run in failed:
+        console.print("[bold red]failed:[/] ", end="")
+        console.print(str(run), markup=False, highlight=False, soft_wrap=True)

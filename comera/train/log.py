@@ -90,7 +90,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def last_logged(folder: Path, key: str) -> tuple[int, float] | None:
+def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     """Find the last step that has a value under ``key``, and that value; None if there is none.
 
     Only the end of the file is read: cheap enough to watch a long run.

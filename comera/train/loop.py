@@ -143,12 +143,18 @@ def train(
             mean = float(total) / max(1, count)
             total, count = torch.zeros(()), 0
             if not math.isfinite(mean):
-                raise NonFiniteLossError(
+                problem = NonFiniteLossError(
                     f"the loss is {mean} at or before step {step.steps_done},{step.watch.advice()}"
                 )
+                note_failure(step.steps_done, problem)
+                raise problem
             seconds = round(clock.seconds(), 3)  # it has waited for the loss
             run_log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
             return mean
+
+        def note_failure(at: int, problem: NonFiniteLossError) -> None:
+            # The step is beyond the last checkpoint: a run that goes on drops the line.
+            run_log.write(at, failed=str(problem))
 
         def measure() -> None:
             assert evaluate is not None, "asked for only where there is one"
@@ -172,8 +178,9 @@ def train(
                 try:
                     with clock.step():
                         loss = step(batch)
-                except NonFiniteLossError:  # nothing was updated: the state is worth keeping
-                    save()
+                except NonFiniteLossError as problem:
+                    save()  # nothing was updated: the state is worth keeping
+                    note_failure(step.steps_done + 1, problem)
                     raise
                 # Losses are added up where they are: reading each would wait for the device.
                 total, count = total.to(loss.device) + loss, count + 1

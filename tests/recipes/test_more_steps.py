@@ -17,6 +17,7 @@ from comera.recipes.rank_config import TwoStageConfig
 from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
 from comera.train.log import read_metrics
+from comera.train.step import NonFiniteLossError
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 
@@ -97,3 +98,20 @@ def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
     assert "20 of 20 │ finished, its dense twin begun │" in listed()
     (tmp_path / "mine" / "dense" / "result.json").write_text('{"steps": 20}')
     assert "20 of 20 │ finished │" in listed()
+
+
+def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
+    config.optimizer = OptimizerConfig("sgd", lr=1e30)
+    config.tensorize = config.two_stage = config.train.clip_norm = None
+    with pytest.raises(NonFiniteLossError):
+        run(config, Console(quiet=True), quiet=True)
+    assert "failed: the loss is nan at step 2" in listed(config)
+    (Path(config.out) / "metrics.jsonl").unlink()
+    assert "not begun" not in listed(config)  # there is a checkpoint of step 1
+
+
+def listed(config: RunConfig) -> str:
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(runs_table(Path(config.out).parent))
+    return printed.get()

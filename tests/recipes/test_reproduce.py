@@ -1,10 +1,11 @@
 import json
+import re
 
 import pytest
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Trained, compare
+from comera.recipes.report.comparison import Failed, Trained, compare
 from comera.recipes.report.comparison_table import write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
 from comera.recipes.sweep import read_sweep
@@ -65,13 +66,15 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch
     metrics = {"accuracy": 0.62, "loss": 1.0}
     runs = [Trained("dense", seed, 1000, metrics, 10, 5.0) for seed in (0, 1)]
     names, seeds = ["dense", "target-0.2"], [0, 1, 2]
-    write_comparison(compare(runs, names, seeds, "dense", "accuracy"), runs, folder)
+    failed = [Failed("target-0.5", 0, "the loss is nan")]
+    write_comparison(compare(runs, names, seeds, "dense", "accuracy", failed), runs, folder)
     monkeypatch.setattr(module, "processor_name", lambda: "an abacus")
     module._note_machine(folder)
     text = write_reproduction(tmp_path).read_text()
     assert "Published: CoMERA, arXiv 2405.14377, table 1." in text
     assert "| dense | 62.2 % | 2/3 | 1,000 | 1.00x | 62.00 ± 0.00 |" in text
     assert "| target-0.2 | 61.5 % | not run |" in text
+    assert re.search(r"\| target-0\.5 \| [\d. %]*\| failed \|", text)
     assert json.loads((folder / "machine.json").read_text())["machine"] in text
     assert text.count("Not run.") == sum(map(len, experiments().values())) - 1
 

@@ -240,6 +240,15 @@ def test_an_unfinished_run_is_reported_as_far_as_it_is(tmp_path):
     assert "4 6 4 → 2 3 2" in page.text
 
 
+def test_a_run_that_ended_in_nan_says_so(tmp_path):
+    write_run(tmp_path, finished=False)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, "failed": "the loss is nan at step 31"}) + "\n")
+    _, page = report(tmp_path)
+    assert "The compressed model failed: the loss is nan at step 31. It is unfinished" in page.text
+    assert "unfinished: step 30, training loss 6.0000" in page.text
+
+
 def test_finished_run_whose_twin_is_still_training(tmp_path):
     write_run(tmp_path)
     write_twin(tmp_path)

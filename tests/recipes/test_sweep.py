@@ -295,6 +295,7 @@ def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
     out = tmp_path / "out"
     runs = {run["variant"]: run for run in json.loads((out / "results.json").read_text())["runs"]}
     assert set(runs) == {"dense", "tt"}
+    assert "* fails, seed 0: " in (out / "results.md").read_text()
     assert runs["tt"]["params"] < runs["dense"]["params"]
     assert "preparing data" in (out / "tt" / "seed-0" / "log.txt").read_text()
     assert not (out / "tt" / "seed-0" / "dense").exists()  # no twins

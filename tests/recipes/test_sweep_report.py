@@ -5,7 +5,13 @@ import pytest
 
 import comera
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Trained, compare, pareto_front, read_trained
+from comera.recipes.report.comparison import (
+    Failed,
+    Trained,
+    compare,
+    pareto_front,
+    read_trained,
+)
 from comera.recipes.report.comparison_table import (
     comparison_text,
     read_comparison,
@@ -83,6 +89,21 @@ def test_the_table_reads_as_it_should(comparison, tmp_path):
     assert [row["variant"] for row in facts["summary"]] == NAMES[:4]
     assert len(facts["runs"]) == len(RUNS)
     assert read_comparison(tmp_path) == comparison
+
+
+@pytest.mark.parametrize("runs", [RUNS[:2], []], ids=["some", "all"])
+def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
+    failed = [Failed("small", 1, "the loss is nan at step 3")]
+    written = compare(runs, NAMES, [0, 1], "dense", "accuracy", failed)
+    write_comparison(written, runs, tmp_path)
+    assert read_comparison(tmp_path) == written
+    assert "* small, seed 1: the loss is nan at step 3" in (tmp_path / "results.md").read_text()
+    facts = json.loads((tmp_path / "results.json").read_text())
+    assert facts["failed"] == [
+        {"variant": "small", "seed": 1, "reason": "the loss is nan at step 3"}
+    ]
+    page = write_sweep_report(tmp_path).read_text()
+    assert "small, seed 1: the loss is nan at step 3" in page
 
 
 def test_without_a_run_of_the_reference_nothing_is_compared():

@@ -148,6 +148,10 @@ def test_nan_stops_saves_and_says_the_step(tmp_path):
     load_checkpoint(CheckpointChain(tmp_path / "checkpoints"), again)
     assert again.steps_done == 8
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
+    assert last_logged(tmp_path, "failed")[0] == 9
+    _, outcome = run(tmp_path)  # with other data it goes on, and nothing has failed any more
+    assert outcome.steps == STEPS
+    assert last_logged(tmp_path, "failed") is None
 
 
 @pytest.fixture

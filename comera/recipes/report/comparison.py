@@ -39,6 +39,18 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """One run of a sweep that ended without a result, and why."""
+
+    variant: str
+    seed: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Row:
     """One variant over its finished seeds.
 
@@ -90,6 +102,7 @@ class Comparison:
         rows: One row a variant, in the order of the sweep.
         tested: Whether the figures are of test data, which no choice has seen: all finished runs
             have them.
+        failed: Runs that ended without a result; they are in no figure.
     """
 
     metric: str
@@ -97,6 +110,7 @@ class Comparison:
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
     tested: bool = False
+    failed: tuple[Failed, ...] = ()
 
     @property
     def base(self) -> Row | None:
@@ -123,6 +137,7 @@ def compare(
     seeds: Sequence[int],
     reference: str,
     metric: str,
+    failed: Sequence[Failed] = (),
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
@@ -135,6 +150,7 @@ def compare(
         seeds: All seeds of the sweep.
         reference: One of the names; it may have no run yet.
         metric: A key of the evaluations.
+        failed: Runs that ended without a result.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -142,7 +158,7 @@ def compare(
         by_variant[run.variant][run.seed] = run
     base = by_variant.get(reference, {})
     rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
-    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested)
+    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested, tuple(failed))
 
 
 def pareto_front(comparison: Comparison) -> list[Row]:

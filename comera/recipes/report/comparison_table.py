@@ -13,7 +13,7 @@ from rich.table import Table
 
 from comera.files import replacing
 from comera.planning.printing import show_bytes
-from comera.recipes.report.comparison import Comparison, Trained, compare
+from comera.recipes.report.comparison import Comparison, Failed, Trained, compare
 
 _NONE = "–"
 _WIDEST = 200
@@ -42,6 +42,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         "seeds": comparison.seeds,
         "summary": [asdict(row) for row in comparison.rows],
         "runs": [_flat(run) for run in runs],
+        "failed": [asdict(run) for run in comparison.failed],
     }
     with replacing(folder / "results.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
@@ -66,7 +67,8 @@ def read_comparison(folder: Path) -> Comparison:
         for run in facts["runs"]
     ]
     variants = [row["variant"] for row in facts["summary"]]
-    return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"])
+    failed = [Failed(**run) for run in facts.get("failed", ())]
+    return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
 
 
 def _flat(run: Trained) -> dict[str, Any]:
@@ -138,7 +140,10 @@ def _markdown(comparison: Comparison) -> str:
         *rows,
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"# {comparison_title(comparison)}\n\n{table}\n\n{comparison_note(comparison)}\n"
+    parts = [f"# {comparison_title(comparison)}", table, comparison_note(comparison)]
+    if comparison.failed:
+        parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
+    return "\n\n".join(parts) + "\n"
 
 
 def comparison_note(comparison: Comparison) -> str:

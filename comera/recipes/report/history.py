@@ -48,7 +48,12 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return max((line["step"] for line in self.lines), default=0)
+        return max((line["step"] for line in self.lines if "failed" not in line), default=0)
+
+    @property
+    def failure(self) -> str | None:
+        """Return why a model could not be trained to its end; None if it can still be."""
+        return next((line["failed"] for line in self.lines if "failed" in line), None)
 
     @property
     def evaluations(self) -> list[str]:

@@ -124,6 +124,8 @@ def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[st
 
 def _so_far(model: History) -> str:
     text = f"The {model.name} model is unfinished"
+    if model.failure is not None:
+        text = f"The {model.name} model failed: {model.failure}. It is unfinished"
     if not model.lines:
         return f"{text}: nothing has been logged yet."
     text += f": step {model.last_step:,}"

@@ -47,6 +47,7 @@ class SweepReport:
         differences: Variants beside the reference, paired by seed.
         table: One row a variant.
         note: What is in its columns.
+        failed: Runs that ended without a result, each with the reason.
     """
 
     title: str
@@ -57,6 +58,7 @@ class SweepReport:
     differences: list[Differences]
     table: Table
     note: str
+    failed: list[str]
 
 
 def write_sweep_report(folder: Path) -> Path:
@@ -66,7 +68,7 @@ def write_sweep_report(folder: Path) -> Path:
         The path of the report.
 
     Raises:
-        FileNotFoundError: If there is no such file: nothing of the sweep is finished.
+        FileNotFoundError: If there is no such file: nothing of the sweep has ended.
     """
     path = folder / "report.html"
     name = folder.resolve().name
@@ -90,11 +92,12 @@ def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
         title=title,
         subtitle=comparison_title(comparison),
         findings=[_finding(row, comparison) for row in others],
-        charts=[_by_size(comparison), _by_seconds(comparison)],
+        charts=[_by_size(comparison), _by_seconds(comparison)] if rows else [],
         axis=axis_around(label, [0.0, *ends]) if ends else None,
         differences=differences,
         table=Table(header, rows),
         note=comparison_note(comparison),
+        failed=[str(run) for run in comparison.failed],
     )
 
 
