@@ -38,14 +38,18 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Make this the one process that writes to the folder of a run.
+def lock(folder: Path, what: str = "run") -> Iterator[None]:
+    """Make this the one process that writes to the folder of a run, or of a sweep.
+
+    Args:
+        folder: The folder, which is made if it is not there.
+        what: What errors call the one that writes already.
 
     Raises:
         FolderInUseError: If another one does.
     """
     file = FileLock(folder / ".lock", timeout=0)
-    take(file, folder, ": let that run end, or choose another --out")
+    take(file, folder, f": let that {what} end, or choose another --out")
     try:
         yield
     finally:

@@ -112,6 +112,7 @@ def run_sweep(
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
         FileNotFoundError: If the file or its base is not there, or data that runs were begun with.
+        FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
     """
     if at_once is not None and at_once < 1:
@@ -127,12 +128,8 @@ def run_sweep(
         )
     for variant in sweep.variants.values():
         _check_model(variant)
-    with contextlib.ExitStack() as held:
-        search = None
-        if sweep.search is not None:
-            sweep.out.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lock(sweep.out))
-            search = _make_search(sweep, sweep.search, overwrite)
+    with lock(sweep.out, "sweep"):
+        search = sweep.search and _make_search(sweep, sweep.search, overwrite)
         return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
 
 

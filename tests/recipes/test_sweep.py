@@ -13,7 +13,9 @@ import yaml
 from rich.console import Console
 
 import comera
+from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
+from comera.recipes.folder import lock
 from comera.recipes.jobs import resolve, steps_in_time
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
@@ -266,6 +268,15 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert "2 runs in" in printed
     assert "2 of them finished" in printed
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
+
+
+def test_a_sweep_in_the_folder_of_another_is_refused(content, tmp_path):
+    for job in make_jobs(sweep_of(content, tmp_path)):
+        finish(job)
+    refused = "out is being written to by another process: let that sweep end, or choose another"
+    with lock(tmp_path / "out"), pytest.raises(FolderInUseError, match=refused):
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.slow
