@@ -3,8 +3,7 @@
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -122,25 +121,39 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
     Returns whether it is known that the run was begun with these data: not so of one that has noted
     none, as earlier versions did not. It has noted these then.
 
-    What an earlier run with other settings, or none to go on from, has left there is deleted.
+    What an earlier run with other settings, or none to go on from, has left there is deleted, and
+    nothing else.
     """
     folder = Path(config.out)
     if not config.overwrite and trains_on(config):  # it will have another result
         for place in ("", "dense"):
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
-        for name in _written_by_a_run(folder):
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif name != "config.yaml":  # replaced at once
-                path.unlink(missing_ok=True)
+        _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
     known = not _begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_written(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
     return known
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    """Delete what a run has written under these names; in its folders others may have files."""
+    for name in names:
+        path = folder / name
+        if name == "checkpoints":
+            Archive(path).clear()
+        elif name == "dense":
+            _delete(path, set(_WRITTEN_BY_A_RUN) - {"dense"})
+        elif name == "tensorboard":
+            for events in path.glob("events.out.tfevents.*"):
+                events.unlink()
+        else:
+            path.unlink(missing_ok=True)
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def _holds(path: Path) -> bool:

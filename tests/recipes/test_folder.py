@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 import comera
-from comera.checkpoint.archive import FolderInUseError
+from comera.checkpoint.archive import Archive, FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
@@ -57,6 +57,21 @@ def test_what_no_run_has_written_is_not_deleted(config, overwrite):
     with pytest.raises(ValueError, match="run holds checkpoints that no run here has written"):
         quiet_run(config, overwrite=overwrite)
     assert contents(folder) == before
+
+
+def test_files_of_others_among_those_of_a_run_are_not_deleted(config):
+    config.tensorize = comera.TTConfig(rank=4)
+    quiet_run(config, twin=True)
+    folder = Path(config.out)
+    theirs = ["checkpoints/best/step-4.pt", "dense/notes.txt", "tensorboard/mine/x", "mine.txt"]
+    for name in theirs:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("theirs")
+    quiet_run(config, seed=1, overwrite=True)
+    assert set(theirs) <= set(kept := contents(folder))
+    assert [name for name in kept if name.startswith("dense")] == ["dense/notes.txt"]
+    assert sum("tfevents" in name for name in kept) == 1
+    assert Archive(folder / "checkpoints").steps() == [4]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
