@@ -16,6 +16,7 @@ from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.train.log import read_metrics
 
@@ -259,7 +260,11 @@ def _settings_there(folder: Path) -> dict[str, Any]:
 def is_finished(config: RunConfig) -> bool:
     """Tell whether the folder holds the result of just this run."""
     folder = Path(config.out)
-    if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
+    try:
+        read_result(folder)
+    except (OSError, ValueError):  # one that is damaged the run writes again
+        return False
+    if not (folder / "config.yaml").is_file():
         return False
     return other_settings(config) is None and not trains_on(config)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.launchers import Launcher, Local, Started
+from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import data_digests
 from comera.recipes.worker import SIGNALS, signals_blocked
@@ -159,8 +159,8 @@ def _data_settings(job: Job) -> tuple[Any, ...]:
 
 def steps_in_time(clock: Path, pace: Path) -> int:
     """Return the steps that, at the pace of one finished run, fit in the time of another."""
-    seconds = _result(clock)["seconds"]
-    model = _result(pace)
+    seconds = read_result(clock)["seconds"]
+    model = read_result(pace)
     return max(1, int(seconds / model["seconds"] * model["steps"]))
 
 
@@ -279,7 +279,3 @@ def _counted_signals() -> Iterator[list[int]]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """What there is in a folder of runs, and in the folder of one."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from comera.checkpoint.archive import Archive
 from comera.recipes.parse import read_yaml
+from comera.recipes.result_file import read_result
 from comera.train.log import last_logged
 
 _FILES = {
@@ -104,6 +104,8 @@ def _has_twin(settings: dict[str, Any]) -> bool:
 
 
 def _begun(folder: Path) -> str:
+    if (folder / "result.json").is_file():
+        return "result.json is damaged"
     if failed := last_logged(folder, "failed"):
         return f"failed: {str(failed[1]).split(',')[0]}"
     saved = Archive(folder / "checkpoints").steps()
@@ -123,9 +125,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _result(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError):
-        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        return read_result(folder)
     return {}
 
 

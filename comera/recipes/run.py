@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from comera.recipes.folder import check_data, check_folder, claim, is_finished, 
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
+from comera.recipes.result_file import read_result, write_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import (
     Task,
@@ -229,7 +229,7 @@ def _places(config: RunConfig) -> list[str]:
 
 
 def _read_outcome(folder: Path) -> Outcome:
-    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    facts = read_result(folder)
     names = {field.name for field in dataclasses.fields(Outcome)}
     return Outcome(**{name: value for name, value in facts.items() if name in names})
 
@@ -442,6 +442,5 @@ def _save(
         task.categories().save(folder / CATEGORIES)
     layers = report.to_pandas().to_dict("records")
     facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-    with replacing(folder / "result.json") as temporary:
-        temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    write_result(folder, facts)
     return outcome

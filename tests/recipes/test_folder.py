@@ -1,6 +1,7 @@
 """Whose a folder is: nothing is deleted that no run has written, nor while one is running."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -194,6 +195,20 @@ def test_damaged_settings_are_named_and_can_be_replaced(config, damaged):
         quiet_run(config)
     quiet_run(config, overwrite=True)
     assert yaml.safe_load(file.read_text())["seed"] == 0
+
+
+@pytest.mark.parametrize("damaged", ["", '{"name": "den', "[]"])
+def test_a_damaged_result_is_named_and_written_again(config, damaged, capsys):
+    quiet_run(config)
+    file = Path(config.out) / "result.json"
+    before = json.loads(file.read_text())
+    file.write_text(damaged)
+    assert main(["report", config.out]) == 1
+    said = capsys.readouterr().err
+    assert f"{file} is damaged" in said
+    assert f"comera train {config.out} writes it again" in said
+    quiet_run(config)
+    assert json.loads(file.read_text())["metrics"] == before["metrics"]
 
 
 @pytest.mark.parametrize("name", ["[best] run", "[/x]"])

@@ -87,17 +87,13 @@ def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
     )
     (tmp_path / "mine" / "result.json").write_text('{"steps": 20}')
 
-    def listed() -> str:
-        table = Console(width=160)
-        with table.capture() as shown:
-            table.print(runs_table(tmp_path))
-        return shown.get()
-
-    assert "20 of 20 │ finished, its dense twin not begun │" in listed()
+    assert "20 of 20 │ finished, its dense twin not begun │" in listed(tmp_path)
     (tmp_path / "mine" / "dense" / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
-    assert "20 of 20 │ finished, its dense twin begun │" in listed()
+    assert "20 of 20 │ finished, its dense twin begun │" in listed(tmp_path)
+    (tmp_path / "mine" / "dense" / "result.json").write_text('{"st')
+    assert "finished, its dense twin result.json is damaged" in listed(tmp_path)
     (tmp_path / "mine" / "dense" / "result.json").write_text('{"steps": 20}')
-    assert "20 of 20 │ finished │" in listed()
+    assert "20 of 20 │ finished │" in listed(tmp_path)
 
 
 def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
@@ -105,13 +101,14 @@ def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
     config.tensorize = config.two_stage = config.train.clip_norm = None
     with pytest.raises(NonFiniteLossError):
         run(config, Console(quiet=True), quiet=True)
-    assert "failed: the loss is nan at step 2" in listed(config)
+    folder = Path(config.out).parent
+    assert "failed: the loss is nan at step 2" in listed(folder)
     (Path(config.out) / "metrics.jsonl").unlink()
-    assert "not begun" not in listed(config)  # there is a checkpoint of step 1
+    assert "not begun" not in listed(folder)  # there is a checkpoint of step 1
 
 
-def listed(config: RunConfig) -> str:
+def listed(folder: Path) -> str:
     console = Console(width=200)
     with console.capture() as printed:
-        console.print(runs_table(Path(config.out).parent))
+        console.print(runs_table(folder))
     return printed.get()

@@ -270,6 +270,15 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
 
 
+def test_a_run_whose_result_is_damaged_is_not_finished(content, tmp_path):
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    for job in jobs:
+        finish(job)
+    (jobs[1].folder / "result.json").write_text('{"params": 1')
+    resolve(jobs)
+    assert [job.state for job in jobs] == ["finished", "waiting"]
+
+
 def test_a_sweep_in_the_folder_of_another_is_refused(content, tmp_path):
     for job in make_jobs(sweep_of(content, tmp_path)):
         finish(job)

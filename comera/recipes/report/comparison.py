@@ -1,6 +1,5 @@
 """Variants of a sweep compared: means over seeds, and differences seed by seed."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from comera.recipes.report.words import HIGHER_IS_BETTER
+from comera.recipes.result_file import read_result
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,12 @@ class Comparison:
 
 
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:
-    """Return what ``result.json`` in the folder of a finished run says."""
-    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    """Return what ``result.json`` in the folder of a finished run says.
+
+    Raises:
+        ValueError: If that is damaged.
+    """
+    facts = read_result(folder)
     main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
     facts.pop("layers")
     main |= {"test": facts.pop("test", {}), "checkpoint_bytes": facts.pop("checkpoint_bytes", None)}

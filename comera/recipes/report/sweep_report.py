@@ -1,5 +1,6 @@
 """The page of a sweep: one HTML file about all its variants."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
@@ -78,7 +79,13 @@ def write_sweep_report(folder: Path) -> Path:
 
 def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
     """Return all that the page of a sweep shows."""
-    others = [row for row in comparison.rows if row.differences and row != comparison.base]
+    finite = [row for row in comparison.rows if math.isfinite(row.mean)]
+    others = [
+        row
+        for row in finite
+        if row.difference is not None and math.isfinite(row.difference) and row != comparison.base
+    ]
+    drawn = replace(comparison, rows=tuple(finite))
     differences = [_differences(row, comparison) for row in others]
     ends = [
         end
@@ -92,7 +99,7 @@ def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
         title=title,
         subtitle=comparison_title(comparison),
         findings=[_finding(row, comparison) for row in others],
-        charts=[_by_size(comparison), _by_seconds(comparison)] if rows else [],
+        charts=[_by_size(drawn), _by_seconds(drawn)] if finite else [],
         axis=axis_around(label, [0.0, *ends]) if ends else None,
         differences=differences,
         table=Table(header, rows),
