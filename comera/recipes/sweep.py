@@ -129,7 +129,7 @@ def run_sweep(
     for variant in sweep.variants.values():
         _check_model(variant)
     with lock(sweep.out, "sweep"):
-        search = sweep.search and _make_search(sweep, sweep.search, overwrite)
+        search = None if sweep.search is None else _make_search(sweep, sweep.search, overwrite)
         return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
 
 

@@ -36,7 +36,7 @@ def from_json(text: str) -> Any:
         ValueError: If it is not JSON.
     """
     found = json.loads(text)
-    odd = found.pop(_KEY, None) if isinstance(found, dict) else None
+    odd: dict[str, str] = found.pop(_KEY, {}) if isinstance(found, dict) else {}
 
     def restored(value: Any, name: str) -> Any:
         if isinstance(value, dict):
