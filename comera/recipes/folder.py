@@ -14,6 +14,7 @@ from filelock import FileLock
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
+from comera.recipes.data_paths import follow_moved, with_whole_paths
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.result_file import read_result
@@ -112,7 +113,7 @@ def other_data(folder: Path, record: DataRecord) -> str | None:
 
     None if they do not, if no run was begun there, or it has not noted them.
     """
-    noted = read_record(folder) if _begun(folder) else None
+    noted = read_record(folder) if begun(folder) else None
     return None if noted is None else changed_data(noted, record)
 
 
@@ -131,7 +132,7 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
-    known = not _begun(folder) or read_record(folder) is not None
+    known = not begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_written(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
@@ -175,26 +176,28 @@ def _written_by_a_run(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except ValueError:
-        settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if _begun(folder) else {}
+        settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if begun(folder) else {}
     if not settings.keys() >= _IN_EVERY_CONFIG:
         return set()
     names = {"config.yaml", *_WRITTEN_BY_A_RUN}
     return names if settings["twin"] else names - {"dense"}
 
 
-def _begun(folder: Path) -> bool:
+def begun(folder: Path) -> bool:
+    """Tell whether there is something of a run to go on from, or its result."""
     return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
 
 
-def other_settings(config: RunConfig) -> str | None:
+def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
     None if it does not, or if no run was begun there. How checkpoints are kept, how many processes
     train it, and more steps make no other run, but for the latter in the late stage of rank
-    learning: how much it cuts at a time follows from them.
+    learning: how much it cuts at a time follows from them. Nor does another place of data that are
+    no longer at the old one, unless ``data_may_move`` is False.
     """
     folder = Path(config.out)
-    if not _begun(folder) or not (folder / "config.yaml").is_file():
+    if not begun(folder) or not (folder / "config.yaml").is_file():
         return None
     try:
         there, here = _settings_there(folder), _settings(config)
@@ -206,6 +209,8 @@ def other_settings(config: RunConfig) -> str | None:
         there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
     if longer and not way_out:
         there["train"] |= {key: here["train"][key] for key in _LENGTH}
+    if data_may_move:
+        follow_moved(there, here)
     for settings in (there, here):
         for key in ("checkpoints", "parallel"):
             settings.pop(key, None)
@@ -215,7 +220,7 @@ def other_settings(config: RunConfig) -> str | None:
 def trains_on(config: RunConfig) -> bool:
     """Tell whether a run is to be trained for more steps, or epochs, than it was begun with."""
     folder = Path(config.out)
-    if not _begun(folder) or not (folder / "config.yaml").is_file():
+    if not begun(folder) or not (folder / "config.yaml").is_file():
         return False
     try:
         there = _settings_there(folder).get("train") or {}
@@ -266,20 +271,21 @@ def is_finished(config: RunConfig) -> bool:
         return False
     if not (folder / "config.yaml").is_file():
         return False
-    return other_settings(config) is None and not trains_on(config)
+    # Of data at another place only their digests tell whether the result is that of these.
+    return other_settings(config, data_may_move=False) is None and not trains_on(config)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    return _kept(config.settings())
+    return _kept(with_whole_paths(config).settings())
 
 
 def _written(config: RunConfig) -> dict[str, Any]:
     """Return the settings for the file of a run: defaults filled in where they can only be these.
 
     An optimizer that was not named is another one for the twin, and ``gate_lr`` another number in a
-    run of more steps.
+    run of more steps. Data have whole paths: a run can be resumed from every folder.
     """
-    settings = config.settings()
+    settings = with_whole_paths(config).settings()
     if config.twin and config.optimizer.name is None:
         settings["optimizer"] = asdict(config.optimizer)
     settings["optimizer"]["gate_lr"] = config.optimizer.gate_lr

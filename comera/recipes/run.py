@@ -21,8 +21,17 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
+from comera.recipes.data_paths import where_gone, with_whole_paths
 from comera.recipes.data_record import DataRecord, changed_data
-from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock, trains_on
+from comera.recipes.folder import (
+    begun,
+    check_data,
+    check_folder,
+    claim,
+    is_finished,
+    lock,
+    trains_on,
+)
 from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
@@ -115,6 +124,7 @@ def run(
     )
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
+    config = with_whole_paths(config)
     check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
@@ -164,7 +174,16 @@ def _check_settings(config: RunConfig, count: int) -> None:
     """Check what can be told before any data are read."""
     if not is_told_by_data(config):
         planned_memory(config, count)
-    find_data(config)
+    try:
+        find_data(config)
+    except FileNotFoundError as problem:
+        key = where_gone(config)
+        if key is None or not begun(Path(config.out)):
+            raise
+        raise FileNotFoundError(
+            f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
+            f"its new place, --{key}=..."
+        ) from None
     check_folder(config)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from comera.misspelt import did_you_mean
+from comera.recipes.data_paths import with_whole_paths
 from comera.recipes.folder import lock
 from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
 from comera.recipes.launchers import LauncherName, make_launcher
@@ -212,10 +213,11 @@ def make_jobs(sweep: Sweep) -> list[Job]:
             if name not in made:
                 variant = sweep.variants[name]
                 folder = sweep.out / name / f"seed-{seed}"
+                config = with_whole_paths(variant.config)
                 made[name] = Job(
                     name,
                     seed,
-                    dataclasses.replace(variant.config, seed=seed, out=str(folder)),
+                    dataclasses.replace(config, seed=seed, out=str(folder)),
                     clock=make(variant.clock) if variant.clock else None,
                     pace=make(variant.pace) if variant.pace else None,
                 )
