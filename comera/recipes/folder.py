@@ -30,6 +30,9 @@ _WRITTEN_BY_A_RUN = (
 _LENGTH = ("steps", "epochs")
 """Settings in the section ``train`` of which one says how long a run is."""
 
+_OF_NO_RESULT = ("log_every", "save_every")
+"""Settings in the section ``train`` with which a run ends the same, whatever they are."""
+
 _LET_IT_END = (
     ": it was interrupted in the late stage of rank learning, whose length follows from that "
     "number; let it end with the old one, and give it more afterwards"
@@ -191,10 +194,11 @@ def begun(folder: Path) -> bool:
 def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
-    None if it does not, or if no run was begun there. How checkpoints are kept, how many processes
-    train it, and more steps make no other run, but for the latter in the late stage of rank
-    learning: how much it cuts at a time follows from them. Nor does another place of data that are
-    no longer at the old one, unless ``data_may_move`` is False.
+    None if it does not, or if no run was begun there. How checkpoints are kept, how often they are
+    and a line of the log is written, how many processes train it, and more steps make no other run,
+    but for the latter in the late stage of rank learning: how much it cuts at a time follows from
+    them. Nor does another place of data that are no longer at the old one, unless ``data_may_move``
+    is False.
     """
     folder = Path(config.out)
     if not begun(folder) or not (folder / "config.yaml").is_file():
@@ -211,10 +215,24 @@ def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
         there["train"] |= {key: here["train"][key] for key in _LENGTH}
     if data_may_move:
         follow_moved(there, here)
+    if isinstance(there.get("train"), dict):
+        there["train"] |= {key: here["train"][key] for key in _OF_NO_RESULT}
     for settings in (there, here):
         for key in ("checkpoints", "parallel"):
             settings.pop(key, None)
     return None if there == here else _difference(there, here) + way_out
+
+
+def other_rhythm(config: RunConfig) -> str | None:
+    """Say what an interrupted run does at other steps from now on, as ``key: there -> here``."""
+    folder = Path(config.out)
+    if not begun(folder) or not (folder / "config.yaml").is_file():
+        return None
+    there, here = _settings_there(folder), asdict(config)
+    both = (
+        {"train": {key: each["train"].get(key) for key in _OF_NO_RESULT}} for each in (there, here)
+    )
+    return _difference(*both) or None
 
 
 def trains_on(config: RunConfig) -> bool:

@@ -30,6 +30,7 @@ from comera.recipes.folder import (
     claim,
     is_finished,
     lock,
+    other_rhythm,
     trains_on,
 )
 from comera.recipes.optimizers import make_optimizer, twin_of
@@ -223,6 +224,11 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
             "goes on where the schedule of a run of that length is by then, not where its own was",
             soft_wrap=True, markup=False,
         )  # fmt: skip
+    difference = None if config.overwrite else other_rhythm(config)
+    if difference is not None:
+        console.print(
+            f"the run in {config.out} goes on with {difference}", soft_wrap=True, markup=False
+        )
     if not claim(config, record):
         console.print(
             f"the run in {config.out} has not noted which data it was begun with: whether they "

@@ -56,6 +56,21 @@ def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
     assert [line["step"] for line in lines] == list(range(1, 33))
 
 
+def test_how_often_a_run_logs_and_saves_may_change(config, capsys):
+    config.train.log_every = 5
+    interrupted_at(3, config)
+    config.train = dataclasses.replace(config.train, log_every=2, save_every=7)
+    (outcome,) = run(config, quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "goes on with train.log_every: 5 -> 2, train.save_every: 200 -> 7" in said
+    assert outcome.steps == 20
+    lines = [line["step"] for line in read_metrics(Path(config.out)) if "loss" in line]
+    assert lines == list(range(6, 21, 2))
+    config.train.eval_every = 5
+    with pytest.raises(ValueError, match=r"other settings \(train.eval_every: 0 -> 5\)"):
+        run(config, quiet=True)
+
+
 def test_a_run_by_its_folder_has_the_optimizers_of_its_file(config):
     """Its twin has another default: what was left open has to be left open in the folder."""
     config.twin = True
