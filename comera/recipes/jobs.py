@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -16,7 +14,8 @@ from comera.recipes.launchers import Launcher, Local, Started
 from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import data_digests
-from comera.recipes.worker import SIGNALS, signals_blocked
+from comera.recipes.worker import signals_blocked
+from comera.train.stop_signals import on_stop_signals
 
 _EVERY_SECONDS = 0.5
 
@@ -173,8 +172,9 @@ def run_jobs(
 ) -> bool:
     """Run all jobs that are not finished, in their order as far as they wait for others.
 
-    A job that fails does not stop the others, except those that need it. Ctrl-C or SIGTERM is
-    handed on to every running job, which saves and stops; a second one stops them at once.
+    A job that fails does not stop the others, except those that need it. Ctrl-C, SIGTERM or a
+    terminal that is closed is handed on to every running job, which saves and stops; a second one
+    stops them at once.
 
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
@@ -267,15 +267,8 @@ def _close(one: _Running, stopped: bool) -> None:
 
 @contextlib.contextmanager
 def _counted_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM instead of ending by them."""
+    """Collect signals to stop instead of ending by them."""
     found: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield found
-        return
     # Only noted: what a launcher does to stop a run may not be done in the middle of anything.
-    before = {which: signal.signal(which, lambda n, _: found.append(n)) for which in SIGNALS}
-    try:
+    with on_stop_signals(found.append):
         yield found
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
