@@ -39,13 +39,15 @@ def follow_moved(there: dict[str, Any], here: dict[str, Any]) -> None:
             old |= {key: new.get(key) for key in keys if _has_moved(old.get(key), new.get(key))}
 
 
-def where_gone(config: RunConfig) -> str | None:
-    """Return the key of the first setting that names data which are not there."""
+def missing_data(config: RunConfig) -> dict[str, str]:
+    """Return the first path that is not there of each setting that names one, by its key."""
+    found = {}
     for name, keys in _PATHS.items():
         for key in keys:
-            if not all(Path(path).exists() for path in _each(getattr(config, name), key)):
-                return f"{name}.{key}"
-    return None
+            gone = (path for path in _each(getattr(config, name), key) if not Path(path).exists())
+            if path := next(gone, None):
+                found[f"{name}.{key}"] = path
+    return found
 
 
 def _each(section: Any, key: str) -> Iterator[str]:

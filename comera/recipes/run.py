@@ -21,7 +21,7 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.data_paths import where_gone, with_whole_paths
+from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.data_record import DataRecord, changed_data
 from comera.recipes.folder import (
     begun,
@@ -178,7 +178,7 @@ def _check_settings(config: RunConfig, count: int) -> None:
     try:
         find_data(config)
     except FileNotFoundError as problem:
-        key = where_gone(config)
+        key = next(iter(missing_data(config)), None)
         if key is None or not begun(Path(config.out)):
             raise
         raise FileNotFoundError(

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from comera.misspelt import did_you_mean
-from comera.recipes.data_paths import with_whole_paths
+from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.folder import lock
 from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
 from comera.recipes.launchers import LauncherName, make_launcher
@@ -112,7 +112,8 @@ def run_sweep(
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
-        FileNotFoundError: If the file or its base is not there, or data that runs were begun with.
+        FileNotFoundError: If the file or its base is not there, or data that runs were begun with,
+            or those of all runs.
         FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
     """
@@ -143,7 +144,7 @@ def _carry_out(
     launcher: LauncherName,
     skip: Sequence[str],
 ) -> int:
-    jobs = _unskipped(make_jobs(sweep), skip)
+    jobs = unskipped(make_jobs(sweep), skip)
     expected = len(jobs)
     if search is not None and sweep.search is not None:
         jobs += search.jobs
@@ -156,6 +157,7 @@ def _carry_out(
             jobs = [job for job in jobs if job not in search.jobs]
             search.begin_anew()
         search.tell()
+    _check_data(jobs)
     done = sum(job.state == "finished" for job in jobs)
     console.print(
         f"{expected} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
@@ -178,6 +180,22 @@ def _carry_out(
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
     return 1 if any(job.state == "failed" for job in jobs) else 0
+
+
+def _check_data(jobs: Sequence[Job]) -> None:
+    """Say which data are missing where no run can begin: else each that has none says so.
+
+    Raises:
+        FileNotFoundError: If that is so.
+    """
+    missing = [missing_data(job.config) for job in jobs if job.state == "waiting"]
+    if missing and all(missing):
+        places = {key: path for found in missing for key, path in found.items()}
+        named = ", no ".join(f"{path} ({key})" for key, path in places.items())
+        raise FileNotFoundError(
+            f"no run can begin without its data: there is no {named}; put the data there, or say "
+            "by those settings where they are"
+        )
 
 
 def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
@@ -229,7 +247,7 @@ def make_jobs(sweep: Sweep) -> list[Job]:
     return jobs
 
 
-def _unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
+def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     """Leave out runs that are not to be trained this time.
 
     Raises:
