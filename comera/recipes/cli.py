@@ -39,6 +39,7 @@ from comera.recipes.run_commands import (
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import INTERRUPTED
 from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
+from comera.recipes.typed import with_underscores
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
 
@@ -116,28 +117,36 @@ def _understood(words: Sequence[str], speaks: bool) -> RunConfig | Namespace:
     if words and words[0] in RUN_COMMANDS and not asks_for_help(words):
         return run_settings(words[1:])
     parser = make_parser()
-    _check_names(parser, words)
+    words = _respelled(parser, words)
     with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
         return parser.parse_args(words)
 
 
-def _check_names(parser: Any, words: Sequence[str]) -> None:
-    """Check names of commands and options: argparse has no guess what was meant."""
-    command, rest = "comera", list(words)
+def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
+    """Return words with options as they are called, hyphens being as good as underscores.
+
+    Raises:
+        ValueError: If there is no command or option of such a name, with a guess what was meant,
+            which argparse has not.
+    """
+    command, before, rest = "comera", list[str](), list(words)
     while (below := getattr(parser, "_subcommands_action", None)) is not None:
         known = below._name_parser_map
         if not rest:
             raise ValueError(f"{command} needs a command; there are {', '.join(known)}")
         if rest[0].startswith("-"):
-            return
+            return list(words)
         if rest[0] not in known:
             raise ValueError(f"{command} has no command {rest[0]}{did_you_mean(rest[0], known)}")
-        command, parser = f"{command} {rest[0]}", known[rest.pop(0)]
+        before.append(rest.pop(0))
+        command, parser = f"{command} {before[-1]}", known[before[-1]]
     options = [option for action in parser._actions for option in action.option_strings]
+    rest = [with_underscores(word, options.__contains__) for word in rest]
     for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
         short = parser.allow_abbrev and any(name.startswith(option) for name in options)
         if option not in options and not short:
             raise ValueError(f"{command} has no option {option}{did_you_mean(option, options)}")
+    return [*before, *rest]
 
 
 def make_parser() -> ArgumentParser:

@@ -56,7 +56,7 @@ def add_run_commands(commands: Any) -> None:
 def asks_for_help(words: Sequence[str]) -> bool:
     """Tell whether one of the words wants to see settings, all or those of a section."""
     return any(
-        word in ("-h", "--help", "--help_all") or re.fullmatch(r"--[\w.]+\.help", word)
+        word in ("-h", "--help") or re.fullmatch(r"--help[_-]all|--[\w.-]+\.help", word)
         for word in words
     )
 
