@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -21,7 +22,7 @@ from comera.data.click_rows import codes_of_text
 from comera.extras import needed_by
 from comera.files import naming_what_is_no_text
 
-with needed_by("a file of clicks"):
+if TYPE_CHECKING:
     import pandas as pd
 
 CHUNK = 200_000
@@ -154,6 +155,7 @@ def _parse(
     skip_bad: bool,
 ) -> Chunk:
     """Read the rows of lines, the first of them number ``start`` of the file."""
+    pd = _pandas()
     mark, cells = separator.encode(), len(names)
     numbers = np.arange(start, start + len(lines))
     good = np.array([line.count(mark) == cells - 1 for line in lines])
@@ -211,6 +213,7 @@ def _no_number(where: str, path: Path, name: str, value: str) -> ValueError:
 
 def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
     """Yield a file of typed columns in chunks; NaN is where nothing is given."""
+    pd = _pandas()
     wanted = [columns.label, *columns.continuous, *columns.fields]
     table: dict[str, np.ndarray] = {}
     if path.suffix == ".npz":
@@ -251,9 +254,16 @@ def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
         raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
 
 
-def _codes(values: pd.Series) -> np.ndarray:
+def _pandas() -> Any:
+    """Import pandas, which takes as long as all else that a command needs, only for its work."""
+    with needed_by("a file of clicks"):
+        import pandas
+    return pandas
+
+
+def _codes(values: "pd.Series") -> np.ndarray:
     """Return uint64: whole numbers as they are, all else by a hash of 64 bits."""
-    if pd.api.types.is_integer_dtype(values.dtype):
+    if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return codes_of_text(values.to_numpy(dtype=object))
 

@@ -17,9 +17,6 @@ from rich.console import Console
 from comera import __version__
 from comera._command import imports_are_done
 from comera.allocator import reuse_freed_memory
-from comera.bench.calibrate import calibrate
-from comera.bench.commands import add_bench, run_bench
-from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
 from comera.misspelt import did_you_mean
@@ -45,6 +42,8 @@ from comera.train.step import NonFiniteLossError
 
 _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
+
+_BENCH = "Time and weigh compressed layers beside dense ones."
 
 _ONE_PROCESS = (
     "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
@@ -116,7 +115,7 @@ def _understood(words: Sequence[str], speaks: bool) -> RunConfig | Namespace:
     """Return the settings of ``train`` or ``plan``, or the options of another command."""
     if words and words[0] in RUN_COMMANDS and not asks_for_help(words):
         return run_settings(words[1:])
-    parser = make_parser()
+    parser = make_parser(_wanted(words))
     words = _respelled(parser, words)
     with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
         return parser.parse_args(words)
@@ -149,8 +148,18 @@ def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
     return [*before, *rest]
 
 
-def make_parser() -> ArgumentParser:
-    """Make the parser of the ``comera`` command."""
+def _wanted(words: Sequence[str]) -> str | None:
+    """Return the command whose options are needed; None if it may be any, as to complete them."""
+    return None if any("completion" in word for word in words[:1]) else "".join(words[:1])
+
+
+def make_parser(chosen: str | None = None) -> ArgumentParser:
+    """Make the parser of the ``comera`` command.
+
+    Args:
+        chosen: The command that is typed: of others that take long only the names are there. None
+            for all of all.
+    """
     set_parsing_settings(add_print_completion_argument=True)  # comera --print_completion SHELL
     parser = ArgumentParser(
         prog="comera",
@@ -159,7 +168,7 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subcommands(dest="command")
-    add_run_commands(commands)
+    add_run_commands(commands, chosen is None or chosen in RUN_COMMANDS)
     add_sweep_commands(commands)
     init = ArgumentParser(
         description="Print a configuration to begin with: comera init NAME > mine.yaml"
@@ -173,9 +182,14 @@ def make_parser() -> ArgumentParser:
     report.add_argument("folder", type=str, help="Folder of the run or the sweep.")
     commands.add_subcommand("report", report, help=text)
     add_commands(commands)
-    add_bench(commands)
+    if chosen in (None, "bench"):
+        from comera.bench.commands import add_bench  # all benchmarks, which are many modules
+
+        add_bench(commands, _BENCH)
+    else:
+        commands.add_subcommand("bench", ArgumentParser(), help=_BENCH)
     add_checkpoint(commands)
-    measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
+    measure = ArgumentParser(description="Time this machine and save what was found.")
     measure.add_argument(
         "--device", type=Literal["cpu", "cuda"], default="cpu", help="Device to measure."
     )
@@ -198,6 +212,8 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     if command in COMMANDS:
         return run_command(command, options, console)
     if command == "bench":
+        from comera.bench.commands import run_bench
+
         return run_bench(options, console)
     if command == "checkpoint":
         return run_checkpoint(options, console)
@@ -208,6 +224,9 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     elif command == "doctor":
         examine(console)
     elif command == "calibrate":
+        from comera.bench.calibrate import calibrate
+        from comera.bench.options import check_positive
+
         reuse_freed_memory()
         if options.threads is not None:
             check_positive("threads", options.threads)
