@@ -22,7 +22,8 @@ from comera.recipes import named
 from comera.recipes.dry_run import dry_run
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison_table import comparison_cells, read_comparison
-from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
+from comera.recipes.sweep import make_jobs, run_sweep, unskipped
+from comera.recipes.sweep_file import read_sweep
 
 Scale = Literal["small", "paper"]
 _FOLDER = "reproduce"

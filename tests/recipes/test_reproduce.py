@@ -8,7 +8,7 @@ from comera.recipes.cli import main
 from comera.recipes.report.comparison import Failed, Trained, compare
 from comera.recipes.report.comparison_table import write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
-from comera.recipes.sweep import read_sweep
+from comera.recipes.sweep_file import read_sweep
 
 TINY = {
     "masked_text.vocab_size": 300,

@@ -19,7 +19,8 @@ from comera.recipes.folder import lock
 from comera.recipes.jobs import resolve, steps_in_time
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
-from comera.recipes.sweep import make_jobs, read_sweep, run_sweep
+from comera.recipes.sweep import make_jobs, run_sweep
+from comera.recipes.sweep_file import read_sweep
 from comera.train.step import TrainStep
 from tests.texts import write_functions
 
