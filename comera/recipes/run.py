@@ -5,13 +5,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive
@@ -34,9 +31,10 @@ from comera.recipes.folder import (
     trains_on,
 )
 from comera.recipes.optimizers import make_optimizer, twin_of
+from comera.recipes.outcome import Outcome, outcome_table, read_outcome
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
-from comera.recipes.result_file import read_result, write_result
+from comera.recipes.result_file import write_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks import (
     Task,
@@ -57,38 +55,6 @@ from comera.train.sharded import whole_state
 from comera.train.tensor_parallel import plan_split
 
 _log = logging.getLogger("comera")
-
-
-@dataclass
-class Outcome:
-    """One trained model in figures.
-
-    Attributes:
-        name: ``compressed`` or ``dense``.
-        metrics: The last evaluation.
-        params: Parameters of the whole model.
-        layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
-        layer_dense_params: Entries of the dense weights those layers stand for.
-        bytes: Size of ``model.safetensors``.
-        seconds: Time in training steps.
-        steps: Optimizer steps.
-        ranks: What rank learning reported, if it ran.
-        test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
-        checkpoint_bytes: Size of a checkpoint, the mean of those kept, as a lossy one needs what it
-            links to. None without checkpoints.
-    """
-
-    name: str
-    metrics: dict[str, float]
-    params: int
-    layer_params: int
-    layer_dense_params: int
-    bytes: int
-    seconds: float
-    steps: int
-    ranks: dict[str, Any] | None = None
-    test: dict[str, float] = dataclasses.field(default_factory=dict)
-    checkpoint_bytes: float | None = None
 
 
 def run(
@@ -243,7 +209,7 @@ def _finished(config: RunConfig) -> list[Outcome] | None:
     if not is_finished(config) or not all((p / "model.safetensors").is_file() for p in places):
         return None
     try:
-        return [_read_outcome(place) for place in places]
+        return [read_outcome(place) for place in places]
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
 
@@ -251,12 +217,6 @@ def _finished(config: RunConfig) -> list[Outcome] | None:
 def _places(config: RunConfig) -> list[str]:
     """Return the folders of a run's models in its own."""
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
-
-
-def _read_outcome(folder: Path) -> Outcome:
-    facts = read_result(folder)
-    names = {field.name for field in dataclasses.fields(Outcome)}
-    return Outcome(**{name: value for name, value in facts.items() if name in names})
 
 
 def _train_all(
@@ -338,33 +298,6 @@ def planned_model(config: RunConfig) -> nn.Module:
     with torch.device("meta"):
         model = planned_dense_model(config)
     return model if config.tt_config is None else tensorize_(model, config.tt_config)
-
-
-def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Set figures of the models side by side."""
-    table = Table(title="after training")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_column(outcome.name, justify="right")
-    if len(outcomes) == 2:
-        table.add_column("dense / compressed", justify="right")
-
-    def row(label: str, values: list[float], form: str, ratio: bool = True) -> None:
-        cells = [form.format(value) for value in values]
-        if len(values) == 2:
-            cells.append(f"{values[1] / values[0]:.2f}" if ratio and values[0] else "")
-        table.add_row(label, *cells)
-
-    for key in outcomes[0].metrics:
-        row(f"evaluation {key}", [o.metrics[key] for o in outcomes], "{:.4f}")
-    for key in outcomes[0].test:
-        row(f"test {key}", [o.test[key] for o in outcomes], "{:.4f}")
-    row("parameters", [o.params for o in outcomes], "{:,}")
-    row("parameters of the tensorised layers", [o.layer_params for o in outcomes], "{:,}")
-    row("bytes of model.safetensors", [o.bytes for o in outcomes], "{:,}")
-    row("seconds in training steps", [o.seconds for o in outcomes], "{:.1f}")
-    row("steps", [o.steps for o in outcomes], "{:,}", ratio=False)
-    return table
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
