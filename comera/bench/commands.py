@@ -65,17 +65,15 @@ _TOKENS, _WIDTH_TOKENS = 4096, 512
 """Rows of the batch of a layer where nothing is said; wide layers take fewer."""
 
 
-def add_bench(commands: Any) -> None:
-    """Add ``bench`` and its subcommands to the commands of ``comera``."""
+def add_bench(commands: Any, text: str) -> None:
+    """Add ``bench`` and its subcommands to the commands of ``comera``; ``text`` says what it is."""
     parser = ArgumentParser(
         description="Time and weigh compressed layers beside dense ones and other packages, in "
         "one process and in turn. Compare the ratios, not the milliseconds.",
         allow_abbrev=False,
     )
     # The outer level first, then the inner one: jsonargparse insists.
-    commands.add_subcommand(
-        "bench", parser, help="Time and weigh compressed layers beside dense ones."
-    )
+    commands.add_subcommand("bench", parser, help=text)
     benchmarks = parser.add_subcommands(dest="benchmark")
     for name, (text, add, _) in _BENCHMARKS.items():
         command = ArgumentParser(description=text, allow_abbrev=False)

@@ -257,6 +257,16 @@ class Archive:
             self.path(step).rename(leaving)
             shutil.rmtree(leaving)
 
+    def clear(self) -> None:
+        """Delete all that is a chain's, and the folder unless something else is in it."""
+        self.remove(self.steps())
+        for pattern in (f"{_PARTIAL}*", f"{_DAMAGED}step-*"):
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left)
+        (self.folder / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
     def set_aside(self, step: int) -> Path:
         """Rename an unsound checkpoint, so that its step is free; returns where it is."""
         for again in ("", *(f"-{k}" for k in range(2, 1000))):

@@ -4,19 +4,25 @@ Read are tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``),
 of the Criteo challenges as distributed, and the ratings of MovieLens.
 """
 
+import contextlib
 import gzip
 import io
 import itertools
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from comera.data.click_rows import codes_of_text
 from comera.extras import needed_by
+from comera.files import naming_what_is_no_text
 
-with needed_by("a file of clicks"):
+if TYPE_CHECKING:
     import pandas as pd
 
 CHUNK = 200_000
@@ -149,6 +155,7 @@ def _parse(
     skip_bad: bool,
 ) -> Chunk:
     """Read the rows of lines, the first of them number ``start`` of the file."""
+    pd = _pandas()
     mark, cells = separator.encode(), len(names)
     numbers = np.arange(start, start + len(lines))
     good = np.array([line.count(mark) == cells - 1 for line in lines])
@@ -161,10 +168,16 @@ def _parse(
     kept = [line for line, fine in zip(lines, good, strict=True) if fine]
     numbers = numbers[good]
     text = b"".join(kept).replace(b"::", b"\t") if separator == "::" else b"".join(kept)
-    frame = pd.read_csv(
-        io.BytesIO(text), sep="\t" if separator == "::" else separator, header=None,
-        names=list(names), dtype=str, keep_default_na=False, quoting=3, skip_blank_lines=False,
-    )  # fmt: skip
+    try:
+        frame = pd.read_csv(
+            io.BytesIO(text), sep="\t" if separator == "::" else separator, header=None,
+            names=list(names), dtype=str, keep_default_na=False, quoting=3, skip_blank_lines=False,
+        )  # fmt: skip
+    except UnicodeDecodeError:
+        for number, line in zip(numbers, kept, strict=True):
+            with naming_what_is_no_text(f"line {number} of {path}"):
+                line.decode("utf-8")
+        raise
     broken = np.zeros(len(frame), bool)
     numeric = {}
     for name in (columns.label, *columns.continuous):
@@ -200,13 +213,15 @@ def _no_number(where: str, path: Path, name: str, value: str) -> ValueError:
 
 def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
     """Yield a file of typed columns in chunks; NaN is where nothing is given."""
+    pd = _pandas()
     wanted = [columns.label, *columns.continuous, *columns.fields]
     table: dict[str, np.ndarray] = {}
     if path.suffix == ".npz":
-        with np.load(path) as file:
+        with _open_npz(path) as file:
             table = {name: file[name] for name in wanted}
     else:
-        frame = pd.read_parquet(path, columns=wanted)
+        with _naming_a_damaged(path):
+            frame = pd.read_parquet(path, columns=wanted)
         table = {name: frame[name].to_numpy() for name in wanted}
     rows = len(table[columns.label])
     for name in wanted:
@@ -239,9 +254,16 @@ def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
         raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
 
 
-def _codes(values: pd.Series) -> np.ndarray:
+def _pandas() -> Any:
+    """Import pandas, which takes as long as all else that a command needs, only for its work."""
+    with needed_by("a file of clicks"):
+        import pandas
+    return pandas
+
+
+def _codes(values: "pd.Series") -> np.ndarray:
     """Return uint64: whole numbers as they are, all else by a hash of 64 bits."""
-    if pd.api.types.is_integer_dtype(values.dtype):
+    if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return codes_of_text(values.to_numpy(dtype=object))
 
@@ -264,14 +286,15 @@ def _layout(path: Path, format: str) -> tuple[Sequence[str], str, bool]:
 
 def _column_names(path: Path) -> list[str]:
     if path.suffix == ".npz":
-        with np.load(path) as file:
+        with _open_npz(path) as file:
             return list(file.files)
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
         except ImportError:
             raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from None
-        return list(pyarrow.parquet.read_schema(path).names)
+        with _naming_a_damaged(path):
+            return list(pyarrow.parquet.read_schema(path).names)
     return _first_line(path).split(_separator(path))
 
 
@@ -286,6 +309,27 @@ def _separator(path: Path) -> str:
 def _first_line(path: Path) -> str:
     with _open(path) as file:
         return file.readline().decode("utf-8", errors="replace").rstrip("\r\n")
+
+
+@contextlib.contextmanager
+def _open_npz(path: Path) -> Iterator[NpzFile]:
+    with _naming_a_damaged(path):
+        # Of what is no archive np.load would say that it may be read with allow_pickle=True.
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no archive as numpy.savez writes it, or was cut short")
+        with np.load(path) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def _naming_a_damaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as problem:
+        said = str(problem)
+        if "allow_pickle" in said:
+            said = "it holds arrays of Python objects: save texts as arrays of str"
+        raise ValueError(f"{path} cannot be read: {said}") from None
 
 
 def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:

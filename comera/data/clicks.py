@@ -75,6 +75,16 @@ class ClickData:
     split: Literal["random", "last"] = "random"
     skip_bad_lines: bool = False
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for settings that are wrong whatever the data are."""
+        if self.min_count < 1:
+            raise ValueError(f"clicks.min_count={self.min_count} must be at least 1")
+        if self.hash_rows is not None and self.hash_rows < 2:
+            raise ValueError(
+                f"clicks.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
+                "category: the first row is that of rare ones"
+            )
+
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
@@ -116,6 +126,7 @@ class Clicks:
             FileNotFoundError: If there is no such file.
             ValueError: If a column is missing, a line malformed, or a share leaves no rows.
         """
+        settings.check()
         path = find_file(settings.file)
         digests = click_digests(settings) if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}

@@ -32,7 +32,7 @@ from comera.data.vocabulary import (
     save_arrays,
     train_word_pieces,
 )
-from comera.files import cache_folder
+from comera.files import cache_folder, naming_what_is_no_text
 
 LABELS = ("entailment", "neutral", "contradiction")
 _FIELDS = {
@@ -304,7 +304,7 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
         return
     path = _find(source)
     open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8") as file:
+    with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
         if first.lstrip().startswith("{"):
             for number, line in enumerate([first, *file], start=1):

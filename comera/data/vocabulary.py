@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from comera.extras import needed_by
-from comera.files import replacing
+from comera.files import naming_what_is_no_text, replacing
 
 with needed_by("a vocabulary of text"):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -67,7 +67,8 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
         ValueError: If the file lacks BERT's special tokens.
     """
     path = find_vocabulary(path)
-    tokens = path.read_text(encoding="utf-8").splitlines()
+    with naming_what_is_no_text(path):
+        tokens = path.read_text(encoding="utf-8").splitlines()
     missing = [token for token in SPECIAL if token not in tokens]
     if missing:
         raise ValueError(f"{path} is not a BERT vocabulary: it lacks {', '.join(missing)}")

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from comera.files import naming_what_is_no_text
 from comera.recipes.build import find_device, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.export import export
@@ -134,5 +135,5 @@ def _lines(file: str | None) -> Iterator[str]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    with path.open(encoding="utf-8") as lines:
+    with naming_what_is_no_text(path), path.open(encoding="utf-8") as lines:
         yield from lines

@@ -17,9 +17,6 @@ from rich.console import Console
 from comera import __version__
 from comera._command import imports_are_done
 from comera.allocator import reuse_freed_memory
-from comera.bench.calibrate import calibrate
-from comera.bench.commands import add_bench, run_bench
-from comera.bench.options import check_positive
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError
 from comera.misspelt import did_you_mean
@@ -39,11 +36,14 @@ from comera.recipes.run_commands import (
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import INTERRUPTED
 from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
+from comera.recipes.typed import with_underscores
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
 
 _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
+
+_BENCH = "Time and weigh compressed layers beside dense ones."
 
 _ONE_PROCESS = (
     "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
@@ -115,33 +115,51 @@ def _understood(words: Sequence[str], speaks: bool) -> RunConfig | Namespace:
     """Return the settings of ``train`` or ``plan``, or the options of another command."""
     if words and words[0] in RUN_COMMANDS and not asks_for_help(words):
         return run_settings(words[1:])
-    parser = make_parser()
-    _check_names(parser, words)
+    parser = make_parser(_wanted(words))
+    words = _respelled(parser, words)
     with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
         return parser.parse_args(words)
 
 
-def _check_names(parser: Any, words: Sequence[str]) -> None:
-    """Check names of commands and options: argparse has no guess what was meant."""
-    command, rest = "comera", list(words)
+def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
+    """Return words with options as they are called, hyphens being as good as underscores.
+
+    Raises:
+        ValueError: If there is no command or option of such a name, with a guess what was meant,
+            which argparse has not.
+    """
+    command, before, rest = "comera", list[str](), list(words)
     while (below := getattr(parser, "_subcommands_action", None)) is not None:
         known = below._name_parser_map
         if not rest:
             raise ValueError(f"{command} needs a command; there are {', '.join(known)}")
         if rest[0].startswith("-"):
-            return
+            return list(words)
         if rest[0] not in known:
             raise ValueError(f"{command} has no command {rest[0]}{did_you_mean(rest[0], known)}")
-        command, parser = f"{command} {rest[0]}", known[rest.pop(0)]
+        before.append(rest.pop(0))
+        command, parser = f"{command} {before[-1]}", known[before[-1]]
     options = [option for action in parser._actions for option in action.option_strings]
+    rest = [with_underscores(word, options.__contains__) for word in rest]
     for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
         short = parser.allow_abbrev and any(name.startswith(option) for name in options)
         if option not in options and not short:
             raise ValueError(f"{command} has no option {option}{did_you_mean(option, options)}")
+    return [*before, *rest]
 
 
-def make_parser() -> ArgumentParser:
-    """Make the parser of the ``comera`` command."""
+def _wanted(words: Sequence[str]) -> str | None:
+    """Return the command whose options are needed; None if it may be any, as to complete them."""
+    return None if any("completion" in word for word in words[:1]) else "".join(words[:1])
+
+
+def make_parser(chosen: str | None = None) -> ArgumentParser:
+    """Make the parser of the ``comera`` command.
+
+    Args:
+        chosen: The command that is typed: of others that take long only the names are there. None
+            for all of all.
+    """
     set_parsing_settings(add_print_completion_argument=True)  # comera --print_completion SHELL
     parser = ArgumentParser(
         prog="comera",
@@ -150,7 +168,7 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subcommands(dest="command")
-    add_run_commands(commands)
+    add_run_commands(commands, chosen is None or chosen in RUN_COMMANDS)
     add_sweep_commands(commands)
     init = ArgumentParser(
         description="Print a configuration to begin with: comera init NAME > mine.yaml"
@@ -164,9 +182,14 @@ def make_parser() -> ArgumentParser:
     report.add_argument("folder", type=str, help="Folder of the run or the sweep.")
     commands.add_subcommand("report", report, help=text)
     add_commands(commands)
-    add_bench(commands)
+    if chosen in (None, "bench"):
+        from comera.bench.commands import add_bench  # all benchmarks, which are many modules
+
+        add_bench(commands, _BENCH)
+    else:
+        commands.add_subcommand("bench", ArgumentParser(), help=_BENCH)
     add_checkpoint(commands)
-    measure = ArgumentParser(description=calibrate.__doc__.splitlines()[0])  # type: ignore[union-attr]
+    measure = ArgumentParser(description="Time this machine and save what was found.")
     measure.add_argument(
         "--device", type=Literal["cpu", "cuda"], default="cpu", help="Device to measure."
     )
@@ -189,6 +212,8 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     if command in COMMANDS:
         return run_command(command, options, console)
     if command == "bench":
+        from comera.bench.commands import run_bench
+
         return run_bench(options, console)
     if command == "checkpoint":
         return run_checkpoint(options, console)
@@ -199,6 +224,9 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     elif command == "doctor":
         examine(console)
     elif command == "calibrate":
+        from comera.bench.calibrate import calibrate
+        from comera.bench.options import check_positive
+
         reuse_freed_memory()
         if options.threads is not None:
             check_positive("threads", options.threads)

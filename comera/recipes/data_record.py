@@ -51,7 +51,11 @@ def write_record(folder: Path, record: DataRecord) -> None:
 
 
 def changed_data(there: DataRecord, here: DataRecord) -> str | None:
-    """Return how data differ from those noted, as ``2 files: a.py changed, b.py new``, or None."""
+    """Return how data differ from those noted, as ``2 files: a.py changed, b.py new``, or None.
+
+    A file that is in another folder now is no other file.
+    """
+    there = DataRecord(_where_they_are(there.files, here.files), there.prepared)
     lines = [
         *(f"{name} changed" for name, d in here.files.items() if there.files.get(name, d) != d),
         *(f"{name} new" for name in here.files if name not in there.files),
@@ -64,6 +68,17 @@ def changed_data(there: DataRecord, here: DataRecord) -> str | None:
     if None not in (there.prepared, here.prepared) and there.prepared != here.prepared:
         return (
             "the files are the same, but comera or tokenizers, in another version, reads them "
-            "otherwise"
+            "otherwise, or they are in another order"
         )
     return None
+
+
+def _where_they_are(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return what was noted, with the new names of files that were put into another folder."""
+    new = {(Path(name).name, digest): name for name, digest in here.items() if name not in there}
+    moved = {
+        name: new[Path(name).name, digest]
+        for name, digest in there.items()
+        if name not in here and (Path(name).name, digest) in new
+    }
+    return {moved.get(name, name): digest for name, digest in there.items()}

@@ -3,8 +3,7 @@
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from filelock import FileLock
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
+from comera.recipes.data_paths import follow_moved, with_whole_paths
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.train.log import read_metrics
 
@@ -29,6 +30,9 @@ _WRITTEN_BY_A_RUN = (
 _LENGTH = ("steps", "epochs")
 """Settings in the section ``train`` of which one says how long a run is."""
 
+_OF_NO_RESULT = ("log_every", "save_every")
+"""Settings in the section ``train`` with which a run ends the same, whatever they are."""
+
 _LET_IT_END = (
     ": it was interrupted in the late stage of rank learning, whose length follows from that "
     "number; let it end with the old one, and give it more afterwards"
@@ -38,14 +42,18 @@ _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Make this the one process that writes to the folder of a run.
+def lock(folder: Path, what: str = "run") -> Iterator[None]:
+    """Make this the one process that writes to the folder of a run, or of a sweep.
+
+    Args:
+        folder: The folder, which is made if it is not there.
+        what: What errors call the one that writes already.
 
     Raises:
         FolderInUseError: If another one does.
     """
     file = FileLock(folder / ".lock", timeout=0)
-    take(file, folder, ": let that run end, or choose another --out")
+    take(file, folder, f": let that {what} end, or choose another --out")
     try:
         yield
     finally:
@@ -108,7 +116,7 @@ def other_data(folder: Path, record: DataRecord) -> str | None:
 
     None if they do not, if no run was begun there, or it has not noted them.
     """
-    noted = read_record(folder) if _begun(folder) else None
+    noted = read_record(folder) if begun(folder) else None
     return None if noted is None else changed_data(noted, record)
 
 
@@ -118,25 +126,39 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
     Returns whether it is known that the run was begun with these data: not so of one that has noted
     none, as earlier versions did not. It has noted these then.
 
-    What an earlier run with other settings, or none to go on from, has left there is deleted.
+    What an earlier run with other settings, or none to go on from, has left there is deleted, and
+    nothing else.
     """
     folder = Path(config.out)
     if not config.overwrite and trains_on(config):  # it will have another result
         for place in ("", "dense"):
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
-        for name in _written_by_a_run(folder):
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif name != "config.yaml":  # replaced at once
-                path.unlink(missing_ok=True)
-    known = not _begun(folder) or read_record(folder) is not None
+        _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
+    known = not begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
         text = yaml.safe_dump(_written(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
     return known
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    """Delete what a run has written under these names; in its folders others may have files."""
+    for name in names:
+        path = folder / name
+        if name == "checkpoints":
+            Archive(path).clear()
+        elif name == "dense":
+            _delete(path, set(_WRITTEN_BY_A_RUN) - {"dense"})
+        elif name == "tensorboard":
+            for events in path.glob("events.out.tfevents.*"):
+                events.unlink()
+        else:
+            path.unlink(missing_ok=True)
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def _holds(path: Path) -> bool:
@@ -157,26 +179,29 @@ def _written_by_a_run(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except ValueError:
-        settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if _begun(folder) else {}
+        settings = dict.fromkeys(_IN_EVERY_CONFIG, None) if begun(folder) else {}
     if not settings.keys() >= _IN_EVERY_CONFIG:
         return set()
     names = {"config.yaml", *_WRITTEN_BY_A_RUN}
     return names if settings["twin"] else names - {"dense"}
 
 
-def _begun(folder: Path) -> bool:
+def begun(folder: Path) -> bool:
+    """Tell whether there is something of a run to go on from, or its result."""
     return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
 
 
-def other_settings(config: RunConfig) -> str | None:
+def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
     """Say how the run that was begun in the folder differs, as ``key: there -> here``.
 
-    None if it does not, or if no run was begun there. How checkpoints are kept, how many processes
-    train it, and more steps make no other run, but for the latter in the late stage of rank
-    learning: how much it cuts at a time follows from them.
+    None if it does not, or if no run was begun there. How checkpoints are kept, how often they are
+    and a line of the log is written, how many processes train it, and more steps make no other run,
+    but for the latter in the late stage of rank learning: how much it cuts at a time follows from
+    them. Nor does another place of data that are no longer at the old one, unless ``data_may_move``
+    is False.
     """
     folder = Path(config.out)
-    if not _begun(folder) or not (folder / "config.yaml").is_file():
+    if not begun(folder) or not (folder / "config.yaml").is_file():
         return None
     try:
         there, here = _settings_there(folder), _settings(config)
@@ -188,16 +213,32 @@ def other_settings(config: RunConfig) -> str | None:
         there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
     if longer and not way_out:
         there["train"] |= {key: here["train"][key] for key in _LENGTH}
+    if data_may_move:
+        follow_moved(there, here)
+    if isinstance(there.get("train"), dict):
+        there["train"] |= {key: here["train"][key] for key in _OF_NO_RESULT}
     for settings in (there, here):
         for key in ("checkpoints", "parallel"):
             settings.pop(key, None)
     return None if there == here else _difference(there, here) + way_out
 
 
+def other_rhythm(config: RunConfig) -> str | None:
+    """Say what an interrupted run does at other steps from now on, as ``key: there -> here``."""
+    folder = Path(config.out)
+    if not begun(folder) or not (folder / "config.yaml").is_file():
+        return None
+    there, here = _settings_there(folder), asdict(config)
+    both = (
+        {"train": {key: each["train"].get(key) for key in _OF_NO_RESULT}} for each in (there, here)
+    )
+    return _difference(*both) or None
+
+
 def trains_on(config: RunConfig) -> bool:
     """Tell whether a run is to be trained for more steps, or epochs, than it was begun with."""
     folder = Path(config.out)
-    if not _begun(folder) or not (folder / "config.yaml").is_file():
+    if not begun(folder) or not (folder / "config.yaml").is_file():
         return False
     try:
         there = _settings_there(folder).get("train") or {}
@@ -242,22 +283,27 @@ def _settings_there(folder: Path) -> dict[str, Any]:
 def is_finished(config: RunConfig) -> bool:
     """Tell whether the folder holds the result of just this run."""
     folder = Path(config.out)
-    if not all((folder / name).is_file() for name in ("config.yaml", "result.json")):
+    try:
+        read_result(folder)
+    except (OSError, ValueError):  # one that is damaged the run writes again
         return False
-    return other_settings(config) is None and not trains_on(config)
+    if not (folder / "config.yaml").is_file():
+        return False
+    # Of data at another place only their digests tell whether the result is that of these.
+    return other_settings(config, data_may_move=False) is None and not trains_on(config)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    return _kept(config.settings())
+    return _kept(with_whole_paths(config).settings())
 
 
 def _written(config: RunConfig) -> dict[str, Any]:
     """Return the settings for the file of a run: defaults filled in where they can only be these.
 
     An optimizer that was not named is another one for the twin, and ``gate_lr`` another number in a
-    run of more steps.
+    run of more steps. Data have whole paths: a run can be resumed from every folder.
     """
-    settings = config.settings()
+    settings = with_whole_paths(config).settings()
     if config.twin and config.optimizer.name is None:
         settings["optimizer"] = asdict(config.optimizer)
     settings["optimizer"]["gate_lr"] = config.optimizer.gate_lr

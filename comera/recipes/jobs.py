@@ -2,9 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -14,9 +11,11 @@ from typing import Any, Literal
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.launchers import Launcher, Local, Started
+from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task_kinds import kind_of
-from comera.recipes.worker import SIGNALS, signals_blocked
+from comera.recipes.worker import signals_blocked
+from comera.train.stop_signals import on_stop_signals
 
 _EVERY_SECONDS = 0.5
 
@@ -159,8 +158,8 @@ def _data_settings(job: Job) -> tuple[Any, ...]:
 
 def steps_in_time(clock: Path, pace: Path) -> int:
     """Return the steps that, at the pace of one finished run, fit in the time of another."""
-    seconds = _result(clock)["seconds"]
-    model = _result(pace)
+    seconds = read_result(clock)["seconds"]
+    model = read_result(pace)
     return max(1, int(seconds / model["seconds"] * model["steps"]))
 
 
@@ -173,8 +172,9 @@ def run_jobs(
 ) -> bool:
     """Run all jobs that are not finished, in their order as far as they wait for others.
 
-    A job that fails does not stop the others, except those that need it. Ctrl-C or SIGTERM is
-    handed on to every running job, which saves and stops; a second one stops them at once.
+    A job that fails does not stop the others, except those that need it. Ctrl-C, SIGTERM or a
+    terminal that is closed is handed on to every running job, which saves and stops; a second one
+    stops them at once.
 
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
@@ -267,19 +267,8 @@ def _close(one: _Running, stopped: bool) -> None:
 
 @contextlib.contextmanager
 def _counted_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM instead of ending by them."""
+    """Collect signals to stop instead of ending by them."""
     found: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield found
-        return
     # Only noted: what a launcher does to stop a run may not be done in the middle of anything.
-    before = {which: signal.signal(which, lambda n, _: found.append(n)) for which in SIGNALS}
-    try:
+    with on_stop_signals(found.append):
         yield found
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text(encoding="utf-8"))

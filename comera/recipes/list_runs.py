@@ -1,14 +1,15 @@
 """What there is in a folder of runs, and in the folder of one."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from comera.checkpoint.archive import Archive
 from comera.recipes.parse import read_yaml
+from comera.recipes.result_file import read_result
 from comera.train.log import last_logged
 
 _FILES = {
@@ -103,7 +104,12 @@ def _has_twin(settings: dict[str, Any]) -> bool:
 
 
 def _begun(folder: Path) -> str:
-    return "begun" if last_logged(folder, "loss") else "not begun"
+    if (folder / "result.json").is_file():
+        return "result.json is damaged"
+    if failed := last_logged(folder, "failed"):
+        return f"failed: {str(failed[1]).split(',')[0]}"
+    saved = Archive(folder / "checkpoints").steps()
+    return "begun" if saved or last_logged(folder, "loss") else "not begun"
 
 
 def _last_evaluation(run: Path) -> str:
@@ -119,9 +125,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _result(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError):
-        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        return read_result(folder)
     return {}
 
 

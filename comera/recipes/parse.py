@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
+from comera.files import naming_what_is_no_text
 from comera.misspelt import did_you_mean
 from comera.names import listed
 
@@ -143,7 +144,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with naming_what_is_no_text(path):
+            content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as problem:
         raise ValueError(f"{path} is not readable as YAML: {_one_line(problem)}") from None
     if not isinstance(content, dict):

@@ -22,7 +22,8 @@ from comera.recipes import named
 from comera.recipes.dry_run import dry_run
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison_table import comparison_cells, read_comparison
-from comera.recipes.sweep import read_sweep, run_sweep
+from comera.recipes.sweep import make_jobs, run_sweep, unskipped
+from comera.recipes.sweep_file import read_sweep
 
 Scale = Literal["small", "paper"]
 _FOLDER = "reproduce"
@@ -97,21 +98,33 @@ def reproduce(
         timer.daemon = True
         timer.start()
     folder = out / path.stem
+    before = _written(folder)
     try:
-        status = run_sweep(
+        return run_sweep(
             path, jobs, overwrite, console, folder, changes=changes or {}, skip=tuple(skip)
         )
+    except FileNotFoundError as problem:
+        base = read_yaml(path)["base"]
+        source = (
+            f"`comera init {base}` says where they come from, and " if isinstance(base, str) else ""
+        )
+        raise FileNotFoundError(
+            f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
+        ) from None
     finally:
         if timer is not None:
             timer.cancel()
-        if (folder / "results.json").is_file():
-            _note_machine(folder)
+        if _written(folder) != before:
+            _note_machine(folder, changes or {})
         write_reproduction(out)
-    return status
 
 
 def try_out(
-    name: str, scale: Scale, changes: Mapping[str, Any] | None = None, most: int = _STEPPED_UP_TO
+    name: str,
+    scale: Scale,
+    changes: Mapping[str, Any] | None = None,
+    most: int = _STEPPED_UP_TO,
+    skip: Sequence[str] = (),
 ) -> list[str]:
     """Train every variant for two steps on drawn data; see :func:`~comera.recipes.dry_run.dry_run`.
 
@@ -120,6 +133,7 @@ def try_out(
         scale: Which of its sizes.
         changes: Settings that every run gets.
         most: Memory in bytes up to which steps are done.
+        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out.
 
     Returns:
         A line for each variant.
@@ -128,7 +142,11 @@ def try_out(
         ValueError: If a variant's settings do not go together; names it.
     """
     lines = []
-    for variant in read_sweep(file_of(name, scale), changes or {}).variants.values():
+    sweep = read_sweep(file_of(name, scale), changes or {})
+    kept = {job.variant for job in unskipped(make_jobs(sweep), skip)}
+    for variant in sweep.variants.values():
+        if variant.name not in kept:
+            continue
         try:
             found = dry_run(variant.config, most)
         except ValueError as problem:
@@ -166,31 +184,43 @@ def _section(name: str, scale: str, path: Path, out: Path) -> str:
         head += f" Published: {published['source']}."
     folder = out / path.stem
     found: dict[str, list[str]] = {}
+    failed: set[str] = set()
     header = ["variant", "published", "here"]
     facts = "Not run."
     if (folder / "results.json").is_file():
-        columns, rows = comparison_cells(read_comparison(folder))
+        comparison = read_comparison(folder)
+        failed = {run.variant for run in comparison.failed}
+        columns, rows = comparison_cells(comparison)
         header, found = ["variant", "published", *columns[1:]], {row[0]: row[1:] for row in rows}
         machine = folder / "machine.json"
         if machine.is_file():
             facts = _facts(json.loads(machine.read_text(encoding="utf-8")))
     lines = [header, ["---"] * len(header)]
     for variant in content["variants"]:
-        mine = found.get(variant, ["not run", *[""] * (len(header) - 3)])
+        missing = "failed" if variant in failed else "not run"
+        mine = found.get(variant, [missing, *[""] * (len(header) - 3)])
         lines.append([variant, str(published["figures"].get(variant, "")), *mine])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{head}\n\n{table}\n\n{facts}"
 
 
-def _facts(machine: Mapping[str, str]) -> str:
+def _facts(machine: Mapping[str, Any]) -> str:
+    changed = ", ".join(f"{key}={value}" for key, value in machine.get("set", {}).items())
     return (
         f"{machine['date']}, {machine['machine']}, comera {machine['version']}"
         f"{' at ' + machine['commit'] if machine['commit'] else ''}, torch {machine['torch']}."
+        + (f" Of its settings these are others (--set): {changed}." if changed else "")
     )
 
 
-def _note_machine(folder: Path) -> None:
-    """Write down where and when the folder's last results came out."""
+def _written(folder: Path) -> int:
+    """Return when the results in a folder were written; 0 if there are none."""
+    path = folder / "results.json"
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def _note_machine(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Write down where, when and by which settings the folder's last results came out."""
     cuda = torch.cuda.is_available()
     facts = {
         "date": datetime.date.today().isoformat(),
@@ -198,6 +228,7 @@ def _note_machine(folder: Path) -> None:
         "version": __version__,
         "commit": _commit(),
         "torch": torch.__version__,
+        "set": {key: str(value) for key, value in changes.items()},
     }
     with replacing(folder / "machine.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")

@@ -2,17 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive
@@ -22,11 +18,23 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.rank.settings import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
+from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.data_record import DataRecord, changed_data
-from comera.recipes.folder import check_data, check_folder, claim, is_finished, lock, trains_on
+from comera.recipes.folder import (
+    begun,
+    check_data,
+    check_folder,
+    claim,
+    is_finished,
+    lock,
+    other_rhythm,
+    trains_on,
+)
 from comera.recipes.optimizers import make_optimizer, twin_of
+from comera.recipes.outcome import Outcome, outcome_table, read_outcome
 from comera.recipes.process_check import check_processes
 from comera.recipes.rank_config import RankConfig
+from comera.recipes.result_file import write_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model, prepare_task
@@ -42,38 +50,6 @@ from comera.train.sharded import whole_state
 from comera.train.tensor_parallel import plan_split
 
 _log = logging.getLogger("comera")
-
-
-@dataclass
-class Outcome:
-    """One trained model in figures.
-
-    Attributes:
-        name: ``compressed`` or ``dense``.
-        metrics: The last evaluation.
-        params: Parameters of the whole model.
-        layer_params: Parameters of its tensor-train layers, or of the dense layers in their place.
-        layer_dense_params: Entries of the dense weights those layers stand for.
-        bytes: Size of ``model.safetensors``.
-        seconds: Time in training steps.
-        steps: Optimizer steps.
-        ranks: What rank learning reported, if it ran.
-        test: The same figures as ``metrics`` of data by which nothing was chosen, if there are any.
-        checkpoint_bytes: Size of a checkpoint, the mean of those kept, as a lossy one needs what it
-            links to. None without checkpoints.
-    """
-
-    name: str
-    metrics: dict[str, float]
-    params: int
-    layer_params: int
-    layer_dense_params: int
-    bytes: int
-    seconds: float
-    steps: int
-    ranks: dict[str, Any] | None = None
-    test: dict[str, float] = dataclasses.field(default_factory=dict)
-    checkpoint_bytes: float | None = None
 
 
 def run(
@@ -110,6 +86,7 @@ def run(
     )
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
+    config = with_whole_paths(config)
     check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
@@ -159,7 +136,16 @@ def _check_settings(config: RunConfig, count: int) -> None:
     """Check what can be told before any data are read."""
     if not kind_of(config).is_told_by_data(config):
         planned_memory(config, count)
-    kind_of(config).find_data(config)
+    try:
+        kind_of(config).find_data(config)
+    except FileNotFoundError as problem:
+        key = next(iter(missing_data(config)), None)
+        if key is None or not begun(Path(config.out)):
+            raise
+        raise FileNotFoundError(
+            f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
+            f"its new place, --{key}=..."
+        ) from None
     check_folder(config)
 
 
@@ -199,6 +185,11 @@ def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
             "goes on where the schedule of a run of that length is by then, not where its own was",
             soft_wrap=True, markup=False,
         )  # fmt: skip
+    difference = None if config.overwrite else other_rhythm(config)
+    if difference is not None:
+        console.print(
+            f"the run in {config.out} goes on with {difference}", soft_wrap=True, markup=False
+        )
     if not claim(config, record):
         console.print(
             f"the run in {config.out} has not noted which data it was begun with: whether they "
@@ -213,7 +204,7 @@ def _finished(config: RunConfig) -> list[Outcome] | None:
     if not is_finished(config) or not all((p / "model.safetensors").is_file() for p in places):
         return None
     try:
-        return [_read_outcome(place) for place in places]
+        return [read_outcome(place) for place in places]
     except (OSError, ValueError, TypeError):  # the last step writes it again
         return None
 
@@ -221,12 +212,6 @@ def _finished(config: RunConfig) -> list[Outcome] | None:
 def _places(config: RunConfig) -> list[str]:
     """Return the folders of a run's models in its own."""
     return [name if number else "" for number, (name, _) in enumerate(_jobs(config))]
-
-
-def _read_outcome(folder: Path) -> Outcome:
-    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    names = {field.name for field in dataclasses.fields(Outcome)}
-    return Outcome(**{name: value for name, value in facts.items() if name in names})
 
 
 def _train_all(
@@ -308,33 +293,6 @@ def planned_model(config: RunConfig) -> nn.Module:
     with torch.device("meta"):
         model = planned_dense_model(config)
     return model if config.tt_config is None else tensorize_(model, config.tt_config)
-
-
-def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Set figures of the models side by side."""
-    table = Table(title="after training")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_column(outcome.name, justify="right")
-    if len(outcomes) == 2:
-        table.add_column("dense / compressed", justify="right")
-
-    def row(label: str, values: list[float], form: str, ratio: bool = True) -> None:
-        cells = [form.format(value) for value in values]
-        if len(values) == 2:
-            cells.append(f"{values[1] / values[0]:.2f}" if ratio and values[0] else "")
-        table.add_row(label, *cells)
-
-    for key in outcomes[0].metrics:
-        row(f"evaluation {key}", [o.metrics[key] for o in outcomes], "{:.4f}")
-    for key in outcomes[0].test:
-        row(f"test {key}", [o.test[key] for o in outcomes], "{:.4f}")
-    row("parameters", [o.params for o in outcomes], "{:,}")
-    row("parameters of the tensorised layers", [o.layer_params for o in outcomes], "{:,}")
-    row("bytes of model.safetensors", [o.bytes for o in outcomes], "{:,}")
-    row("seconds in training steps", [o.seconds for o in outcomes], "{:.1f}")
-    row("steps", [o.steps for o in outcomes], "{:,}", ratio=False)
-    return table
 
 
 def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
@@ -437,6 +395,5 @@ def _save(
         task.categories().save(folder / CATEGORIES)
     layers = report.to_pandas().to_dict("records")
     facts = {**dataclasses.asdict(outcome), "sizes": dict(task.sizes), "layers": layers}
-    with replacing(folder / "result.json") as temporary:
-        temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    write_result(folder, facts)
     return outcome

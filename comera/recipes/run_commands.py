@@ -25,10 +25,10 @@ RUN_COMMANDS = {
 }
 
 
-def add_run_commands(commands: Any) -> None:
+def add_run_commands(commands: Any, with_settings: bool) -> None:
     """Add the commands to those of ``comera``, for their help and what shells complete.
 
-    Their words are read by :func:`typed_settings`.
+    Their words are read by :func:`typed_settings`. Without their settings it takes less time.
     """
     for name, text in RUN_COMMANDS.items():
         command = _Parser(description=text, allow_abbrev=False)
@@ -46,8 +46,9 @@ def add_run_commands(commands: Any) -> None:
             help="YAML file that describes the run; `comera init` lists configurations that can be "
             "given by name instead.",
         )
-        # Every field of a run is an option, its help the field's line in the docstring.
-        command.add_class_arguments(RunConfig, None)
+        if with_settings:
+            # Every field of a run is an option, its help the field's line in the docstring.
+            command.add_class_arguments(RunConfig, None)
         # By itself the usage would list every key of a run.
         command.usage = f"comera {name} FILE_OR_NAME [--KEY=VALUE ...]"
         commands.add_subcommand(name, command, help=text)
@@ -56,7 +57,7 @@ def add_run_commands(commands: Any) -> None:
 def asks_for_help(words: Sequence[str]) -> bool:
     """Tell whether one of the words wants to see settings, all or those of a section."""
     return any(
-        word in ("-h", "--help", "--help_all") or re.fullmatch(r"--[\w.]+\.help", word)
+        word in ("-h", "--help") or re.fullmatch(r"--help[_-]all|--[\w.-]+\.help", word)
         for word in words
     )
 

@@ -340,6 +340,10 @@ class RunConfig:
             )
         if not self.model.position_std > 0:
             raise ValueError(f"model.position_std={self.model.position_std} must be positive")
+        if not 0 <= self.model.dropout < 1:
+            raise ValueError(f"model.dropout={self.model.dropout} must be in [0, 1)")
+        if self.clicks is not None:
+            self.clicks.check()
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and not (self.nli or self.clicks):

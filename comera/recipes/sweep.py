@@ -2,84 +2,26 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from comera.misspelt import did_you_mean
+from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.folder import lock
 from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
 from comera.recipes.launchers import LauncherName, make_launcher
-from comera.recipes.named import file_of
-from comera.recipes.parse import merged, nested, parse_settings, read_yaml
 from comera.recipes.progress import show_progress
-from comera.recipes.report.comparison import compare, read_trained
+from comera.recipes.report.comparison import Failed, compare, read_trained
 from comera.recipes.report.comparison_table import comparison_text, write_comparison
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
-from comera.recipes.run_config import RunConfig
-from comera.recipes.search import Search, SearchConfig, read_search
+from comera.recipes.search import Search, SearchConfig
+from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
 
 INTERRUPTED = 130
-
-_KEYS = (
-    "out", "base", "seeds", "reference", "metric", "variants", "published", "search", "submitit",
-    "ray",
-)  # fmt: skip
-_NEEDED = ("out", "base", "seeds", "reference", "variants")
-_NEEDED_TO_SEARCH = ("out", "base", "seeds")
-_ALONE: dict[str, Any] = {"base": {}}
-"""The variants of a search that names none: the base as it is, for trials to be compared with."""
-_OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
-"""Settings of a run that a sweep makes itself: those of the base are not used."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to train.
-
-    Attributes:
-        name: Name of the variant and of its folder.
-        config: Settings of the variant, for any seed.
-        clock: Name of the variant whose time it may take, instead of a number of steps.
-        pace: Name of the variant whose seconds a step say how many steps those are.
-    """
-
-    name: str
-    config: RunConfig
-    clock: str | None = None
-    pace: str | None = None
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What a sweep file says.
-
-    Attributes:
-        out: Folder of everything.
-        seeds: Each variant is trained with each of them.
-        reference: Name of the variant that the others are compared with.
-        metric: Key of the last evaluation to compare.
-        variants: The variants by name, in the order of the file.
-        launchers: Settings of launchers by their names.
-        search: Variants that are to be proposed, if any.
-        given: Settings of the base, and what every variant changes of them.
-    """
-
-    out: Path
-    seeds: tuple[int, ...]
-    reference: str
-    metric: str
-    variants: dict[str, Variant]
-    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    search: SearchConfig | None = None
-    given: tuple[dict[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
 
 
 def run_sweep(
@@ -111,7 +53,9 @@ def run_sweep(
     Raises:
         ValueError: If the file is wrong, or a folder holds a run with other settings or of other
             data. Nothing has been trained then.
-        FileNotFoundError: If the file or its base is not there, or data that runs were begun with.
+        FileNotFoundError: If the file or its base is not there, or data that runs were begun with,
+            or those of all runs.
+        FolderInUseError: If another sweep writes to the folder; a RuntimeError.
         MissingPackageError: If the launcher's package is not installed.
     """
     if at_once is not None and at_once < 1:
@@ -127,12 +71,8 @@ def run_sweep(
         )
     for variant in sweep.variants.values():
         _check_model(variant)
-    with contextlib.ExitStack() as held:
-        search = None
-        if sweep.search is not None:
-            sweep.out.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lock(sweep.out))
-            search = _make_search(sweep, sweep.search, overwrite)
+    with lock(sweep.out, "sweep"):
+        search = None if sweep.search is None else _make_search(sweep, sweep.search, overwrite)
         return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
 
 
@@ -145,7 +85,7 @@ def _carry_out(
     launcher: LauncherName,
     skip: Sequence[str],
 ) -> int:
-    jobs = _unskipped(make_jobs(sweep), skip)
+    jobs = unskipped(make_jobs(sweep), skip)
     expected = len(jobs)
     if search is not None and sweep.search is not None:
         jobs += search.jobs
@@ -158,6 +98,7 @@ def _carry_out(
             jobs = [job for job in jobs if job not in search.jobs]
             search.begin_anew()
         search.tell()
+    _check_data(jobs)
     done = sum(job.state == "finished" for job in jobs)
     console.print(
         f"{expected} runs in {sweep.out}, {done} of them finished", highlight=False, markup=False
@@ -182,12 +123,28 @@ def _carry_out(
     return 1 if any(job.state == "failed" for job in jobs) else 0
 
 
+def _check_data(jobs: Sequence[Job]) -> None:
+    """Say which data are missing where no run can begin: else each that has none says so.
+
+    Raises:
+        FileNotFoundError: If that is so.
+    """
+    missing = [missing_data(job.config) for job in jobs if job.state == "waiting"]
+    if missing and all(missing):
+        places = {key: path for found in missing for key, path in found.items()}
+        named = ", no ".join(f"{path} ({key})" for key, path in places.items())
+        raise FileNotFoundError(
+            f"no run can begin without its data: there is no {named}; put the data there, or say "
+            "by those settings where they are"
+        )
+
+
 def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
     base, given = sweep.given
 
     def make(name: str, settings: dict[str, Any]) -> list[Job]:
         own: dict[str, Any] = {} if config.extends is None else {"extends": config.extends}
-        variant = _variant(name, base, {**given, name: own | settings})
+        variant = variant_of(name, base, {**given, name: own | settings})
         _check_model(variant)
         alone = dataclasses.replace(sweep, variants={name: variant})
         return make_jobs(alone)
@@ -215,10 +172,11 @@ def make_jobs(sweep: Sweep) -> list[Job]:
             if name not in made:
                 variant = sweep.variants[name]
                 folder = sweep.out / name / f"seed-{seed}"
+                config = with_whole_paths(variant.config)
                 made[name] = Job(
                     name,
                     seed,
-                    dataclasses.replace(variant.config, seed=seed, out=str(folder)),
+                    dataclasses.replace(config, seed=seed, out=str(folder)),
                     clock=make(variant.clock) if variant.clock else None,
                     pace=make(variant.pace) if variant.pace else None,
                 )
@@ -230,7 +188,7 @@ def make_jobs(sweep: Sweep) -> list[Job]:
     return jobs
 
 
-def _unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
+def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     """Leave out runs that are not to be trained this time.
 
     Raises:
@@ -251,203 +209,6 @@ def _unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     return kept
 
 
-def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
-    """Read a sweep file and check all of it, down to the settings of each variant.
-
-    Args:
-        path: The file.
-        changes: Settings by dotted names that every variant gets, whatever the file says.
-
-    Raises:
-        ValueError: If something is wrong; names the variant and the first such thing.
-        FileNotFoundError: If the file or its base is not there.
-    """
-    content = read_yaml(path)
-    if not {"base", "variants", "search"} & content.keys() and "train" in content:
-        raise ValueError(f"{path} is no sweep but a run: comera train trains it")
-    for key in content:
-        if key not in _KEYS:
-            raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")
-    searched = content.get("search") is not None
-    for key in _NEEDED_TO_SEARCH if searched else _NEEDED:
-        if content.get(key) is None:
-            raise ValueError(f"{path} lacks the key {key}")
-    base = _base(content["base"], path.parent)
-    given = content.get("variants") or (_ALONE if searched else content["variants"])
-    if changes and isinstance(given, Mapping):
-        given = {name: {**(own or {}), **changes} for name, own in given.items()}
-    variants = _variants(base, given)
-    _check_published(content.get("published"), variants)
-    reference = content.get("reference") or next(iter(variants))
-    if not isinstance(reference, str) or reference not in variants:
-        raise ValueError(f"reference={reference} is no variant{did_you_mean(reference, variants)}")
-    return Sweep(
-        out=Path(str(content["out"])).expanduser(),
-        seeds=_seeds(content["seeds"]),
-        reference=reference,
-        metric=_metric(content.get("metric"), variants),
-        variants=variants,
-        launchers={name: _mapping(name, content.get(name)) for name in ("submitit", "ray")},
-        search=_search(content["search"], base, given) if searched else None,
-        given=(base, given),
-    )
-
-
-def _check_published(given: Any, variants: Mapping[str, Any]) -> None:
-    """Check what a file says of figures that others have published of such variants."""
-    if given is None:
-        return
-    figures = given.get("figures") if isinstance(given, Mapping) else None
-    if not isinstance(figures, Mapping) or not isinstance(given.get("source"), str):
-        raise ValueError(f"published={given!r} must have a source, and figures by variant")
-    for name in figures:
-        if name not in variants:
-            near = did_you_mean(name, variants)
-            raise ValueError(f"published.figures.{name} is no variant{near}")
-
-
-def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
-    """Read a search, and check each end of what it may propose alone."""
-    search = read_search(given)
-    other = search.extends
-    if other is not None and (not isinstance(other, str) or other not in variants):
-        raise ValueError(f"search.extends={other} is no variant{did_you_mean(other, variants)}")
-    if other is not None and (variants[other] or {}).get("same_time_as") is not None:
-        raise ValueError(
-            f"search.extends={other} waits for the time of another: name one that does not"
-        )
-    taken = next((name for name in variants if name.startswith("trial-")), None)
-    if taken is not None:
-        raise ValueError(f"variant {taken}: such names are those of the search's trials")
-    shared = base if other is None else merged(base, _overrides(other, variants, ()))
-    for key, domain in search.over.items():
-        if key.split(".")[0] in _OF_THE_SWEEP:
-            raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
-        for value in domain.extremes:
-            try:
-                parse_settings(RunConfig, merged(shared, nested({key: value})))
-            except ValueError as problem:
-                raise ValueError(f"search.over.{key}: {problem}") from None
-    return search
-
-
-def _mapping(key: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping | None):
-        raise ValueError(f"{key}={given!r} must be a mapping of settings of {key}")
-    return dict(given or {})
-
-
-def _base(given: Any, folder: Path) -> dict[str, Any]:
-    """Return the settings that all variants share."""
-    if isinstance(given, str):
-        given = read_yaml(file_of(given, beside=folder))
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"base={given!r} must be the path of a run's file, a configuration's name, or settings"
-        )
-    try:
-        settings = nested(given)
-    except ValueError as problem:
-        raise ValueError(f"base: {problem}") from None
-    return {key: value for key, value in settings.items() if key not in _OF_THE_SWEEP}
-
-
-def _variants(base: dict[str, Any], given: Any) -> dict[str, Variant]:
-    if not isinstance(given, Mapping) or not given:
-        raise ValueError(f"variants={given!r} must be mappings of settings, by name")
-    for name, settings in given.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"variant {name!r} must have a name that can be a folder's: letters, digits and "
-                "any of . _ + = - (in quotes where it looks like a number)"
-            )
-        if not isinstance(settings, Mapping | None):
-            raise ValueError(f"variant {name}: {settings!r} must be a mapping of settings")
-        for key in ("extends", "same_time_as"):
-            other = (settings or {}).get(key)
-            if other is not None and (not isinstance(other, str) or other not in given):
-                raise ValueError(
-                    f"variant {name}: {key}={other} is no variant{did_you_mean(other, given)}"
-                )
-    variants = {name: _variant(name, base, given) for name in given}
-    _check_waiting(variants)
-    return variants
-
-
-def _variant(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Variant:
-    own = dict(given[name] or {})
-    pace, clock = own.pop("extends", None), own.pop("same_time_as", None)
-    if clock is not None and pace is None:
-        raise ValueError(
-            f"variant {name}: same_time_as={clock} needs extends, the variant whose seconds a "
-            "step say how many steps fit in that time"
-        )
-    try:
-        train = nested(own).get("train")
-        for key in ("steps", "epochs"):
-            if clock is not None and isinstance(train, dict) and train.get(key) is not None:
-                raise ValueError(f"same_time_as sets the steps, so train.{key} cannot")
-        config = parse_settings(RunConfig, merged(base, _overrides(name, given, ())))
-        config.check()
-    except ValueError as problem:
-        raise ValueError(f"variant {name}: {problem}") from None
-    return Variant(name, config, clock, pace if clock is not None else None)
-
-
-def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
-    """Return what a variant changes of the base, with what it extends."""
-    if name in inner:
-        raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
-    own = {k: v for k, v in (given[name] or {}).items() if k not in ("extends", "same_time_as")}
-    own = nested(own)
-    for key in _OF_THE_SWEEP:
-        if key in own:
-            raise ValueError(f"{key} is not for a variant to set: the sweep does")
-    other = (given[name] or {}).get("extends")
-    return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
-
-
-def _check_waiting(variants: Mapping[str, Variant]) -> None:
-    """Check that no variant waits for its own time, by however many others."""
-
-    def walk(name: str, inner: tuple[str, ...]) -> None:
-        if name in inner:
-            raise ValueError(
-                f"variant {name} waits for its own time: {' -> '.join((*inner, name))}"
-            )
-        for other in (variants[name].clock, variants[name].pace):
-            if other is not None:
-                walk(other, (*inner, name))
-
-    for name in variants:
-        walk(name, ())
-
-
-def _seeds(given: Any) -> tuple[int, ...]:
-    fine = isinstance(given, list) and given
-    if not fine or any(type(seed) is not int or seed < 0 for seed in given):
-        raise ValueError(f"seeds={given!r} must be a list of whole numbers from 0 on")
-    twice = next((seed for seed in given if given.count(seed) > 1), None)
-    if twice is not None:
-        raise ValueError(f"seeds={given} has {twice} more than once")
-    return tuple(given)
-
-
-def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
-    """Return the requested metric, if every variant's task has it; by default the first of them."""
-    measured = [(name, variant.config.metrics) for name, variant in variants.items()]
-    shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
-    if given is None:
-        return shared[0]
-    if given not in shared:
-        lacking = next(name for name, found in measured if given not in found)
-        raise ValueError(
-            f"metric={given} is not measured in variant {lacking}; all variants have "
-            f"{', '.join(shared)}"
-        )
-    return given
-
-
 def _check_model(variant: Variant) -> None:
     """Make the model of a variant without memory: ranks, layers and optimizer must fit it."""
     try:
@@ -457,19 +218,25 @@ def _check_model(variant: Variant) -> None:
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
-    """Show the table and write its files, if anything is finished; then say what failed."""
+    """Show the table and write its files, if anything has ended; then say what failed."""
     finished = [job for job in jobs if job.state == "finished"]
     runs = [read_trained(job.variant, job.seed, job.folder) for job in finished]
-    if runs:
+    failed = [
+        Failed(job.variant, job.seed, " ".join(job.reason.split()))
+        for job in jobs
+        if job.state == "failed"
+    ]
+    if runs or failed:
         names = list(dict.fromkeys([*sweep.variants, *(job.variant for job in jobs)]))
-        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric)
+        comparison = compare(runs, names, sweep.seeds, sweep.reference, sweep.metric, failed)
         write_comparison(comparison, runs, sweep.out)
         write_sweep_report(sweep.out)
-        console.print(comparison_text(comparison), markup=False, highlight=False, soft_wrap=True)
+        if runs:
+            text = comparison_text(comparison)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print(
             f"wrote results.json, results.md and report.html to {sweep.out}", markup=False
         )
-    for job in jobs:
-        if job.state == "failed":
-            console.print(f"[bold red]failed:[/] {job.name}: ", end="")
-            console.print(job.reason, markup=False, highlight=False, soft_wrap=True)
+    for run in failed:
+        console.print("[bold red]failed:[/] ", end="")
+        console.print(str(run), markup=False, highlight=False, soft_wrap=True)

@@ -49,7 +49,7 @@ def _reproduce(options: Namespace, console: Console) -> int:
             raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
         changes[key] = yaml.safe_load(value)
     if options.dry_run:
-        for line in try_out(options.name, options.scale, changes):
+        for line in try_out(options.name, options.scale, changes, skip=options.skip):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
     return reproduce(

@@ -1,10 +1,10 @@
 """The runs of a sweep as a data frame."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from comera.extras import needed_by
+from comera.train.json_figures import from_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +43,7 @@ def load_sweep(folder: str | Path) -> "pd.DataFrame":
             "there when it ends"
         )
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = from_json(path.read_text(encoding="utf-8"))
         rows = [
             {name: run[name] for name in _ALWAYS}
             | run["metrics"]

@@ -1,6 +1,5 @@
 """A finished run as Python objects: its model, settings, vocabulary and figures."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from comera.train.log import read_metrics
 
 with needed_by("load_run()"):
     from comera.recipes.parse import parse_settings, read_yaml
+    from comera.recipes.result_file import read_result
     from comera.recipes.run_config import RunConfig
     from comera.recipes.tasks.task_kinds import kind_of
 
@@ -119,15 +119,11 @@ def load_run(
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    path = folder / "result.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path} is damaged: {problem}") from None
-    if not isinstance(found, dict) or "sizes" not in found:
+    found = read_result(folder)
+    if "sizes" not in found:
         raise ValueError(
-            f"{path} does not say how large the model is: it was written by an earlier version, or "
-            "by another program"
+            f"{folder / 'result.json'} does not say how large the model is: it was written by an "
+            "earlier version, or by another program"
         )
     return found
 

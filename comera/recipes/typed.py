@@ -2,7 +2,7 @@
 
 import difflib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,20 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     return parse_settings(RunConfig, settings)
 
 
+def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
+    """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option."""
+    name, equals, value = word.partition("=")
+    other = f"--{name[2:].replace('-', '_')}"
+    meant = name.startswith("--") and not is_option(name) and is_option(other)
+    return f"{other}{equals}{value}" if meant else word
+
+
 def _taken_apart(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the file, if one was typed, and keys with the texts that they are to be."""
     file, pairs, rest = None, [], list(words)
     while rest:
         word = rest.pop(0)
+        word = with_underscores(word, _is_option)
         key, equals, text = word.partition("=")
         if not key.startswith("-"):
             if equals and _hint_of(key) is not None:
@@ -54,6 +63,10 @@ def _taken_apart(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]
             text = rest.pop(0)
         pairs.append((key.removeprefix("--"), text))
     return file, pairs
+
+
+def _is_option(word: str) -> bool:
+    return word == "--config" or (word.startswith("--") and _hint_of(word[2:]) is not None)
 
 
 def _of_file(word: str) -> dict[str, Any]:
@@ -88,7 +101,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _check_key(word: str, key: str) -> None:
-    if key == "--config" or (key.startswith("--") and _hint_of(key.removeprefix("--"))):
+    if _is_option(key):
         return
     known = [f"--{name}" for name in _keys(RunConfig)]
     near = difflib.get_close_matches(key, known, n=1)

@@ -25,8 +25,9 @@ from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_NOT_FOR_RUNS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What Slurm sends to every process of a job whose time is up, and submitit alone answers."""
+_NOT_FOR_RUNS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""What Slurm sends to every process of a job whose time is up, and submitit alone answers; and
+what the starting process gets from its terminal, and hands on."""
 _LOG_WIDTH = 120
 _EVERY_SECONDS = 0.5
 _GRACE_SECONDS = 60.0

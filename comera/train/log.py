@@ -20,6 +20,7 @@ from rich.text import Text
 
 from comera.extras import needed_by
 from comera.files import replacing
+from comera.train.json_figures import from_json, to_json
 
 _TAIL_BYTES = 1 << 16
 
@@ -58,7 +59,7 @@ class RunLog(SilentLog):
     def write(self, step: int, **values: Any) -> None:
         """Append one line; numbers also go to TensorBoard."""
         line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(to_json(line) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
@@ -84,13 +85,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(text))
+            lines.append(from_json(text))
         except json.JSONDecodeError:
             break
     return lines
 
 
-def last_logged(folder: Path, key: str) -> tuple[int, float] | None:
+def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
     """Find the last step that has a value under ``key``, and that value; None if there is none.
 
     Only the end of the file is read: cheap enough to watch a long run.
@@ -103,7 +104,7 @@ def last_logged(folder: Path, key: str) -> tuple[int, float] | None:
         lines = file.read().decode("utf-8", errors="replace").splitlines()
     for text in reversed(lines):
         try:
-            line = json.loads(text)
+            line = from_json(text)
         except json.JSONDecodeError:  # cut short by where reading began, or being written
             continue
         if isinstance(line, dict) and key in line:
@@ -116,7 +117,7 @@ def _drop_after(path: Path, step: int) -> None:
         return
     kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
     with replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(to_json(line) + "\n" for line in kept), encoding="utf-8")
 
 
 class FiguresColumn(TextColumn):

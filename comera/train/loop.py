@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from comera.train.pace import Pace
 from comera.train.processes import Processes
 from comera.train.run_under_way import Evaluate, LoopResult, RunUnderWay
 from comera.train.step import TrainStep
+from comera.train.stop_signals import on_stop_signals
 
 log = logging.getLogger("comera")
 
@@ -41,8 +41,8 @@ def train(
     """Train for ``steps`` optimizer steps, from the start or from the last checkpoint.
 
     When the rank schedule ends, ranks are truncated, the optimizer is cut along, and the rest of
-    the steps train the small model. Interrupted by Ctrl-C or SIGTERM it finishes the step, saves
-    and returns; a second Ctrl-C stops at once.
+    the steps train the small model. Interrupted by Ctrl-C, SIGTERM or a terminal that is
+    closed it finishes the step, saves and returns; a second Ctrl-C stops at once.
 
     Args:
         step: The training step.
@@ -119,21 +119,13 @@ def train(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets; a second one acts as usual."""
+    """Yield an event that the first signal to stop sets; a second one acts as usual."""
     stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int) -> None:
         log.warning("stopping after this step; once more stops at once, without saving")
         stopped.set()
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        give_back()
 
-    before = {which: signal.signal(which, stop) for which in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop_signals(stop) as give_back:
         yield stopped
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)

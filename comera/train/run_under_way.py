@@ -110,8 +110,9 @@ class RunUnderWay:
         try:
             with self.clock.step():
                 loss = self._step(batch)
-        except NonFiniteLossError:  # nothing was updated: the state is worth keeping
-            self.save()
+        except NonFiniteLossError as problem:
+            self.save()  # nothing was updated: the state is worth keeping
+            self._note_failure(self._step.steps_done + 1, problem)
             raise
         self._add(loss)
 
@@ -129,12 +130,18 @@ class RunUnderWay:
         step, mean = self._step, float(self._total) / max(1, self._count)
         self._total, self._count = torch.zeros(()), 0
         if not math.isfinite(mean):
-            raise NonFiniteLossError(
+            problem = NonFiniteLossError(
                 f"the loss is {mean} at or before step {step.steps_done},{step.watch.advice()}"
             )
+            self._note_failure(step.steps_done, problem)
+            raise problem
         seconds = round(self.clock.seconds(), 3)  # it has waited for the loss
         self.log.write(step.steps_done, loss=mean, seconds=seconds, **_figures(step))
         return mean
+
+    def _note_failure(self, at: int, problem: NonFiniteLossError) -> None:
+        # The step is beyond the last checkpoint: a run that goes on drops the line.
+        self.log.write(at, failed=str(problem))
 
     def cut_ranks_(self, *, at_end: bool) -> None:
         """Cut the ranks where rank learning has got to its end.

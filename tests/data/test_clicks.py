@@ -217,6 +217,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         ({"fields": ["user", "rating"]}, "clicks.fields names 'rating', which is clicks.label"),
         ({"continuous": ["rating"]}, "clicks.continuous names 'rating', which is clicks.label"),
         ({"fields": ["user", "user"]}, "clicks.fields names 'user' more than once"),
+        ({"hash_rows": 1}, "clicks.hash_rows=1 must be at least 2"),
         ({"heldout": 0.0}, "clicks.heldout=0.0 of 400 rows must leave some on either side"),
     ],
 )
@@ -243,6 +244,30 @@ def test_a_missing_or_unknown_file_says_what_is_expected(tmp_path):
     (tmp_path / "b.csv").write_text("x,y\n")
     with pytest.raises(ValueError, match=r"b\.csv holds no rows"):
         Clicks.prepare(ClickData(str(tmp_path / "b.csv"), label="x"))
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.arange(400) % 3, y=np.arange(400) % 2)
+    whole = path.read_bytes()
+    damaged = [whole[: len(whole) // 2], b"junk", b"", whole.replace(b"NUMPY", b"NUMPI")]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.npz cannot be read: ") as caught:
+            Clicks.prepare(ClickData(str(path), label="y"))
+        assert "pickle" not in str(caught.value)
+    np.savez(path, x=np.array(["a", None] * 200, object), y=np.arange(400) % 2)
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read: it holds arrays of Python obj"):
+        Clicks.prepare(ClickData(str(path), label="y"))
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"x,y\n" + b"a,1\n" * 5 + b"caf\xe9,0\n")
+    with pytest.raises(
+        ValueError, match=r"line 7 of .*a\.csv must be text in UTF-8: the byte 0xe9"
+    ):
+        Clicks.prepare(ClickData(str(path), label="y"))
 
 
 def test_a_real_sample_of_criteo_is_read():

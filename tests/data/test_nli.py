@@ -166,6 +166,16 @@ def test_bad_rows_are_named(tmp_path, text, message):
         list(read_pairs(str(tmp_path / "x.jsonl")))
 
 
+def test_files_that_are_no_text_are_named(settings, tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"premise": "caf\xe9"}')
+    with pytest.raises(ValueError, match=r"x\.jsonl must be text in UTF-8: the byte 0xe9"):
+        list(read_pairs(str(tmp_path / "x.jsonl")))
+    (tmp_path / "vocab.txt").write_bytes(b"[PAD]\ncaf\xe9\n")
+    settings.vocab = str(tmp_path / "vocab.txt")
+    with pytest.raises(ValueError, match=r"vocab\.txt must be text in UTF-8"):
+        NliPairs.prepare(settings)
+
+
 def test_missing_files_are_named_with_the_expected_format(settings):
     settings.dev = ["/nowhere/dev.jsonl"]
     with pytest.raises(FileNotFoundError, match=r"/nowhere/dev\.jsonl; expected JSON lines"):

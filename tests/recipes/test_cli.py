@@ -42,6 +42,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, cont
         ([], "comera needs a command; there are train, plan, sweep, "),
         (["bench"], "comera bench needs a command; there are linear, "),
         (["sweep", "x.yaml", "--job=2"], "comera sweep has no option --job: did you mean --jobs?"),
+        (["sweep", "x.yaml", "--over-writ=1"], "comera sweep has no option --over-writ"),
+        (["plan", "quickstart", "--over-writ=1"], "--over-writ=1 is not a setting"),
         (["checkpoint", "zzz"], "comera checkpoint has no command zzz; there are "),
         (["plan", "a.yaml", "b.yaml"], "b.yaml cannot stand beside a.yaml: a run is one file"),
         (["plan", "seed=3"], "seed=3 is no file: if it is a setting, type --seed=3"),
@@ -78,6 +80,9 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--tensorize.exclude_modules=[fc1,fc2]", ("tensorize.exclude_modules", ["fc1", "fc2"])),
         (r"--tensorize.exclude_modules=fc\d", ("tensorize.exclude_modules", r"fc\d")),
         ("--tensorize.exclude_modules=null", ("tensorize.exclude_modules", None)),
+        ("--train.batch-size=3", ("train.batch_size", 3)),
+        ("--nli.vocab-size 9", ("nli.vocab_size", 9)),
+        ("--dlrm.table_sizes.user-id=3", ("dlrm.table_sizes", {"user-id": 3})),
         ("--dlrm.table_sizes.user=3", ("dlrm.table_sizes", {"user": 3})),
         ("--nli.train=7", ("nli.train", ["7"])),
         ("--two_stage=null --two_stage.target=0.25", ("two_stage.target", 0.25)),
@@ -90,6 +95,14 @@ def test_values_are_read_as_what_they_are_for(words, value):
     for name in value[0].split("."):
         found = getattr(found, name)
     assert found == value[1]
+
+
+def test_hyphens_are_as_good_as_underscores(tmp_path, capsys):
+    assert main(["reproduce", "came-shapes", "--dry-run=true", "--skip=[adafactor,came-x]"]) == 1
+    assert "skip=came-x is neither" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    assert "--checkpoints.keep_every" in capsys.readouterr().out
 
 
 def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):

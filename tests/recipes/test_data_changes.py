@@ -18,6 +18,7 @@ from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
 from comera.recipes.data_record import NAME, DataRecord, changed_data
+from comera.recipes.parse import parse_settings
 from comera.recipes.run import run
 from comera.recipes.run_config import DlrmConfig, ModelConfig, RunConfig, TrainConfig
 from comera.recipes.sweep import run_sweep
@@ -228,6 +229,56 @@ def test_a_finished_run_and_its_report_need_no_data(tmp_path, make):
     (Path(config.out) / "model.safetensors").unlink()  # to be written once more
     with pytest.raises((FileNotFoundError, ValueError)):
         quiet_run(config)
+
+
+def relative(config: RunConfig) -> RunConfig:
+    """Say from the working directory where its data are."""
+    here = f"{os.getcwd()}/"
+    return parse_settings(RunConfig, json.loads(json.dumps(config.settings()).replace(here, "")))
+
+
+@pytest.mark.parametrize("make", [masked, nli, clicks])
+def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch, make):
+    config, _, _ = make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    interrupted_at(3, relative(config))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert main(["train", "../run"]) == 0
+    monkeypatch.chdir(tmp_path)
+    (again,) = quiet_run(relative(config), out="run")
+    assert again.steps == STEPS
+    assert "is finished" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "key"), [(masked, "masked_text.folder"), (nli, "nli.train"), (clicks, "clicks.file")]
+)
+def test_data_that_have_moved_are_named_and_may_be_given_anew(tmp_path, capsys, make, key):
+    config, file, _ = make(tmp_path)
+    interrupted_at(3, config)
+    old = file.parent if make is masked else file
+    new = tmp_path / "elsewhere" / old.name
+    new.parent.mkdir()
+    old.rename(new)
+    assert main(["train", config.out]) == 1
+    said = capsys.readouterr().err
+    assert str(old) in said
+    assert f"if it is elsewhere now, give its new place, --{key}=..." in said
+    moved = ["train", config.out, f"--{key}={new}"]
+    data = new / file.name if make is masked else new
+    kept = data.read_bytes()
+    changed_in_place(data)
+    assert main(moved) == 1
+    assert "was begun with other data (" in capsys.readouterr().err
+    data.write_bytes(kept)
+    assert main(moved) == 0
+    assert main(["train", config.out]) == 0  # the new place is noted
+    assert f"the run in {config.out} is finished" in capsys.readouterr().out
+    shutil.copytree(new.parent, tmp_path / "copy")
+    shutil.rmtree(new.parent)
+    changed_in_place(tmp_path / "copy" / data.relative_to(new.parent))
+    assert main(["train", config.out, f"--{key}={tmp_path / 'copy' / new.name}"]) == 1
 
 
 def test_the_command_ends_in_one_line(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Whose a folder is: nothing is deleted that no run has written, nor while one is running."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from rich.console import Console
 
 import comera
-from comera.checkpoint.archive import FolderInUseError
+from comera.checkpoint.archive import Archive, FolderInUseError
 from comera.checkpoint.chain import CheckpointChain
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
@@ -57,6 +58,21 @@ def test_what_no_run_has_written_is_not_deleted(config, overwrite):
     with pytest.raises(ValueError, match="run holds checkpoints that no run here has written"):
         quiet_run(config, overwrite=overwrite)
     assert contents(folder) == before
+
+
+def test_files_of_others_among_those_of_a_run_are_not_deleted(config):
+    config.tensorize = comera.TTConfig(rank=4)
+    quiet_run(config, twin=True)
+    folder = Path(config.out)
+    theirs = ["checkpoints/best/step-4.pt", "dense/notes.txt", "tensorboard/mine/x", "mine.txt"]
+    for name in theirs:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("theirs")
+    quiet_run(config, seed=1, overwrite=True)
+    assert set(theirs) <= set(kept := contents(folder))
+    assert [name for name in kept if name.startswith("dense")] == ["dense/notes.txt"]
+    assert sum("tfevents" in name for name in kept) == 1
+    assert Archive(folder / "checkpoints").steps() == [4]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -179,6 +195,20 @@ def test_damaged_settings_are_named_and_can_be_replaced(config, damaged):
         quiet_run(config)
     quiet_run(config, overwrite=True)
     assert yaml.safe_load(file.read_text())["seed"] == 0
+
+
+@pytest.mark.parametrize("damaged", ["", '{"name": "den', "[]"])
+def test_a_damaged_result_is_named_and_written_again(config, damaged, capsys):
+    quiet_run(config)
+    file = Path(config.out) / "result.json"
+    before = json.loads(file.read_text())
+    file.write_text(damaged)
+    assert main(["report", config.out]) == 1
+    said = capsys.readouterr().err
+    assert f"{file} is damaged" in said
+    assert f"comera train {config.out} writes it again" in said
+    quiet_run(config)
+    assert json.loads(file.read_text())["metrics"] == before["metrics"]
 
 
 @pytest.mark.parametrize("name", ["[best] run", "[/x]"])

@@ -1,6 +1,8 @@
 """``--help`` can be read on one screen, and leads to the rest."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +57,22 @@ def test_shells_can_complete_the_commands(capsys):
     text = printed(capsys, "--print_completion", "shtab-bash")
     assert "calibrate" in text
     assert "--train.batch_size" in text
+
+
+def test_help_does_not_load_what_only_the_work_needs():
+    code = (
+        "import contextlib, sys\n"
+        "from comera.recipes.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):\n"
+        "    main(['--help'])\n"
+        "print(*sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = ended.stdout.split()
+    assert not [name for name in loaded if name.startswith(("comera.bench", "pandas."))]
+
+
+def test_every_command_has_its_own_options(capsys):
+    for words in (["bench", "linear"], ["bench"], ["calibrate"], ["checkpoint", "inspect"]):
+        assert "--help" in printed(capsys, *words, "--help")
+    assert "--curve" in printed(capsys, "bench", "linear", "--help")

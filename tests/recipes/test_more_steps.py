@@ -1,12 +1,20 @@
 """An interrupted run goes on, and to more steps than it was begun with where that is sound."""
 
+import contextlib
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
+import comera
+from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
 from comera.recipes.folder import other_settings
@@ -16,7 +24,9 @@ from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.rank_config import TwoStageConfig
 from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
-from comera.train.log import read_metrics
+from comera.recipes.sweep import INTERRUPTED
+from comera.train.log import last_logged, read_metrics
+from comera.train.step import NonFiniteLossError
 from tests.recipes.test_sweep import interrupted_at
 from tests.texts import write_functions
 
@@ -55,6 +65,53 @@ def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
     assert [line["step"] for line in lines] == list(range(1, 33))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_a_run_whose_terminal_is_closed_is_saved(config, tmp_path, command):
+    config = longer(config, 100_000)
+    settings = json.loads(json.dumps(config.settings()))
+    folder = Path(config.out)
+    if command == "sweep":
+        folder = tmp_path / "runs/mine/seed-0"
+        about = {"out": str(tmp_path / "runs"), "seeds": [0], "reference": "mine"}
+        settings = {**about, "base": settings, "variants": {"mine": {}}}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(settings))
+    ours, theirs = os.openpty()
+    # The leader of a session gets the first terminal that it opens as its own.
+    words = [sys.executable, "-m", "comera", command, str(tmp_path / "file.yaml")]
+    shell = ["sh", "-c", f'exec "$@" <{os.ttyname(theirs)} >{os.ttyname(theirs)} 2>&1', "sh"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
+    with subprocess.Popen([*shell, *words], env=environment, start_new_session=True) as process:
+        os.close(theirs)
+        until = time.monotonic() + 300
+        while (last_logged(folder, "loss") or (0,))[0] < 5:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            os.set_blocking(ours, False)
+            with contextlib.suppress(OSError):  # a terminal that nobody reads is full at some time
+                os.read(ours, 1 << 16)
+            time.sleep(0.05)
+        os.close(ours)
+        assert process.wait(timeout=300) == INTERRUPTED
+    (saved,) = Archive(folder / "checkpoints").steps()
+    assert last_logged(folder, "loss")[0] == saved
+
+
+def test_how_often_a_run_logs_and_saves_may_change(config, capsys):
+    config.train.log_every = 5
+    interrupted_at(3, config)
+    config.train = dataclasses.replace(config.train, log_every=2, save_every=7)
+    (outcome,) = run(config, quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "goes on with train.log_every: 5 -> 2, train.save_every: 200 -> 7" in said
+    assert outcome.steps == 20
+    lines = [line["step"] for line in read_metrics(Path(config.out)) if "loss" in line]
+    assert lines == list(range(6, 21, 2))
+    config.train.eval_every = 5
+    with pytest.raises(ValueError, match=r"other settings \(train.eval_every: 0 -> 5\)"):
+        run(config, quiet=True)
+
+
 def test_a_run_by_its_folder_has_the_optimizers_of_its_file(config):
     """Its twin has another default: what was left open has to be left open in the folder."""
     config.twin = True
@@ -86,14 +143,28 @@ def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
     )
     (tmp_path / "mine" / "result.json").write_text('{"steps": 20}')
 
-    def listed() -> str:
-        table = Console(width=160)
-        with table.capture() as shown:
-            table.print(runs_table(tmp_path))
-        return shown.get()
-
-    assert "20 of 20 │ finished, its dense twin not begun │" in listed()
+    assert "20 of 20 │ finished, its dense twin not begun │" in listed(tmp_path)
     (tmp_path / "mine" / "dense" / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
-    assert "20 of 20 │ finished, its dense twin begun │" in listed()
+    assert "20 of 20 │ finished, its dense twin begun │" in listed(tmp_path)
+    (tmp_path / "mine" / "dense" / "result.json").write_text('{"st')
+    assert "finished, its dense twin result.json is damaged" in listed(tmp_path)
     (tmp_path / "mine" / "dense" / "result.json").write_text('{"steps": 20}')
-    assert "20 of 20 │ finished │" in listed()
+    assert "20 of 20 │ finished │" in listed(tmp_path)
+
+
+def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
+    config.optimizer = OptimizerConfig("sgd", lr=1e30)
+    config.tensorize = config.two_stage = config.train.clip_norm = None
+    with pytest.raises(NonFiniteLossError):
+        run(config, Console(quiet=True), quiet=True)
+    folder = Path(config.out).parent
+    assert "failed: the loss is nan at step 2" in listed(folder)
+    (Path(config.out) / "metrics.jsonl").unlink()
+    assert "not begun" not in listed(folder)  # there is a checkpoint of step 1
+
+
+def listed(folder: Path) -> str:
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(runs_table(folder))
+    return printed.get()

@@ -87,3 +87,9 @@ def test_a_wheel_brings_them(tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("comera-*.whl"))) as wheel:
         inside = {name.removeprefix("comera/_configs/") for name in wheel.namelist()}
     assert {f"{name}.yaml" for name in names()} <= inside
+
+
+def test_settings_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"out: caf\xe9\n")
+    with pytest.raises(ValueError, match=r"mine\.yaml must be text in UTF-8: the byte 0xe9"):
+        read_yaml(tmp_path / "mine.yaml")

@@ -1,13 +1,14 @@
 import json
+import re
 
 import pytest
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Trained, compare
+from comera.recipes.report.comparison import Failed, Trained, compare
 from comera.recipes.report.comparison_table import write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
-from comera.recipes.sweep import read_sweep
+from comera.recipes.sweep_file import read_sweep
 
 TINY = {
     "masked_text.vocab_size": 300,
@@ -39,6 +40,32 @@ def test_an_unknown_name_or_scale_is_refused():
         file_of("galore-llama-1b", "small")
 
 
+def test_data_that_are_missing_are_said_once_before_the_first_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "comera-nli", "--out=runs"]) == 1
+    said = capsys.readouterr()
+    assert "runs in" not in said.out
+    (line,) = said.err.splitlines()
+    data = tmp_path / "data"
+    for place in (
+        f"{data}/snli_1.0/snli_1.0_train.jsonl (nli.train)",
+        f"{data}/snli_1.0/snli_1.0_dev.jsonl (nli.dev)",
+        f"{data}/bert-base-uncased/vocab.txt (nli.vocab)",
+    ):
+        assert place in line
+    assert "`comera init snli-small` says where they come from" in line
+    assert "--set='[KEY=PLACE]'" in line
+
+
+def test_a_dry_run_leaves_out_what_is_skipped(capsys):
+    changes = ",".join(f"{key}={value}" for key, value in TINY.items())
+    command = ["reproduce", "came-shapes", "--dry_run=true", f"--set=[{changes}]"]
+    assert main([*command, "--skip=[came,adamw]"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["adafactor"]
+    assert main([*command, "--skip=[cam]"]) == 1
+    assert "did you mean came?" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_small_scale_can_be_read_whole():
     for scales in experiments().values():
@@ -65,14 +92,17 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch
     metrics = {"accuracy": 0.62, "loss": 1.0}
     runs = [Trained("dense", seed, 1000, metrics, 10, 5.0) for seed in (0, 1)]
     names, seeds = ["dense", "target-0.2"], [0, 1, 2]
-    write_comparison(compare(runs, names, seeds, "dense", "accuracy"), runs, folder)
+    failed = [Failed("target-0.5", 0, "the loss is nan")]
+    write_comparison(compare(runs, names, seeds, "dense", "accuracy", failed), runs, folder)
     monkeypatch.setattr(module, "processor_name", lambda: "an abacus")
-    module._note_machine(folder)
+    module._note_machine(folder, {"train.steps": 9, "nli.train": ["a.jsonl"]})
     text = write_reproduction(tmp_path).read_text()
     assert "Published: CoMERA, arXiv 2405.14377, table 1." in text
     assert "| dense | 62.2 % | 2/3 | 1,000 | 1.00x | 62.00 ± 0.00 |" in text
     assert "| target-0.2 | 61.5 % | not run |" in text
+    assert re.search(r"\| target-0\.5 \| [\d. %]*\| failed \|", text)
     assert json.loads((folder / "machine.json").read_text())["machine"] in text
+    assert "(--set): train.steps=9, nli.train=['a.jsonl']." in text
     assert text.count("Not run.") == sum(map(len, experiments().values())) - 1
 
 
@@ -85,6 +115,7 @@ def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, forked_ru
     page = tmp_path / "REPRODUCTION.md"
     text = page.read_text()
     assert "| adafactor |  | 1/3 |" in text
+    assert "(--set): masked_text.vocab_size=300, " in text
     assert "| came |  | not run |" in text
     assert main([*command, f"--skip=[came/seed-1,came/seed-2,{','.join(most)}]"]) == 0
     assert "3 runs in" in capsys.readouterr().out

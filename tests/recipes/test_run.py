@@ -10,6 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import comera
+from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.config import TTConfig
@@ -177,6 +178,15 @@ def test_a_dense_run_needs_no_other_section(config):
         (
             {"train": TrainConfig(steps=3, batch_size=4, accumulate=5)},
             "train.accumulate=5 splits a batch into more parts than the train.batch_size=4",
+        ),
+        ({"model": ModelConfig(dropout=2.0)}, r"model.dropout=2.0 must be in \[0, 1\)"),
+        (
+            {"masked_text": None, "clicks": ClickData("absent.csv", hash_rows=0)},
+            "clicks.hash_rows=0 must be at least 2, or null",
+        ),
+        (
+            {"masked_text": None, "clicks": ClickData("absent.csv", min_count=-1)},
+            "clicks.min_count=-1 must be at least 1",
         ),
         ({"device": "gpuu"}, "device='gpuu'"),
     ],

@@ -240,6 +240,28 @@ def test_an_unfinished_run_is_reported_as_far_as_it_is(tmp_path):
     assert "4 6 4 → 2 3 2" in page.text
 
 
+def test_figures_of_test_data_stand_below_those_of_the_evaluation(tmp_path):
+    write_run(tmp_path)
+    write_twin(tmp_path)
+    for folder, accuracy in (("", 0.81), ("dense", 0.8)):
+        file = tmp_path / folder / "result.json"
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(facts | {"test": {"accuracy": accuracy}}), encoding="utf-8")
+    found = gather(tmp_path)
+    said = "Its test accuracy is 81.00 %, 1.00 points higher than the dense twin's 80.00 %."
+    assert said in found.findings
+    assert found.figures.rows[2] == ["test accuracy", "0.8100", "0.8000", "0.99"]
+
+
+def test_a_run_that_ended_in_nan_says_so(tmp_path):
+    write_run(tmp_path, finished=False)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, "failed": "the loss is nan at step 31"}) + "\n")
+    _, page = report(tmp_path)
+    assert "The compressed model failed: the loss is nan at step 31. It is unfinished" in page.text
+    assert "unfinished: step 30, training loss 6.0000" in page.text
+
+
 def test_finished_run_whose_twin_is_still_training(tmp_path):
     write_run(tmp_path)
     write_twin(tmp_path)

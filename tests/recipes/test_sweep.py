@@ -13,11 +13,14 @@ import yaml
 from rich.console import Console
 
 import comera
+from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
+from comera.recipes.folder import lock
 from comera.recipes.jobs import resolve, steps_in_time
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
-from comera.recipes.sweep import make_jobs, read_sweep, run_sweep
+from comera.recipes.sweep import make_jobs, run_sweep
+from comera.recipes.sweep_file import read_sweep
 from comera.train.step import TrainStep
 from tests.texts import write_functions
 
@@ -268,6 +271,24 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
 
 
+def test_a_run_whose_result_is_damaged_is_not_finished(content, tmp_path):
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    for job in jobs:
+        finish(job)
+    (jobs[1].folder / "result.json").write_text('{"params": 1')
+    resolve(jobs)
+    assert [job.state for job in jobs] == ["finished", "waiting"]
+
+
+def test_a_sweep_in_the_folder_of_another_is_refused(content, tmp_path):
+    for job in make_jobs(sweep_of(content, tmp_path)):
+        finish(job)
+    refused = "out is being written to by another process: let that sweep end, or choose another"
+    with lock(tmp_path / "out"), pytest.raises(FolderInUseError, match=refused):
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
 @pytest.mark.slow
 def test_another_folder_than_the_file_names(content, tmp_path, capsys):
     other = tmp_path / "other"
@@ -295,6 +316,7 @@ def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
     out = tmp_path / "out"
     runs = {run["variant"]: run for run in json.loads((out / "results.json").read_text())["runs"]}
     assert set(runs) == {"dense", "tt"}
+    assert "* fails, seed 0: " in (out / "results.md").read_text()
     assert runs["tt"]["params"] < runs["dense"]["params"]
     assert "preparing data" in (out / "tt" / "seed-0" / "log.txt").read_text()
     assert not (out / "tt" / "seed-0" / "dense").exists()  # no twins

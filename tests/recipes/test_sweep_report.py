@@ -5,7 +5,13 @@ import pytest
 
 import comera
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Trained, compare, pareto_front, read_trained
+from comera.recipes.report.comparison import (
+    Failed,
+    Trained,
+    compare,
+    pareto_front,
+    read_trained,
+)
 from comera.recipes.report.comparison_table import (
     comparison_text,
     read_comparison,
@@ -83,6 +89,40 @@ def test_the_table_reads_as_it_should(comparison, tmp_path):
     assert [row["variant"] for row in facts["summary"]] == NAMES[:4]
     assert len(facts["runs"]) == len(RUNS)
     assert read_comparison(tmp_path) == comparison
+
+
+def test_figures_that_are_not_finite_are_kept_and_not_drawn(tmp_path):
+    runs = [trained("dense", 0, 0.7, 1000), trained("small", 0, math.nan, 100)]
+    write_comparison(compare(runs, NAMES, [0], "dense", "accuracy"), runs, tmp_path)
+    text = (tmp_path / "results.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert math.isnan(read_comparison(tmp_path).rows[1].mean)
+    assert math.isnan(comera.load_sweep(tmp_path)["accuracy"][1])
+    page = gather_sweep("Sweep", read_comparison(tmp_path))
+    assert (page.findings, page.differences) == ([], [])
+    assert [row[0] for row in page.table.rows] == ["dense", "small"]
+    assert "NaN" not in write_sweep_report(tmp_path).read_text()
+
+
+def test_damaged_results_are_named(tmp_path):
+    (tmp_path / "results.json").write_text('{"runs": [')
+    with pytest.raises(ValueError, match=r"results\.json is damaged .* comera sweep FILE writes"):
+        write_sweep_report(tmp_path)
+
+
+@pytest.mark.parametrize("runs", [RUNS[:2], []], ids=["some", "all"])
+def test_what_failed_is_listed_with_the_reason(tmp_path, runs):
+    failed = [Failed("small", 1, "the loss is nan at step 3")]
+    written = compare(runs, NAMES, [0, 1], "dense", "accuracy", failed)
+    write_comparison(written, runs, tmp_path)
+    assert read_comparison(tmp_path) == written
+    assert "* small, seed 1: the loss is nan at step 3" in (tmp_path / "results.md").read_text()
+    facts = json.loads((tmp_path / "results.json").read_text())
+    assert facts["failed"] == [
+        {"variant": "small", "seed": 1, "reason": "the loss is nan at step 3"}
+    ]
+    page = write_sweep_report(tmp_path).read_text()
+    assert "small, seed 1: the loss is nan at step 3" in page
 
 
 def test_without_a_run_of_the_reference_nothing_is_compared():

@@ -106,13 +106,22 @@ def test_the_log_is_one_line_a_window(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(tmp_path, caplog):
+@pytest.fixture
+def hang_up():
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda: os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_the_run_goes_on(tmp_path, caplog, number):
     whole, _ = run(tmp_path / "whole")
 
-    def interrupting(number):
-        if number == 9:
-            os.kill(os.getpid(), signal.SIGINT)
-        return get_batch(number)
+    def interrupting(step):
+        if step == 9:
+            os.kill(os.getpid(), number)
+        return get_batch(step)
 
     with caplog.at_level(logging.WARNING, "comera"):
         _, outcome = run(tmp_path / "parts", get=interrupting)
@@ -123,6 +132,21 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path, caplog):
     assert not outcome.interrupted
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+
+
+def test_a_closed_terminal_is_heard_once_and_not_under_nohup(tmp_path, hang_up):
+    def hanging_up(step):
+        if step == 9:
+            hang_up()
+            hang_up()  # by the system and by the shell
+        return get_batch(step)
+
+    _, outcome = run(tmp_path, get=hanging_up)
+    assert (outcome.interrupted, outcome.steps) == (True, 10)
+    hang_up()  # while the process ends
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    _, outcome = run(tmp_path, get=lambda step: hang_up() or get_batch(step))
+    assert (outcome.interrupted, outcome.steps) == (False, STEPS)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
@@ -148,6 +172,10 @@ def test_nan_stops_saves_and_says_the_step(tmp_path):
     load_checkpoint(CheckpointChain(tmp_path / "checkpoints"), again)
     assert again.steps_done == 8
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
+    assert last_logged(tmp_path, "failed")[0] == 9
+    _, outcome = run(tmp_path)  # with other data it goes on, and nothing has failed any more
+    assert outcome.steps == STEPS
+    assert last_logged(tmp_path, "failed") is None
 
 
 @pytest.fixture

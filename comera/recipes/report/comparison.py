@@ -1,6 +1,5 @@
 """Variants of a sweep compared: means over seeds, and differences seed by seed."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from comera.recipes.report.words import HIGHER_IS_BETTER
+from comera.recipes.result_file import read_result
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,18 @@ class Trained:
     test: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One run of a sweep that ended without a result, and why."""
+
+    variant: str
+    seed: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class Comparison:
         rows: One row a variant, in the order of the sweep.
         tested: Whether the figures are of test data, which no choice has seen: all finished runs
             have them.
+        failed: Runs that ended without a result; they are in no figure.
     """
 
     metric: str
@@ -97,6 +110,7 @@ class Comparison:
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
     tested: bool = False
+    failed: tuple[Failed, ...] = ()
 
     @property
     def base(self) -> Row | None:
@@ -109,8 +123,12 @@ class Comparison:
 
 
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:
-    """Return what ``result.json`` in the folder of a finished run says."""
-    facts = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    """Return what ``result.json`` in the folder of a finished run says.
+
+    Raises:
+        ValueError: If that is damaged.
+    """
+    facts = read_result(folder)
     main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
     facts.pop("layers")
     main |= {"test": facts.pop("test", {}), "checkpoint_bytes": facts.pop("checkpoint_bytes", None)}
@@ -123,6 +141,7 @@ def compare(
     seeds: Sequence[int],
     reference: str,
     metric: str,
+    failed: Sequence[Failed] = (),
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
@@ -135,6 +154,7 @@ def compare(
         seeds: All seeds of the sweep.
         reference: One of the names; it may have no run yet.
         metric: A key of the evaluations.
+        failed: Runs that ended without a result.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -142,7 +162,7 @@ def compare(
         by_variant[run.variant][run.seed] = run
     base = by_variant.get(reference, {})
     rows = [_row(name, mine, base, metric, tested) for name, mine in by_variant.items() if mine]
-    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested)
+    return Comparison(metric, reference, tuple(seeds), tuple(rows), tested, tuple(failed))
 
 
 def pareto_front(comparison: Comparison) -> list[Row]:

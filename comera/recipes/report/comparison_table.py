@@ -1,7 +1,6 @@
 """The table of a sweep: for a terminal, as Markdown, as JSON."""
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,8 @@ from rich.table import Table
 
 from comera.files import replacing
 from comera.planning.printing import show_bytes
-from comera.recipes.report.comparison import Comparison, Trained, compare
+from comera.recipes.report.comparison import Comparison, Failed, Trained, compare
+from comera.train.json_figures import from_json, to_json
 
 _NONE = "–"
 _WIDEST = 200
@@ -42,9 +42,10 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
         "seeds": comparison.seeds,
         "summary": [asdict(row) for row in comparison.rows],
         "runs": [_flat(run) for run in runs],
+        "failed": [asdict(run) for run in comparison.failed],
     }
     with replacing(folder / "results.json") as temporary:
-        temporary.write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        temporary.write_text(to_json(facts, indent=2), encoding="utf-8")
     with replacing(folder / "results.md") as temporary:
         temporary.write_text(_markdown(comparison), encoding="utf-8")
 
@@ -54,19 +55,28 @@ def read_comparison(folder: Path) -> Comparison:
 
     Raises:
         FileNotFoundError: If there is none.
+        ValueError: If it is damaged.
     """
-    facts = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    path = folder / "results.json"
     names = ("variant", "seed", "params", "metrics", "steps", "seconds")
-    runs = [
-        Trained(
-            **{name: run[name] for name in names},
-            test=run.get("test", {}),
-            checkpoint_bytes=run.get("checkpoint_bytes"),
-        )
-        for run in facts["runs"]
-    ]
-    variants = [row["variant"] for row in facts["summary"]]
-    return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"])
+    try:
+        facts = from_json(path.read_text(encoding="utf-8"))
+        runs = [
+            Trained(
+                **{name: run[name] for name in names},
+                test=run.get("test", {}),
+                checkpoint_bytes=run.get("checkpoint_bytes"),
+            )
+            for run in facts["runs"]
+        ]
+        variants = [row["variant"] for row in facts["summary"]]
+        failed = [Failed(**run) for run in facts.get("failed", ())]
+        return compare(runs, variants, facts["seeds"], facts["reference"], facts["metric"], failed)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(
+            f"{path} is damaged ({problem!r}): comera sweep FILE writes it again, and trains "
+            "nothing that is finished"
+        ) from None
 
 
 def _flat(run: Trained) -> dict[str, Any]:
@@ -138,7 +148,10 @@ def _markdown(comparison: Comparison) -> str:
         *rows,
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"# {comparison_title(comparison)}\n\n{table}\n\n{comparison_note(comparison)}\n"
+    parts = [f"# {comparison_title(comparison)}", table, comparison_note(comparison)]
+    if comparison.failed:
+        parts += ["Failed:", "\n".join(f"* {run}" for run in comparison.failed)]
+    return "\n\n".join(parts) + "\n"
 
 
 def comparison_note(comparison: Comparison) -> str:

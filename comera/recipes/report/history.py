@@ -1,6 +1,5 @@
 """What a run folder says about each trained model, as plain series to draw and tabulate."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import yaml
 
 from comera.recipes.rank_config import RANK_SECTIONS
+from comera.recipes.result_file import read_result
 from comera.train.log import read_metrics
 
 Series = list[tuple[int, float]]
@@ -48,7 +48,12 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return max((line["step"] for line in self.lines), default=0)
+        return max((line["step"] for line in self.lines if "failed" not in line), default=0)
+
+    @property
+    def failure(self) -> str | None:
+        """Return why a model could not be trained to its end; None if it can still be."""
+        return next((line["failed"] for line in self.lines if "failed" in line), None)
 
     @property
     def evaluations(self) -> list[str]:
@@ -101,6 +106,7 @@ def read_histories(folder: Path) -> list[History]:
 
     Raises:
         FileNotFoundError: If the folder holds no run.
+        ValueError: If a file in it is damaged.
     """
     lines = read_metrics(folder)
     config = yaml.safe_load(config_text(folder) or "") or {}
@@ -126,5 +132,4 @@ def config_text(folder: Path) -> str | None:
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
-    file = folder / "result.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_result(folder) if (folder / "result.json").is_file() else None

@@ -13,6 +13,9 @@ from comera.recipes.report.layer_ranks import LayerRanks, layer_ranks
 from comera.recipes.report.page import Table, write_page
 from comera.recipes.report.words import show_difference, show_duration, show_metric, show_times
 
+_MEASURED = {"metrics": "evaluation", "test": "test"}
+"""What a result has figures of: the data that choices are made by, and those kept apart."""
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -103,12 +106,14 @@ def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[st
             f"of {dense:,} in dense layers, {_ratio(dense, stored)} times fewer."
         )
     for twin in twins:
-        out += [
-            f"Its evaluation {key} is {show_metric(key, value)}, "
-            f"{show_difference(key, value, other)} the dense twin's {show_metric(key, other)}."
-            for key, value in facts["metrics"].items()
-            if math.isfinite(value) and math.isfinite(other := twin["metrics"].get(key, math.nan))
-        ]
+        for part, data in _MEASURED.items():
+            out += [
+                f"Its {data} {key} is {show_metric(key, value)}, "
+                f"{show_difference(key, value, other)} the dense twin's {show_metric(key, other)}."
+                for key, value in facts.get(part, {}).items()
+                if math.isfinite(value)
+                and math.isfinite(other := twin.get(part, {}).get(key, math.nan))
+            ]
         out.append(
             f"The whole model has {facts['params']:,} parameters, "
             f"{show_times(twin['params'], facts['params'], 'fewer', 'more')} than the dense twin's "
@@ -124,6 +129,8 @@ def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[st
 
 def _so_far(model: History) -> str:
     text = f"The {model.name} model is unfinished"
+    if model.failure is not None:
+        text = f"The {model.name} model failed: {model.failure}. It is unfinished"
     if not model.lines:
         return f"{text}: nothing has been logged yet."
     text += f": step {model.last_step:,}"
@@ -145,8 +152,9 @@ def _figures(results: Sequence[dict[str, Any]]) -> Table:
             cells.append(_ratio(values[1], values[0], 2) if known else "")
         rows.append([label, *cells])
 
-    for key in dict.fromkeys(key for facts in results for key in facts["metrics"]):
-        row(f"evaluation {key}", [facts["metrics"].get(key) for facts in results], "{:,.4f}")
+    for part, data in _MEASURED.items():
+        for key in dict.fromkeys(key for facts in results for key in facts.get(part, {})):
+            row(f"{data} {key}", [facts.get(part, {}).get(key) for facts in results], "{:,.4f}")
     for label, key, form in (
         ("parameters", "params", "{:,}"),
         ("parameters of the tensorised layers", "layer_params", "{:,}"),

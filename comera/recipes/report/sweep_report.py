@@ -1,5 +1,6 @@
 """The page of a sweep: one HTML file about all its variants."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
@@ -47,6 +48,7 @@ class SweepReport:
         differences: Variants beside the reference, paired by seed.
         table: One row a variant.
         note: What is in its columns.
+        failed: Runs that ended without a result, each with the reason.
     """
 
     title: str
@@ -57,6 +59,7 @@ class SweepReport:
     differences: list[Differences]
     table: Table
     note: str
+    failed: list[str]
 
 
 def write_sweep_report(folder: Path) -> Path:
@@ -66,7 +69,7 @@ def write_sweep_report(folder: Path) -> Path:
         The path of the report.
 
     Raises:
-        FileNotFoundError: If there is no such file: nothing of the sweep is finished.
+        FileNotFoundError: If there is no such file: nothing of the sweep has ended.
     """
     path = folder / "report.html"
     name = folder.resolve().name
@@ -76,7 +79,13 @@ def write_sweep_report(folder: Path) -> Path:
 
 def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
     """Return all that the page of a sweep shows."""
-    others = [row for row in comparison.rows if row.differences and row != comparison.base]
+    finite = [row for row in comparison.rows if math.isfinite(row.mean)]
+    others = [
+        row
+        for row in finite
+        if row.difference is not None and math.isfinite(row.difference) and row != comparison.base
+    ]
+    drawn = replace(comparison, rows=tuple(finite))
     differences = [_differences(row, comparison) for row in others]
     ends = [
         end
@@ -90,11 +99,12 @@ def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
         title=title,
         subtitle=comparison_title(comparison),
         findings=[_finding(row, comparison) for row in others],
-        charts=[_by_size(comparison), _by_seconds(comparison)],
+        charts=[_by_size(drawn), _by_seconds(drawn)] if finite else [],
         axis=axis_around(label, [0.0, *ends]) if ends else None,
         differences=differences,
         table=Table(header, rows),
         note=comparison_note(comparison),
+        failed=[str(run) for run in comparison.failed],
     )
 
 

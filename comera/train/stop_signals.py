@@ -1,0 +1,57 @@
+"""Signals that have training save and stop: Ctrl-C, SIGTERM, and that of a closed terminal."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def on_stop_signals(heard: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+    """Call ``heard`` with the number of every signal that asks to stop, instead of ending by it.
+
+    SIGHUP is among them, unless it is ignored, as under nohup. It is no second signal after
+    another, since the system and the shell both send it; and what is printed from then on to the
+    terminal, which is gone, goes nowhere.
+
+    Yields what gives Ctrl-C and SIGTERM back what they did before. Other threads than the main one
+    hear nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+    numbers: list[int] = []
+
+    def hear(number: int, frame: Any) -> None:
+        again = bool(numbers)
+        numbers.append(number)
+        if number == signal.SIGHUP:
+            _let_go(terminals)
+        if number != signal.SIGHUP or not again:
+            heard(number)
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    caught = [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+    before = {number: signal.signal(number, hear) for number in caught}
+
+    def give_back() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, before[number])
+
+    try:
+        yield give_back
+    finally:
+        give_back()
+        if not ignored:  # a shell may send it only now, while the state is being saved
+            hung_up = signal.SIGHUP in numbers
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if hung_up else before[signal.SIGHUP])
+
+
+def _let_go(terminals: list[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in terminals:
+        os.dup2(nowhere, number)
+    os.close(nowhere)
