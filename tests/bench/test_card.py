@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from comera.bench import card, card_parts
+from comera.bench import card, card_parts, kernel_speed
 from comera.bench.card import STAGES, Stage, main, measure
 from comera.bench.card_parts import FULL, PARTS, TINY, Job, Part, Sizes
+from comera.ops.context import static_shapes
+from tests.train.tape import Capturable
 
 CPU = torch.device("cpu")
 
@@ -66,6 +68,15 @@ def test_what_takes_place_on_a_card_is_planned_at_every_width_batch_and_precisio
     assert steps.index("6 encoders of width 768, batch 8, bf16, compiled") < 10
     memory = [job.what for job in PARTS["memory"].jobs(card_device, FULL)]
     assert {"batch 1, captured", "batch 32, captured", "batch 1, eager"} <= set(memory)
+
+
+@pytest.mark.parametrize("name", kernel_speed.OPERATORS)
+def test_operators_are_timed_in_ways_that_a_graph_can_hold(name):
+    sizes = TINY.tokens, TINY.tokens, TINY.widths, TINY.rank, TINY.layers, TINY.table
+    with static_shapes():
+        for case in kernel_speed.cases(CPU, [name], *sizes, torch.float32):
+            with Capturable():
+                case.ours(0), case.plain(0)
 
 
 def rows_of(*values):
