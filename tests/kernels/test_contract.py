@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import comera
+from comera.bench.in_turn import tf32_products
 from comera.ops.cores import Chains
 from comera.ops.factors import (
     CONTRACT,
@@ -172,14 +173,15 @@ def run_to(group, dtype):
 )
 @pytest.mark.parametrize("name", [*SHAPES, *WIDE])
 @pytest.mark.usefixtures("_wide_shapes")
-def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32, monkeypatch):
+def test_kernels_equal_the_reference_on_a_card(name, dtype, tf32):
     """To float32 rounding where torch's own products are allowed less."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     torch.seed()  # other numbers each time
     group = make(name, 3, dtype=dtype, device="cuda")
     assert CONTRACT.chosen([chains(group)]) == "kernel"
     factor = 4 if name in DEEP else 2  # short gates may cancel
-    assert_near([t.cpu() for t in run(group)], in_float64(group), dtype, factor)
+    with tf32_products(tf32):
+        found = [t.cpu() for t in run(group)]
+    assert_near(found, in_float64(group), dtype, factor)
 
 
 @pytest.mark.gpu
