@@ -165,6 +165,20 @@ def test_whatever_happens_to_a_stage_the_others_go_on(stages, tmp_path, capsys):
     assert "did not end" in capsys.readouterr().out
 
 
+def test_tests_that_take_too_long_name_those_that_have_failed(monkeypatch, tmp_path):
+    (tmp_path / "test_two.py").write_text(
+        "import time\ndef test_fails():\n    assert False\ndef test_hangs():\n    time.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    monkeypatch.setattr(card, "STAGES", (Stage("tests", 1),))
+    monkeypatch.setattr(card, "_command", lambda *_: words)
+    assert main(["--device", "cpu", "--seconds", "6", "--out", str(tmp_path / "gpu")]) == 1
+    (ended,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert ended["problem"] == "did not end within 6 s"
+    assert ended["lines"][-1].startswith("1 failed")
+    assert "test_two.py::test_fails" in (tmp_path / "gpu" / "tests.txt").read_text()
+
+
 def test_ctrl_c_keeps_what_was_found(stages, tmp_path, monkeypatch):
     first = card._run
 
