@@ -41,22 +41,6 @@ def naming_a_full_disk(
         raise OSError(number, advice, str(path)) from problem
 
 
-@contextlib.contextmanager
-def naming_what_is_no_text(path: str | Path) -> Iterator[None]:
-    """Say which file is no text in UTF-8, where reading it fails for that.
-
-    Raises:
-        ValueError: In place of ``UnicodeDecodeError``, which names no file.
-    """
-    try:
-        yield
-    except UnicodeDecodeError as problem:
-        byte = problem.object[problem.start]
-        raise ValueError(
-            f"{path} must be text in UTF-8: the byte {byte:#04x} in it is none"
-        ) from None
-
-
 def _number(problem: Exception) -> int | None:
     """Find the ``errno`` behind an exception, if it says it in any way."""
     if isinstance(problem, OSError) and problem.errno is not None:

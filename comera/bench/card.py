@@ -246,16 +246,22 @@ def _wait_for(command: Sequence[str], output: Any, allowed: float) -> int | None
         return None
     finally:
         if process.poll() is None:
-            _end(process)
+            _end(process, asked="pytest" in command)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it has started, which share a group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _end(process: subprocess.Popen[bytes], asked: bool) -> None:
+    """End a process and what it has started, which share a group.
+
+    Args:
+        process: The process.
+        asked: Whether to send Ctrl-C first, upon which pytest names the tests that have failed.
+    """
+    first = ((signal.SIGINT, 15),) if asked else ()  # pytest-xdist waits ten seconds for workers
+    for number, seconds in (*first, (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+            process.wait(seconds)
             return
 
 

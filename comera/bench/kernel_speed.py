@@ -30,8 +30,9 @@ from comera.ops.attention import attend
 from comera.ops.context import machine_of, static_shapes
 from comera.ops.cores import contract_chain
 from comera.ops.linear.tt_linear import factorized_linears
-from comera.ops.table.lookup import lookup
+from comera.ops.table.distinct_rows import TableFactors
 from comera.ops.table.table_factors import contract_table
+from comera.ops.table.tt_embedding import ROWS
 from comera.planning.machine import Machine
 
 OPERATORS = ("contract", "lookup", "linear", "feed_forward", "gated", "attend")
@@ -235,6 +236,7 @@ def _lookups(
     with torch.no_grad():
         factors = contract_table(list(layer.cores))
     left_VPR, right_WRQ = (factor.detach().requires_grad_() for factor in factors)
+    table_factors = TableFactors(left_VPR, right_WRQ, None, None)
     (_, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
     for count in indices:
         nbytes = count * width * dtype.itemsize
@@ -242,10 +244,7 @@ def _lookups(
         picked = [torch.randint(0, rows, (count,)).to(device) for _ in range(copies)]
 
         def ours(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
-            found = lookup(
-                picked[k], left_VPR, right_WRQ, None, None, None, None, rows, width, True
-            )
-            return [found[0]]
+            return [ROWS(picked[k], table_factors, None, None, rows, width, True)]
 
         def plain(k: int, picked: list[Tensor] = picked) -> list[Tensor]:
             left_NPR, right_NRQ = left_VPR[picked[k] // W], right_WRQ[picked[k] % W]

@@ -20,7 +20,7 @@ from numpy.lib.npyio import NpzFile
 
 from comera.data.click_rows import codes_of_text
 from comera.extras import needed_by
-from comera.files import naming_what_is_no_text
+from comera.text_files import naming_what_is_no_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,7 +32,8 @@ from comera.data.vocabulary import (
     save_arrays,
     train_word_pieces,
 )
-from comera.files import cache_folder, naming_what_is_no_text
+from comera.files import cache_folder
+from comera.text_files import naming_what_is_no_text
 
 LABELS = ("entailment", "neutral", "contradiction")
 _FIELDS = {

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from comera.extras import needed_by
-from comera.files import naming_what_is_no_text, replacing
+from comera.files import replacing
+from comera.text_files import naming_what_is_no_text
 
 with needed_by("a vocabulary of text"):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

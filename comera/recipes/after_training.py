@@ -11,7 +11,6 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
-from comera.files import naming_what_is_no_text
 from comera.recipes.build import find_device, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.export import export
@@ -21,6 +20,7 @@ from comera.recipes.predict import as_json, predictions
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.recipes.trained import TrainedRun, load_run
+from comera.text_files import naming_what_is_no_text
 
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from comera.files import naming_what_is_no_text
 from comera.misspelt import did_you_mean
 from comera.names import listed
+from comera.text_files import naming_what_is_no_text
 
 T = TypeVar("T")
 

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from comera.bench import card, card_parts
+from comera.bench import card, card_parts, kernel_speed
 from comera.bench.card import STAGES, Stage, main, measure
 from comera.bench.card_parts import FULL, PARTS, TINY, Job, Part, Sizes
+from comera.ops.context import static_shapes
+from tests.train.tape import Capturable
 
 CPU = torch.device("cpu")
 
@@ -66,6 +68,15 @@ def test_what_takes_place_on_a_card_is_planned_at_every_width_batch_and_precisio
     assert steps.index("6 encoders of width 768, batch 8, bf16, compiled") < 10
     memory = [job.what for job in PARTS["memory"].jobs(card_device, FULL)]
     assert {"batch 1, captured", "batch 32, captured", "batch 1, eager"} <= set(memory)
+
+
+@pytest.mark.parametrize("name", kernel_speed.OPERATORS)
+def test_operators_are_timed_in_ways_that_a_graph_can_hold(name):
+    sizes = TINY.tokens, TINY.tokens, TINY.widths, TINY.rank, TINY.layers, TINY.table
+    with static_shapes():
+        for case in kernel_speed.cases(CPU, [name], *sizes, torch.float32):
+            with Capturable():
+                case.ours(0), case.plain(0)
 
 
 def rows_of(*values):
@@ -152,6 +163,20 @@ def test_whatever_happens_to_a_stage_the_others_go_on(stages, tmp_path, capsys):
     ended = json.loads((tmp_path / "runs" / "gpu.json").read_text())
     assert [each["name"] for each in ended] == ["doctor", "steps", "tests", "layers"]
     assert "did not end" in capsys.readouterr().out
+
+
+def test_tests_that_take_too_long_name_those_that_have_failed(monkeypatch, tmp_path):
+    (tmp_path / "test_two.py").write_text(
+        "import time\ndef test_fails():\n    assert False\ndef test_hangs():\n    time.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    monkeypatch.setattr(card, "STAGES", (Stage("tests", 1),))
+    monkeypatch.setattr(card, "_command", lambda *_: words)
+    assert main(["--device", "cpu", "--seconds", "6", "--out", str(tmp_path / "gpu")]) == 1
+    (ended,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert ended["problem"] == "did not end within 6 s"
+    assert ended["lines"][-1].startswith("1 failed")
+    assert "test_two.py::test_fails" in (tmp_path / "gpu" / "tests.txt").read_text()
 
 
 def test_ctrl_c_keeps_what_was_found(stages, tmp_path, monkeypatch):

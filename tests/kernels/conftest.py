@@ -1,10 +1,32 @@
+import contextlib
+
 import pytest
 import torch
 
+from comera.ops.dispatch import TABLE
 from comera.ops.kernels import choose, emulate
+from comera.ops.way_order import preferring
 
 ORDERS = (emulate.ASCENDING, emulate.DESCENDING, 7)
 """Of the threads of a block; the last is drawn at random."""
+
+
+@contextlib.contextmanager
+def kernels_first():
+    """Kernels are tried before torch, however fast they are known to be, or not known."""
+    groups = {ways.times.group for ways in TABLE.values() if ways.times is not None}
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(preferring(group, "kernel"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _kernels_first_on_a_card(request):
+    """Else tests there would be of torch's ways, which come first until kernels are timed."""
+    on_card = request.node.get_closest_marker("gpu") is not None
+    with kernels_first() if on_card else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

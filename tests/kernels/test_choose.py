@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import comera
-from comera.ops import dispatch
+from comera.ops import dispatch, way_order
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import Sample, Ways
 from comera.ops.kernels import choose, driver, nvrtc
 from comera.ops.kernels.choose import KernelWarning, kernel_refuses
 from comera.ops.kernels.nvrtc import KernelError
+from comera.planning.way_times import NONE
+from tests.kernels.conftest import kernels_first
 
 
 @pytest.fixture(autouse=True)
@@ -177,3 +179,20 @@ def test_a_fallback_says_its_reason_while_compiling_too(card, compiled):
     with pytest.warns(KernelWarning, match="joining through torch operations.*: no NVRTC"):
         assert compiled(choice)(torch.zeros(1)) == 1
     assert choice(torch.zeros(1)) == 1  # said already
+
+
+@pytest.mark.parametrize("name", ["contract_cores", "factorized_feed_forward", "ttm_lookup"])
+def test_tests_on_a_card_take_kernels_of_which_no_time_is_known(name, card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(way_order, "way_times_of", lambda device: NONE)
+    dispatch.forget_times()
+    ways, where = dispatch.TABLE[name], torch.device("cuda", 0)
+    given = ways.sample(lambda *shape: Sample(shape, torch.bfloat16, where))
+    try:
+        assert not ways.chosen(*given).startswith("kernel")
+        with kernels_first():
+            assert ways.chosen(*given).startswith("kernel")
+    finally:
+        monkeypatch.undo()
+        dispatch.forget_times()

@@ -9,6 +9,7 @@ import comera
 from comera.ops.kernels import choose, emulate, nvrtc, warp_lookup_kernel
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.lookup import lookup
+from comera.ops.way_order import preferring
 from tests.kernels.numbers import assert_near, displaced, distance
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -98,6 +99,20 @@ def test_gradients_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
         found.append(table.run())
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started):
+    """As from a captured pass to one that is not, where torch is faster."""
+    table = Table("little", dtype)
+    left, right = table.left.requires_grad_(), table.turned.requires_grad_().mT
+    with preferring("lookup", "kernel"):
+        rest = None, None, None, None, table.rows, table.width, False
+        out, _, _ = lookup(table.indices, left, right, *rest)
+    with preferring("lookup", "torch"):
+        grads = torch.autograd.grad(out, [table.left, table.turned], table.grad)
+    assert len(started) == 1
+    assert_near([out, *grads], table.want(), dtype, factor=2)
 
 
 def test_deterministic_algorithms_need_no_other_way(emulated, started):

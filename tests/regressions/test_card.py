@@ -84,3 +84,18 @@ def test_a_run_counts_the_seconds_its_steps_take_a_card(monkeypatch):
     with clock.step():
         pass
     assert clock.seconds() == 4.0
+
+
+def test_no_test_patches_a_setting_that_torch_only_makes_look_like_an_attribute():
+    """pytest 9.2 deletes those afterwards: that fails, and the setting stays for other tests."""
+    files = set(Path(__file__).parents[1].rglob("*.py")) - {Path(__file__)}
+    assert not [path for path in files if "setattr(torch.backends" in path.read_text()]
+
+
+def test_compiling_products_of_float32_on_a_card_does_not_fail_tests(monkeypatch):
+    """torch advises tf32 there, once a process."""
+    from torch._inductor import compile_fx  # with it come seconds of other imports
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    compile_fx._warn_tf32_disabled.__wrapped__()

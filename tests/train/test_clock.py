@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comera.train import clock as clock_module
-from comera.train import loop
+from comera.train import loop, run_under_way
 from comera.train.clock import StepClock
 from comera.train.log import read_metrics
 
@@ -138,7 +138,7 @@ def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
 def slow(device, monkeypatch):
     """Settings of a run whose steps, evaluations and checkpoints take that device's time."""
     monkeypatch.setattr(clock_module, "_marks_of", lambda on: lambda: clock_module._CudaMark(CUDA))
-    save = loop.save_checkpoint
+    save = run_under_way.save_checkpoint
 
     def saves(*given, **options):
         assert device.through <= device.host  # the steps are not part of it
@@ -155,7 +155,7 @@ def slow(device, monkeypatch):
         device.host += 0.01
         return get_batch(number)
 
-    monkeypatch.setattr(loop, "save_checkpoint", saves)
+    monkeypatch.setattr(run_under_way, "save_checkpoint", saves)
     return {"get_batch": batches, "evaluate": evaluates, "quiet": True, "tensorboard": False}
 
 

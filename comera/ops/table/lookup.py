@@ -303,9 +303,9 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
     return lying_as(left_VPR, left), lying_as(right_WRQ, right), hot, basis, to_weights
 
 
-def _after_torch(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
+def _after_torch(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> str | None:
     """Refuse where no kernel can have read the rows: torch's keys are sorted already."""
-    return refuses(*factors, weights_N)
+    return refuses(*factors, weights_N) and _warps_refuse_back(factors, weights_N, given)
 
 
 @LOOKUP_BACKWARD.way("sort what a kernel may have read, then by slots", _after_torch)

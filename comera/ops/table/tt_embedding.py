@@ -82,7 +82,7 @@ def tt_embedding(
         Request(indices.reshape(-1), cores, gates, threshold, num_embeddings, num_hot, checked)
     )
     factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
-    rows = _ROWS(read.indices_N, factors, None, None, read.num_embeddings, embedding_dim, checked)
+    rows = ROWS(read.indices_N, factors, None, None, read.num_embeddings, embedding_dim, checked)
     return rows.reshape(*indices.shape, embedding_dim)
 
 
@@ -127,7 +127,7 @@ def tt_embedding_bag(
         Request(indices_N, cores, gates, threshold, num_embeddings, num_hot, checked)
     )
     factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
-    return _ROWS(
+    return ROWS(
         read.indices_N, factors, weights_N, offsets_B.long(), read.num_embeddings, embedding_dim,
         checked,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _case(indices_N: Tensor, *given: Any) -> Case | None:
     return case_of_rows(indices_N, *given) if shapes_are_static(indices_N) else None
 
 
-_ROWS = Ways(
+ROWS = Ways(
     "rows_of_a_table", lambda new: (*LOOKUP.sample(new), True), Times(TIMED_TOGETHER, _case)
 )
 
@@ -150,12 +150,12 @@ def _refuses_distinct_rows(indices_N: Tensor, factors: TableFactors, *rest: Any)
     return sizes_depend_on_values(indices_N, factors, *rest[:-1])
 
 
-@_ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
+@ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
 def _looked_up(indices_N: Tensor, factors: TableFactors, *rest: Any) -> Tensor:
     return lookup(indices_N, *factors, *rest)[0]
 
 
-@_ROWS.way("every row for itself")
+@ROWS.way("every row for itself")
 def _each_by_itself(
     indices_N: Tensor,
     factors: TableFactors,
@@ -221,7 +221,7 @@ def tt_embedding_bags(
     right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
     hot = [table.hot_HD for table in tables if table.hot_HD is not None]
     num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
-    sums_BD = _ROWS(
+    sums_BD = ROWS(
         _rows_of_the_whole(tables, places_5T, num_hot, all_W),
         TableFactors(left_VPR, right_WRQ, torch.cat(hot) if hot else None, None),
         _weights(tables),
