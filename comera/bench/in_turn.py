@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +36,18 @@ def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Calla
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for run in runs:
             run()
-    return graph.replay
+    return _Replayed(graph, runs)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """A graph, and what it was captured of: the graph alone keeps no tensor that it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    runs: Sequence[Callable[[], object]]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 @contextlib.contextmanager
