@@ -81,9 +81,18 @@ def test_the_command_says_in_one_line_what_to_install():
     assert PROJECT["scripts"]["comera"] == "comera.__main__:main"
 
 
-@pytest.mark.parametrize("module", ["comera.data.clicks", "comera.data.vocabulary"])
-def test_a_module_that_needs_more_says_what_to_install(module):
-    done = run("-c", WITHOUT + f"import {module}")
+READ_CLICKS = """
+from comera.data.clicks import ClickData, Clicks
+Clicks.prepare(ClickData("clicks.csv", label="y"))
+"""
+
+
+@pytest.mark.parametrize("code", [READ_CLICKS, "import comera.data.vocabulary"])
+def test_what_needs_more_says_what_to_install(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    Path("clicks.csv").write_text("x,y\n" + "a,0\nb,1\n" * 10)
+    done = run("-c", WITHOUT + code)
     assert done.stderr.splitlines()[-1].endswith(": pip install 'comera[cli]'")
 
 

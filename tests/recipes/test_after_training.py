@@ -148,6 +148,8 @@ def test_other_data_are_not_evaluated(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder / "runs/causal", tmp_path / "run")
     changed = next((tmp_path / "text").iterdir())
     changed.write_text(changed.read_text() + "# more\n")
+    settings = tmp_path / "run/config.yaml"
+    settings.write_text(settings.read_text().replace(str(folder / "text"), str(tmp_path / "text")))
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 1
     assert "the data are not those that run was trained on (" in capsys.readouterr().err
