@@ -23,6 +23,15 @@ from comera.bench.kernel_speed import OPERATORS, kernels
 from comera.bench.linear_speed import linear
 from comera.bench.numerics import DisagreementError
 from comera.bench.optimizer_speed import Llama, optimizers
+from comera.bench.option_values import (
+    check_positive,
+    encoders_of,
+    numbers_of,
+    rank_of,
+    shape_of,
+    tables_of,
+    widths_of,
+)
 from comera.bench.options import (
     add_checkpoints,
     add_common,
@@ -38,13 +47,6 @@ from comera.bench.options import (
     add_traffic,
     add_truncation,
     add_updates,
-    check_positive,
-    encoders_of,
-    numbers_of,
-    rank_of,
-    shape_of,
-    tables_of,
-    widths_of,
 )
 from comera.bench.peak import LayerShape, TableShape
 from comera.bench.peak_memory import Subject, memory

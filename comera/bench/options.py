@@ -1,11 +1,8 @@
-"""The options of every benchmark, and what is made of them."""
+"""The options of every benchmark."""
 
-from collections.abc import Sequence
-
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 from comera.bench.curve import DEFAULT_POINTS, POINTS
-from comera.bench.encoders import FIRST_WORD, Encoders
 from comera.bench.kernel_speed import OPERATORS
 from comera.bench.update_size import OPTIMIZERS
 from comera.checkpoint.contents import Quality
@@ -18,12 +15,11 @@ _RANK_HELP = "Ranks of the inner bonds: one bound on all of them, or each."
 def add_linear(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench linear``."""
     _add_shape(parser)
-    parser.add_argument(
+    _add_several(
+        parser,
         "--tokens",
-        nargs="+",
-        type=str,
-        metavar="N",
-        help="Rows that the layer is given at once; several make a curve (default: 4096, and 512 "
+        None,
+        "Rows that the layer is given at once; several make a curve (default: 4096, and 512 "
         "on the curve of widths).",
     )
     parser.add_argument(
@@ -37,12 +33,11 @@ def add_linear(parser: ArgumentParser) -> None:
         choices=list(DEFAULT_POINTS),
         help="Draw times against this quantity, comera beside dense.",
     )
-    parser.add_argument(
+    _add_several(
+        parser,
         "--points",
-        nargs="+",
-        type=str,
-        metavar="N",
-        help="Values of the curve's quantity at which times are taken (default: doubling steps).",
+        None,
+        "Values of the curve's quantity at which times are taken (default: doubling steps).",
     )
     parser.add_argument(
         "--plot", type=str, help="Draw the curve into this file, which ends in .png, .svg or .pdf."
@@ -66,15 +61,13 @@ def add_embedding(parser: ArgumentParser) -> None:
         choices=list(POINTS),
         help="Draw times against this quantity, for uniform indices and comera alone.",
     )
-    parser.add_argument(
+    _add_several(
+        parser,
         "--points",
-        nargs="+",
-        type=str,
-        metavar="N",
-        help="Values of the curve's quantity at which times are taken (default: steps of four or "
-        "ten).",
+        None,
+        "Values of the curve's quantity at which times are taken (default: steps of four or ten).",
     )
-    parser.add_argument("--rank", nargs="+", type=str, metavar="N", default=["32"], help=_RANK_HELP)
+    _add_several(parser, "--rank", ["32"], _RANK_HELP)
     parser.add_argument(
         "--zipf",
         type=float,
@@ -96,14 +89,7 @@ def add_embedding(parser: ArgumentParser) -> None:
 
 def add_step(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench step``."""
-    parser.add_argument(
-        "--batch",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["8"],
-        help="Numbers of sequences in a batch.",
-    )
+    _add_several(parser, "--batch", ["8"], "Numbers of sequences in a batch.")
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -115,14 +101,7 @@ def add_step(parser: ArgumentParser) -> None:
 
 def add_memory(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench memory``."""
-    parser.add_argument(
-        "--batch",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["1", "8", "32"],
-        help="Numbers of sequences in a batch.",
-    )
+    _add_several(parser, "--batch", ["1", "8", "32"], "Numbers of sequences in a batch.")
     _add_encoders(parser, ranks=False)
     parser.add_argument(
         "--layer", action="store_true", help="Weigh a linear layer instead of the encoders."
@@ -160,10 +139,12 @@ def add_traffic(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=int, default=2, help="Number of sequences in a batch; changes no bytes."
     )
-    parser.add_argument(
-        "--processes", nargs="+", type=str, metavar="N", default=[],
-        help="Also time steps of so many processes on this CPU, with --batch sequences each.",
-    )  # fmt: skip
+    _add_several(
+        parser,
+        "--processes",
+        [],
+        "Also time steps of so many processes on this CPU, with --batch sequences each.",
+    )
     _add_encoders(parser)
 
 
@@ -203,62 +184,43 @@ def add_truncation(parser: ArgumentParser) -> None:
 
 def add_ranking(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench ranking``, lists whose combinations are all measured."""
-    parser.add_argument(
+    _add_several(
+        parser,
         "--widths",
-        nargs="+",
-        type=str,
+        ["256:256", "768:768", "768:3072", "2048:512"],
+        "Pairs of input and output width; all combinations with ranks and tokens are measured.",
         metavar="IN:OUT",
-        default=["256:256", "768:768", "768:3072", "2048:512"],
-        help="Pairs of input and output width; all combinations with ranks and tokens are "
-        "measured.",
     )
-    parser.add_argument(
-        "--rank",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["8,32,128,512"],
-        help="Bounds on the ranks, with commas.",
-    )
-    parser.add_argument(
+    _add_several(parser, "--rank", ["8,32,128,512"], "Bounds on the ranks, with commas.")
+    _add_several(
+        parser,
         "--tokens",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["8,128,2048"],
-        help="Numbers of rows that a layer is given at once, with commas.",
+        ["8,128,2048"],
+        "Numbers of rows that a layer is given at once, with commas.",
     )
 
 
 def add_kernels(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench kernels``."""
-    parser.add_argument(
-        "--only", nargs="+", type=str, metavar="NAME", default=list(OPERATORS),
-        help=f"Time only these of {', '.join(OPERATORS)}.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["4096"],
-        help="Numbers of rows that linear layers are given at once.",
+    _add_several(
+        parser,
+        "--only",
+        list(OPERATORS),
+        f"Time only these of {', '.join(OPERATORS)}.",
+        metavar="NAME",
     )
-    parser.add_argument(
-        "--indices",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["4096", "16384"],
-        help="Numbers of indices that are looked up at once.",
+    _add_several(
+        parser, "--tokens", ["4096"], "Numbers of rows that linear layers are given at once."
     )
-    parser.add_argument(
+    _add_several(
+        parser, "--indices", ["4096", "16384"], "Numbers of indices that are looked up at once."
+    )
+    _add_several(
+        parser,
         "--widths",
-        nargs="+",
-        type=str,
+        ["768:768", "768:3072", "3072:768"],
+        "Pairs of input and output width of the linear layers.",
         metavar="IN:OUT",
-        default=["768:768", "768:3072", "3072:768"],
-        help="Pairs of input and output width of the linear layers.",
     )
     parser.add_argument("--rank", type=int, default=32, help="Rank of all tensor trains.")
     parser.add_argument(
@@ -308,10 +270,13 @@ def add_optimizers(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gap", type=int, default=200, help="Number of updates from one subspace to the next."
     )
-    parser.add_argument(
-        "--only", nargs="+", type=str, metavar="NAME", default=[],
-        help="Beside AdamW time only optimizers whose names contain one of these words.",
-    )  # fmt: skip
+    _add_several(
+        parser,
+        "--only",
+        [],
+        "Beside AdamW time only optimizers whose names contain one of these words.",
+        metavar="NAME",
+    )
     _add_peers(parser)
 
 
@@ -327,26 +292,15 @@ def add_serve(parser: ArgumentParser) -> None:
 
 def add_updates(parser: ArgumentParser) -> None:
     """Add the options of ``comera bench updates``, lists whose combinations are all measured."""
-    parser.add_argument(
+    _add_several(
+        parser,
         "--widths",
-        nargs="+",
-        type=str,
+        ["256:256", "768:768", "768:3072", "3072:768"],
+        "Pairs of input and output width of linear layers.",
         metavar="IN:OUT",
-        default=["256:256", "768:768", "768:3072", "3072:768"],
-        help="Pairs of input and output width of linear layers.",
     )
-    parser.add_argument(
-        "--order",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["1,2,3,4"],
-        help="Modes a side, with commas.",
-    )
-    parser.add_argument(
-        "--rank", nargs="+", type=str, metavar="N", default=["8,32,128"],
-        help="Bounds on the ranks, with commas.",
-    )  # fmt: skip
+    _add_several(parser, "--order", ["1,2,3,4"], "Modes a side, with commas.")
+    _add_several(parser, "--rank", ["8,32,128"], "Bounds on the ranks, with commas.")
     parser.add_argument(
         "--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS),
         help="What steps the cores.",
@@ -362,18 +316,16 @@ def add_updates(parser: ArgumentParser) -> None:
     )
 
 
+def _add_several(
+    parser: ArgumentParser, name: str, default: list[str] | None, help: str, metavar: str = "N"
+) -> None:
+    """Add an option of several words, which commas may separate, too."""
+    parser.add_argument(name, nargs="+", type=str, metavar=metavar, default=default, help=help)
+
+
 def _add_shape(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--shape",
-        nargs="+",
-        type=str,
-        metavar="N",
-        default=["768", "3072"],
-        help="Input and output width of the layer.",
-    )
-    parser.add_argument(
-        "--rank", nargs="+", type=str, metavar="N", default=_PAPER_RANKS, help=_RANK_HELP
-    )
+    _add_several(parser, "--shape", ["768", "3072"], "Input and output width of the layer.")
+    _add_several(parser, "--rank", _PAPER_RANKS, _RANK_HELP)
 
 
 def _add_encoders(parser: ArgumentParser, ranks: bool = True) -> None:
@@ -391,9 +343,7 @@ def _add_encoders(parser: ArgumentParser, ranks: bool = True) -> None:
     parser.add_argument("--length", type=int, default=128, help="Number of tokens of a sequence.")
     parser.add_argument("--embedding_rank", type=int, default=30, help="Rank of the token table.")
     if ranks:
-        parser.add_argument(
-            "--rank", nargs="+", type=str, metavar="N", default=_PAPER_RANKS, help=_RANK_HELP
-        )
+        _add_several(parser, "--rank", _PAPER_RANKS, _RANK_HELP)
 
 
 def _add_peers(parser: ArgumentParser) -> None:
@@ -425,70 +375,3 @@ def add_common(parser: ArgumentParser, name: str) -> None:
         "C library's default.",
     )
     parser.add_argument("--json", type=str, help="Write all results into this file.")
-
-
-def encoders_of(options: Namespace) -> Encoders:
-    """Return the transformer that the options describe."""
-    if options.vocab <= FIRST_WORD:
-        raise ValueError(
-            f"vocab={options.vocab} must be above {FIRST_WORD}, the first word's number"
-        )
-    sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "embedding_rank")
-    for name in sizes:
-        check_positive(name, options[name])
-    return Encoders(**{name: options[name] for name in sizes}, rank=rank_of(options.rank))
-
-
-def shape_of(words: Sequence[str]) -> tuple[int, int]:
-    """Return the input and the output width in two words."""
-    sizes = numbers_of("shape", words)
-    if len(sizes) != 2:
-        raise ValueError(f"shape={sizes} must be two numbers, width in and width out")
-    return sizes[0], sizes[1]
-
-
-def widths_of(words: Sequence[str]) -> list[tuple[int, int]]:
-    """Return pairs such as ``768:3072``, which commas or spaces separate."""
-    pairs = ",".join(words).replace(" ", ",").split(",")
-    if not all(pair.count(":") == 1 for pair in pairs):
-        raise ValueError(f"widths={','.join(pairs)!r} must be pairs of widths, such as 768:3072")
-    return [shape_of(pair.split(":")) for pair in pairs]
-
-
-def tables_of(words: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return triples such as ``2000:256:48``, rows, width and rank."""
-    found = []
-    for word in ",".join(words).replace(" ", ",").split(","):
-        parts = word.split(":")
-        if word and len(parts) != 3:
-            raise ValueError(f"hot_rows={word!r} must be rows, width and rank, such as 2000:256:48")
-        if word:
-            rows, width, rank = numbers_of("hot_rows", parts)
-            found.append((rows, width, rank))
-    return found
-
-
-def rank_of(words: Sequence[str]) -> int | list[int]:
-    """Return one bound on all ranks, or the list of them."""
-    ranks = numbers_of("rank", words)
-    return ranks[0] if len(ranks) == 1 else ranks
-
-
-def numbers_of(name: str, words: Sequence[str]) -> list[int]:
-    """Return whole numbers above zero, which commas or spaces separate."""
-    listed = ",".join(words).replace(" ", ",")
-    try:
-        numbers = [int(word) for word in listed.split(",") if word]
-    except ValueError:
-        raise ValueError(f"{name}={listed!r} must be whole numbers, such as 1,8,64") from None
-    if not numbers:
-        raise ValueError(f"{name} needs at least one number")
-    for number in numbers:
-        check_positive(name, number)
-    return numbers
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise ``ValueError`` for a number below one."""
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")

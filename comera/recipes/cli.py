@@ -225,7 +225,7 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
         examine(console)
     elif command == "calibrate":
         from comera.bench.calibrate import calibrate
-        from comera.bench.options import check_positive
+        from comera.bench.option_values import check_positive
 
         reuse_freed_memory()
         if options.threads is not None:
