@@ -8,7 +8,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 # What tests start would else compile the package anew, each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint format site kernels gpu sanitize clean
+.PHONY: demo test test-all lint format site kernels simulated-card gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/comera train configs/quickstart.yaml --overwrite=true
@@ -37,6 +37,10 @@ format: $(VENV)/installed-dev
 # Compile every kernel for Ampere, Hopper and Blackwell, without a GPU; `make test-all` does a part.
 kernels: $(VENV)/installed-dev $(VENV)/installed-peers
 	COMERA_ALL_ARCHITECTURES=1 $(BIN)/python -m pytest -n 2 -m slow tests/kernels/test_build.py
+
+# Tests that need a GPU, on one that is only pretended: see tests/simulated_card.
+simulated-card: $(VENV)/installed-dev $(VENV)/installed-peers
+	$(BIN)/python -m pytest -q -n 2 -p no:benchmark -p tests.simulated_card.plugin -m gpu
 
 # On a machine with a GPU, in an environment that has the package and pytest:
 #     make gpu GPU_PYTHON=python3

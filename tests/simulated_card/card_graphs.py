@@ -1,0 +1,215 @@
+"""Streams, events and CUDA graphs of a card that is only pretended."""
+
+import contextlib
+import itertools
+import time
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from comera.ops.kernels import emulate
+from tests.simulated_card import places
+from tests.simulated_card.places import CARD, CaptureError, counts
+from tests.train.tape import check_capturable, mutates
+
+_VALUES_KEPT = 40
+"""Arguments of the latest launches, to whose memory a launch points while it is prepared."""
+
+values: list[object] = []
+"""The latest arguments of launches, in C."""
+
+
+def keep_value(value: object) -> None:
+    """Keep an argument of a launch for as long as the launch may need it."""
+    values.append(value)
+    del values[:-_VALUES_KEPT]
+
+
+def launch(file, name, number, sizes, threads, shared, pointers) -> None:
+    """Run a kernel in the emulator, and note it in a capture."""
+    counts[f"launch: {name}"] += 1
+    emulate.launch(file, name, sizes, threads, shared, pointers)
+    if places.capture is not None:
+        places.capture.note_launch((file, name, list(sizes), threads, shared, pointers))
+
+
+class _Recorder:
+    """Runs and notes the operations of a capture, which changes no tensor in the end."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.kept: list[object] = []  # a graph holds the memory of all that was made in it
+        self._before: dict[int, tuple] = {}
+
+    def run(self, func, args, kwargs):
+        check_capturable(func, args, kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if mutates(func):
+            for tensor in inputs:
+                storage = tensor.untyped_storage()
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        made = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        view = any(tensor.untyped_storage().data_ptr() in owned for tensor in outputs)
+        nothing = func._overloadpacket.__name__.startswith(("empty", "new_empty"))
+        self.kept += map(_detached, outputs)
+        if mutates(func) or not (view or nothing or not outputs):
+            call = func, *tree_map(_detached, (args, kwargs, outputs))
+            self.calls.append(call)
+        return made
+
+    def note_launch(self, call: tuple) -> None:
+        self.kept.append(values[-len(call[-1]) :])
+        self.calls.append((None, *call))
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+def _detached(value):
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class Graph:
+    """Stands for ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.recorder: _Recorder | None = None
+        self.keep_graph = keep_graph
+
+    def capture_begin(self, *args, **kwargs) -> None:
+        assert places.capture is None, "one capture at a time"
+        places.capture = _Recorder()
+        self._random = torch.get_rng_state()
+
+    def capture_end(self) -> None:
+        self.recorder, places.capture = places.capture, None
+        torch.set_rng_state(self._random)
+        self.recorder.undo()
+
+    def instantiate(self) -> None:
+        assert self.keep_graph
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        assert self.recorder is not None, "replayed before it was captured, or after a reset"
+        for func, *rest in self.recorder.calls:
+            if func is None:
+                emulate.launch(*rest)
+                continue
+            args, kwargs, outputs = rest
+            made = func(*args, **kwargs)
+            if not mutates(func):
+                new = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+                for mine, value in zip(outputs, new, strict=True):
+                    mine.copy_(value)
+
+    def reset(self) -> None:
+        self.recorder = None
+
+    def pool(self) -> tuple[int, int]:
+        return 0, id(self)
+
+    def raw_cuda_graph(self) -> int:
+        return 1
+
+    def enable_debug_mode(self) -> None: ...
+
+    def debug_dump(self, *args) -> None: ...
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``: what is asked of it is done at once."""
+
+    _numbers = itertools.count()
+    device, device_index = CARD, 0
+
+    def __init__(self, device=None, priority: int = 0, **kwargs) -> None:
+        self.cuda_stream = next(self._numbers)
+
+    def wait_stream(self, other) -> None: ...
+
+    def wait_event(self, event) -> None: ...
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return self.cuda_stream
+
+
+_streams = [Stream()]
+
+
+def current_stream(device=None) -> Stream:
+    return _streams[-1]
+
+
+def default_stream(device=None) -> Stream:
+    return _streams[0]
+
+
+@contextlib.contextmanager
+def stream(entered):
+    if entered is None:
+        yield
+        return
+    _streams.append(entered)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self._at = 0.0
+
+    def record(self, stream=None) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def wait(self, stream=None) -> None: ...
+
+    def elapsed_time(self, other) -> float:
+        return max(1e-6, 1e3 * (other._at - self._at))
+
+
+class capture_graph(contextlib.ContextDecorator):
+    """Stands for ``torch.cuda.graph``."""
+
+    def __init__(self, graph: Graph, pool=None, stream=None, capture_error_mode="global") -> None:
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        self._graph, self._stream = graph, stream or Stream()
+
+    def __enter__(self) -> None:
+        _streams.append(self._stream)
+        self._graph.capture_begin()
+
+    def __exit__(self, *problem) -> None:
+        self._graph.capture_end()
+        _streams.pop()
+
+
+def synchronize(*args) -> None:
+    if places.capture is not None:
+        raise CaptureError("the host waits for the card in a capture")
