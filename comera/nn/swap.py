@@ -1,5 +1,6 @@
 """Layers in the place of others, in a model that exists."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ def swap_layers_(
 ) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over, in place.
 
-    Lists, tuples and dicts that a module of the model keeps as attributes hold the new ones, too.
+    Lists, tuples, dicts and sets that a module of the model keeps as attributes hold the new ones,
+    too, however deep. Other objects that hold a layer go on with the old one.
+
     Linear tensor trains among them contract their cores together from then on, and their
     feed-forward parts keep nothing of the hidden width.
 
@@ -28,6 +31,7 @@ def swap_layers_(
     """
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
+    seen: set[int] = set()
     for parent in list(model.modules()):
         if id(parent) in replacements:  # stays whole: it may be put back
             continue
@@ -40,21 +44,41 @@ def swap_layers_(
                 setattr(parent, name, new)
         for name, value in vars(parent).items():
             if name != "_modules":
-                vars(parent)[name] = _swapped(value, replacements)
+                vars(parent)[name] = _swapped(value, replacements, seen)
     share_in_forward_(model)
     fuse_feed_forwards_(model)
     return model
 
 
-def _swapped(value: Any, replacements: Mapping[int, nn.Module]) -> Any:
-    """Return what a module is to keep as an attribute: lists and dicts are changed in place."""
-    if type(value) is tuple and any(id(each) in replacements for each in value):
-        return tuple(replacements.get(id(each), each) for each in value)
-    if isinstance(value, (list, dict)):
-        for key, each in enumerate(value) if isinstance(value, list) else value.items():
-            if id(each) in replacements:
-                value[key] = replacements[id(each)]
-    return replacements.get(id(value), value)
+def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:
+    """Return what a module is to keep as an attribute: all but tuples are changed in place.
+
+    Args:
+        value: The attribute.
+        replacements: New layers by the ``id`` of those that they replace.
+        seen: Receives the ``id`` of each container, which may hold itself.
+    """
+    if id(value) in replacements:
+        return replacements[id(value)]
+    if isinstance(value, tuple):
+        made = [_swapped(each, replacements, seen) for each in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if id(value) in seen:
+        return value
+    if isinstance(value, set):
+        seen.add(id(value))
+        for each in [each for each in value if id(each) in replacements]:
+            value.remove(each)
+            value.add(replacements[id(each)])
+    elif isinstance(value, (list, deque, dict)):
+        seen.add(id(value))
+        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            new = _swapped(each, replacements, seen)
+            if new is not each:
+                value[key] = new
+    return value
 
 
 _HOOKS = (

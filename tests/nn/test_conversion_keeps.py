@@ -1,5 +1,8 @@
 """What a layer has beside its numbers: hooks, whether it trains, weights that are made anew."""
 
+from collections import deque
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +122,11 @@ def test_layers_without_a_shape_yet_are_left_and_named(caplog):
     assert model[0].ranks == (4, 4, 4, 4, 4)
 
 
+class Named(NamedTuple):
+    one: nn.Module
+    more: list[nn.Module]
+
+
 class Held(nn.Module):
     """Layers that its attributes hold in ways of which torch knows nothing."""
 
@@ -128,6 +136,10 @@ class Held(nn.Module):
         self.order = [self.first, self.second]
         self.pair = (self.first, self.head)
         self.by_name = {"head": self.head, "width": 64}
+        self.branches = [(self.first, self.second), {"last": deque([self.head])}]
+        self.branches.append(self.branches)
+        self.named = Named(self.first, [self.second])
+        self.kinds = {self.first, self.head}
         self.__dict__["unlisted"] = self.second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,5 +162,10 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
         assert model.pair == (model.first, model.head)
         assert model.by_name == {"head": model.head, "width": 64}
         assert model.unlisted is model.second
+        assert model.branches[0] == (model.first, model.second)
+        assert model.branches[1] == {"last": deque([model.head])}
+        assert model.branches[2] is model.branches
+        assert model.named == Named(model.first, [model.second])
+        assert model.kinds == {model.first, model.head}
         torch.testing.assert_close(model(x), want)
         comera.densify_(model)
