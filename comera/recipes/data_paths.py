@@ -66,10 +66,10 @@ def _whole(value: Any) -> Any:
 
 
 def _has_moved(old: Any, new: Any) -> bool:
-    """Tell whether paths are another place of files of the same names, and the old one is gone."""
+    """Tell whether these are other paths, and the old ones are gone."""
     if isinstance(old, list) and isinstance(new, list):
         pairs = zip(old, new, strict=True)
         return len(old) == len(new) and all(a == b or _has_moved(a, b) for a, b in pairs)
     if not isinstance(old, str) or not isinstance(new, str):
         return False
-    return os.path.basename(old) == os.path.basename(new) and not os.path.exists(old)
+    return not os.path.exists(old)
