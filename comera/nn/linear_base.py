@@ -107,7 +107,13 @@ class CompressedLinear(TensorTrainModule):
             shape: Modes and ranks.
             cores: Of the sizes that the shape has.
             prune_below: A gate at or below this is a pruned rank.
+
+        Raises:
+            ValueError: If the sizes of the cores are others.
         """
+        sizes = [tuple(core.shape) for core in cores]
+        if sizes != list(shape.core_shapes):
+            raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")
         layer: Any = cls(
             linear.weight.shape[1],
             linear.weight.shape[0],

@@ -302,3 +302,15 @@ def test_a_vanished_layer_is_its_bias(bias):
     y.sum().backward()
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert all(param.grad.shape == param.shape for param in layer.parameters())
+
+
+def test_layers_of_cores_need_those_of_their_shape():
+    dense = nn.Linear(64, 64).double()
+    layer = comera.TTLinear.from_linear(dense, rank=5)
+    cores = [core.detach().clone() for core in layer.gated_cores()]
+    again = comera.TTLinear.from_cores(dense, layer.shape, cores)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    torch.testing.assert_close(again(x), layer(x))
+    for wrong in (cores[:-1], cores[::-1]):
+        with pytest.raises(ValueError, match=r"cores of \[.* are given, and .* has"):
+            comera.TTLinear.from_cores(dense, layer.shape, wrong)
