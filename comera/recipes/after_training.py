@@ -1,5 +1,6 @@
 """Commands for what has been trained: ``list``, ``evaluate``, ``predict`` and ``export``."""
 
+import io
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from comera.recipes.predict import as_json, predictions
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.recipes.trained import TrainedRun, load_run
-from comera.text_files import naming_what_is_no_text
 
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",
@@ -129,11 +129,16 @@ def _noted(run: TrainedRun) -> dict[str, float]:
 
 
 def _lines(file: str | None) -> Iterator[str]:
+    """Read lines; bytes that are no text come through as surrogates, which name their line."""
     if file is None:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
         yield from sys.stdin
         return
     path = Path(file).expanduser()
-    if not path.is_file():
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, and a file of lines is needed")
+    if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
-    with naming_what_is_no_text(path), path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         yield from lines

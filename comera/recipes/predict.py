@@ -31,10 +31,19 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
+            _check_text(line)
             with torch.no_grad():
                 yield kind.predict(run, line, new_tokens)
         except ValueError as problem:
             yield {"error": f"line {number}: {problem}"}
+
+
+def _check_text(line: str) -> None:
+    """Refuse bytes that were no text, which reading has kept as surrogates."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{line.encode(errors='surrogateescape')!r} is no text in UTF-8") from None
 
 
 def as_json(found: dict[str, Any]) -> str:

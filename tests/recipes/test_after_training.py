@@ -196,6 +196,18 @@ def test_a_line_that_is_something_else_is_named(folder, name, line, message, cap
     assert message in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_line_of_other_bytes_is_named_and_the_others_are_answered(folder, capsys):
+    line = LINES["pairs"].encode()
+    Path("lines.txt").write_bytes(line + b"\n\xff" + line + b"\n" + line + b"\n")
+    assert main(["predict", "runs/pairs", "lines.txt"]) == 1
+    one, two, three = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one == three
+    assert two["error"].startswith("line 2: b'\\xffa man sleeps")
+    assert main(["predict", "runs/pairs", "/dev/null"]) == 0
+    assert main(["predict", "runs/pairs", "runs"]) == 1
+    assert "runs is a folder" in capsys.readouterr().err
+
+
 def test_a_click_is_predicted_from_the_values_of_its_row(folder, capsys):
     frame = pd.read_csv("clicks.csv", dtype={"user": str})
     rows = frame[["user", "city", "age"]].to_dict("records")
