@@ -95,12 +95,12 @@ def columns_of(
     if format == "movielens":
         label, fields = label or "rating", fields or ["user", "item"]
     if label is None:
-        raise ValueError(f"clicks.label names no column of {path}; it has {', '.join(names)}")
+        raise ValueError(f"clicks.label names no column of {path}; it has {_listed(names)}")
     if not fields:
         fields = [name for name in names if name != label and name not in continuous]
     for name in (label, *continuous, *fields):
         if name not in names:
-            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+            raise ValueError(f"{path} has no column {name!r}; it has {_listed(names)}")
     for kind, chosen in (("continuous", continuous), ("fields", fields)):
         if label in chosen:
             raise ValueError(
@@ -111,6 +111,10 @@ def columns_of(
         if twice:
             raise ValueError(f"clicks.{kind} names {twice[0]!r} more than once")
     return Columns(label, tuple(continuous), tuple(fields))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name for name in names if name) or "none"
 
 
 def read_chunks(
@@ -308,7 +312,8 @@ def _separator(path: Path) -> str:
 
 def _first_line(path: Path) -> str:
     with _open(path) as file:
-        return file.readline().decode("utf-8", errors="replace").rstrip("\r\n")
+        line = file.readline().decode("utf-8-sig", errors="replace")  # Excel begins with a mark
+        return line.rstrip("\r\n")
 
 
 @contextlib.contextmanager

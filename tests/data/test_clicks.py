@@ -42,6 +42,17 @@ def criteo_lines(count=60) -> list[str]:
     return lines
 
 
+def test_a_table_of_excel_begins_with_a_mark(tmp_path):
+    frame = table()
+    frame.to_csv(tmp_path / "plain.csv", index=False)
+    frame.to_csv(tmp_path / "excel.csv", index=False, encoding="utf-8-sig")
+    one, two = (Clicks.prepare(settings(tmp_path / name)) for name in ("plain.csv", "excel.csv"))
+    assert one.prepared == two.prepared
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(ValueError, match=r"has no column '.*'; it has none"):
+        Clicks.prepare(settings(tmp_path / "empty.csv"))
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_a_table_keeps_its_rows(tmp_path, name):
     frame = table()
