@@ -75,13 +75,17 @@ class ClickData:
     split: Literal["random", "last"] = "random"
     skip_bad_lines: bool = False
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for settings that are wrong whatever the data are."""
+    def check(self, name: str = "clicks") -> None:
+        """Raise ``ValueError`` for settings that are wrong whatever the data are.
+
+        Args:
+            name: Of this section of a recipe.
+        """
         if self.min_count < 1:
-            raise ValueError(f"clicks.min_count={self.min_count} must be at least 1")
+            raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")
         if self.hash_rows is not None and self.hash_rows < 2:
             raise ValueError(
-                f"clicks.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
+                f"{name}.hash_rows={self.hash_rows} must be at least 2, or null for a row a "
                 "category: the first row is that of rare ones"
             )
 

@@ -35,6 +35,9 @@ from comera.data.vocabulary import (
 from comera.files import cache_folder
 from comera.text_files import naming_what_is_no_text
 
+_SHORTEST = 5
+"""Tokens of a pair: ``[CLS]``, one of each sentence, ``[SEP]`` after both."""
+
 LABELS = ("entailment", "neutral", "contradiction")
 _FIELDS = {
     "premise": ("premise", "sentence1"),
@@ -76,6 +79,22 @@ class NliData:
         self.train = [self.train] if isinstance(self.train, str) else self.train
         self.dev = [self.dev] if isinstance(self.dev, str) else self.dev
         self.test = [self.test] if isinstance(self.test, str) else self.test
+
+    def check(self, name: str = "nli") -> None:
+        """Raise ``ValueError`` for settings that are wrong whatever the pairs are.
+
+        Args:
+            name: Of this section of a recipe.
+        """
+        if self.length < _SHORTEST:
+            raise ValueError(
+                f"{name}.length={self.length} must be at least {_SHORTEST}: [CLS], a token of each "
+                "sentence and [SEP] after both"
+            )
+        for key in ("limit", "vocab_size"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}.{key}={value} must be at least 1")
 
     @property
     def splits(self) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from comera.data.vocabulary import (
     Tokenizer,
     as_array,
     cached_arrays,
+    check_vocab_size,
     frequency_order,
     from_array,
     renumbered,
@@ -58,6 +59,18 @@ class TextData:
     length: int = 128
     heldout: float = 0.05
     test: float = 0.0
+
+    def check(self, name: str) -> None:
+        """Raise ``ValueError`` for settings that are wrong whatever the text is.
+
+        Args:
+            name: Of this section of a recipe.
+        """
+        if not self.max_megabytes > 0:
+            raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
+        if self.length < 2:
+            raise ValueError(f"{name}.length={self.length} must be at least 2")
+        check_vocab_size(self.vocab_size, f"{name}.vocab_size")
 
 
 @dataclass

@@ -25,6 +25,14 @@ log = logging.getLogger("comera")
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The first tokens of every vocabulary, in this order."""
+_BYTES = 256
+
+
+def check_vocab_size(size: int, name: str = "vocab_size") -> None:
+    """Raise ``ValueError`` for one that cannot hold ``SPECIAL`` and a token for each byte."""
+    least = len(SPECIAL) + _BYTES
+    if size < least:
+        raise ValueError(f"{name}={size} must be at least {least}: one for each byte")
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -33,10 +41,8 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises:
         ValueError: If the vocabulary cannot hold those and one token for each byte.
     """
+    check_vocab_size(vocab_size)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    least = len(SPECIAL) + len(alphabet)
-    if vocab_size < least:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {least}: one for each byte")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -116,6 +116,17 @@ class DlrmConfig:
     table_sizes: dict[str, int] | None = None
     small_tables: SmallTablesConfig | None = None
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for settings that are out of range."""
+        if self.embedding_dim < 1:
+            raise ValueError(f"dlrm.embedding_dim={self.embedding_dim} must be at least 1")
+        for name in ("bottom", "top"):
+            widths = getattr(self, name)
+            if any(width < 1 for width in widths):
+                raise ValueError(f"dlrm.{name}={widths}: each width must be at least 1")
+        if self.small_tables is not None:
+            self.small_tables.check()
+
 
 @dataclass
 class TrainConfig:
@@ -342,8 +353,11 @@ class RunConfig:
             raise ValueError(f"model.position_std={self.model.position_std} must be positive")
         if not 0 <= self.model.dropout < 1:
             raise ValueError(f"model.dropout={self.model.dropout} must be in [0, 1)")
-        if self.clicks is not None:
-            self.clicks.check()
+        for name in ("d_model", "num_layers", "num_heads", "ffn_dim"):
+            if getattr(self.model, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self.model, name)} must be at least 1")
+        self.dlrm.check()
+        getattr(self, self.task).check(self.task)
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
         if self.train.epochs is not None and not (self.nli or self.clicks):
@@ -357,8 +371,6 @@ class RunConfig:
             raise ValueError(
                 f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
             )
-        if self.dlrm.small_tables is not None:
-            self.dlrm.small_tables.check()
         check_device(self.device)
         check_optimizer(self.optimizer_for(self.train.steps))
         if self.optimizer.in_backward and self.train.clip_norm is not None:

@@ -23,6 +23,7 @@ from comera.recipes.parse import read_yaml, section_of, wanted
 from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import plan, run
 from comera.recipes.run_config import (
+    DlrmConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -180,6 +181,17 @@ def test_a_dense_run_needs_no_other_section(config):
             "train.accumulate=5 splits a batch into more parts than the train.batch_size=4",
         ),
         ({"model": ModelConfig(dropout=2.0)}, r"model.dropout=2.0 must be in \[0, 1\)"),
+        ({"model": ModelConfig(d_model=0)}, "model.d_model=0 must be at least 1"),
+        ({"masked_text": TextData(vocab_size=0)}, "masked_text.vocab_size=0 must be at least 261"),
+        ({"masked_text": TextData(length=1)}, "masked_text.length=1 must be at least 2"),
+        (
+            {"masked_text": TextData(max_megabytes=-1)},
+            "max_megabytes=-1 must be above 0",
+        ),
+        ({"masked_text": None, "nli": NliData(length=3)}, "nli.length=3 must be at least 5"),
+        ({"masked_text": None, "nli": NliData(limit=0)}, "nli.limit=0 must be at least 1"),
+        ({"dlrm": DlrmConfig(embedding_dim=0)}, "dlrm.embedding_dim=0 must be at least 1"),
+        ({"dlrm": DlrmConfig(bottom=[8, 0])}, r"dlrm.bottom=\[8, 0\]: each width must be"),
         (
             {"masked_text": None, "clicks": ClickData("absent.csv", hash_rows=0)},
             "clicks.hash_rows=0 must be at least 2, or null",
