@@ -1,4 +1,4 @@
-"""What is made of the words that options of benchmarks take."""
+"""Read the words that options of benchmarks take."""
 
 from collections.abc import Sequence
 

@@ -84,7 +84,7 @@ class NliData:
         """Raise ``ValueError`` for settings that are wrong whatever the pairs are.
 
         Args:
-            name: Of this section of a recipe.
+            name: What the section of a recipe is called that holds these settings.
         """
         if self.length < _SHORTEST:
             raise ValueError(

@@ -105,7 +105,7 @@ class CompressedLinear(TensorTrainModule):
         Args:
             linear: The dense layer.
             shape: Modes and ranks.
-            cores: Of the sizes that the shape has.
+            cores: Tensors of the sizes ``shape.core_shapes``.
             prune_below: A gate at or below this is a pruned rank.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What modules use for a while of what was made for several of them together."""
+"""Tensors that were made for several modules together, which each of them uses for a while."""
 
 import threading
 from collections.abc import Callable, Sequence

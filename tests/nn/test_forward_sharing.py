@@ -16,6 +16,8 @@ from comera.nn import forward_sharing, layers_together
 from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.module import tensor_trains
 
+pytestmark = pytest.mark.usefixtures("two_are_enough")
+
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 WIDTH = 64
 
@@ -41,12 +43,6 @@ class Model(nn.Module):
     def middle(self, x):
         x = self.second(x)
         return x if self.skip else self.third(torch.tanh(x))
-
-
-@pytest.fixture(autouse=True)
-def _two_are_enough(monkeypatch):
-    """Have the few layers of these models work as many do."""
-    monkeypatch.setattr(forward_sharing, "_FEWEST_ON_CPU", 2)
 
 
 @pytest.fixture

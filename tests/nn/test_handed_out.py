@@ -8,8 +8,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import comera
-from comera.nn import forward_sharing
 from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
+
+pytestmark = pytest.mark.usefixtures("two_are_enough")
 
 
 class TwoHeads(nn.Module):
@@ -28,12 +29,6 @@ class TwoHeads(nn.Module):
         if self.cut:
             body = body.detach()
         return self.actor(body), self.critic(body), self.value(body)
-
-
-@pytest.fixture(autouse=True)
-def _two_are_enough(monkeypatch):
-    """Have the few layers of these models work as many do."""
-    monkeypatch.setattr(forward_sharing, "_FEWEST_ON_CPU", 2)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import time
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from comera.ops.kernels import emulate
 from tests.simulated_card import places
 from tests.simulated_card.places import CARD, CaptureError, counts
-from tests.train.tape import check_capturable, mutates
+from tests.train import tape
 
 _VALUES_KEPT = 40
 """Arguments of the latest launches, to whose memory a launch points while it is prepared."""
@@ -34,39 +34,23 @@ def launch(file, name, number, sizes, threads, shared, pointers) -> None:
         places.capture.note_launch((file, name, list(sizes), threads, shared, pointers))
 
 
-class _Recorder:
-    """Runs and notes the operations of a capture, which changes no tensor in the end."""
+class _Recorder(tape.Recorder):
+    """Notes the operations and launches of a capture, which changes no tensor in the end."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple] = []
+        super().__init__()
         self.kept: list[object] = []  # a graph holds the memory of all that was made in it
-        self._before: dict[int, tuple] = {}
 
     def run(self, func, args, kwargs):
-        check_capturable(func, args, kwargs)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if mutates(func):
-            for tensor in inputs:
-                storage = tensor.untyped_storage()
-                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        made = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        view = any(tensor.untyped_storage().data_ptr() in owned for tensor in outputs)
-        nothing = func._overloadpacket.__name__.startswith(("empty", "new_empty"))
-        self.kept += map(_detached, outputs)
-        if mutates(func) or not (view or nothing or not outputs):
-            call = func, *tree_map(_detached, (args, kwargs, outputs))
-            self.calls.append(call)
+        tape.check_capturable(func, args, kwargs)
+        args, kwargs = tree_map(_detached, (args, kwargs))
+        made = super().run(func, args, kwargs)
+        self.kept.append(tree_map(_detached, made))
         return made
 
     def note_launch(self, call: tuple) -> None:
         self.kept.append(values[-len(call[-1]) :])
-        self.calls.append((None, *call))
-
-    def undo(self) -> None:
-        for storage, before in self._before.values():
-            storage.copy_(before)
+        self.calls.append(call)
 
 
 def _detached(value):
@@ -96,16 +80,9 @@ class Graph:
     @torch.no_grad()
     def replay(self) -> None:
         assert self.recorder is not None, "replayed before it was captured, or after a reset"
-        for func, *rest in self.recorder.calls:
-            if func is None:
-                emulate.launch(*rest)
-                continue
-            args, kwargs, outputs = rest
-            made = func(*args, **kwargs)
-            if not mutates(func):
-                new = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-                for mine, value in zip(outputs, new, strict=True):
-                    mine.copy_(value)
+        for call in self.recorder.calls:
+            is_launch = isinstance(call[0], str)  # which begins with the file of the kernel
+            (emulate.launch if is_launch else tape.replay_call)(*call)
 
     def reset(self) -> None:
         self.recorder = None

@@ -6,11 +6,12 @@ import threading
 
 import torch
 from torch import Tensor
-from torch._library import custom_ops
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.train.tape import python_of
 
 CARD = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -185,10 +186,11 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        namespace, name = func._schema.name.split("::")
-        if namespace == "comera":
+        inside = python_of(func)
+        if inside is not None:
             with self:
-                return custom_ops.OPDEFS[f"comera::{name}"]._init_fn(*args, **kwargs)
+                return inside(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
         if _device_type(kwargs.get("device")) == "cuda":
             kwargs = {**kwargs, "device": HOST}
             if name != "_to_copy":

@@ -54,15 +54,21 @@ def check_capturable(func, args, kwargs) -> None:
         raise NotCapturableError(f"aten.{name}: {why}")
 
 
+def python_of(func) -> Callable | None:
+    """Return the function behind an operator of this package; None of another's."""
+    known = custom_ops.OPDEFS.get(func._schema.name)
+    return known._init_fn if known is not None and known._namespace == "comera" else None
+
+
 class Capturable(TorchDispatchMode):
     """Raises for what no graph can hold, and looks inside this package's own operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        namespace, name = func._schema.name.split("::")
-        if namespace == "comera":
+        inside = python_of(func)
+        if inside is not None:
             with self:
-                return custom_ops.OPDEFS[f"comera::{name}"]._init_fn(*args, **kwargs)
+                return inside(*args, **kwargs)
         check_capturable(func, args, kwargs)
         return self.run(func, args, kwargs)
 
@@ -92,19 +98,21 @@ def alone(func, args):
     return args
 
 
-class _Recorder(Capturable):
+class Recorder(Capturable):
+    """Runs operations and keeps what a replay does; :meth:`undo` takes back what they changed."""
+
     def __init__(self):
         super().__init__()
         self.calls = []
-        self.undo = {}
+        self._before = {}
 
     def run(self, func, args, kwargs):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if mutates(func):
             for tensor in inputs:
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.undo:
-                    self.undo[storage.data_ptr()] = storage, storage.clone()
+                if storage.data_ptr() not in self._before:
+                    self._before[storage.data_ptr()] = storage, storage.clone()
         output = func(*(alone(func, args) if is_collective(func) else args), **kwargs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
@@ -114,6 +122,21 @@ class _Recorder(Capturable):
             self.calls.append((func, args, kwargs, outputs))
         return output
 
+    def undo(self):
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+def replay_call(func, args, kwargs, outputs) -> None:
+    """Do an operation once more, with its results in the tensors that hold the recorded ones."""
+    new = func(*args, **kwargs)
+    if is_collective(func):
+        dist.Work.unbox(new[-1]).wait()
+    elif not mutates(func):
+        made = [x for x in tree_leaves(new) if isinstance(x, Tensor)]
+        for mine, value in zip(outputs, made, strict=True):
+            mine.copy_(value)
+
 
 class Tape:
     """A recording: see the top of this file."""
@@ -121,28 +144,21 @@ class Tape:
     freed = False
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
-        recorder = _Recorder()
+        recorder = Recorder()
         random = torch.get_rng_state()
         try:
             with recorder:
                 self.output = run()
         finally:
             torch.set_rng_state(random)
-            for storage, before in recorder.undo.values():
-                storage.copy_(before)
+            recorder.undo()
         self.calls = recorder.calls
 
     @torch.no_grad()
     def replay(self) -> None:
         assert not self.freed, "a freed recording was replayed"
-        for func, args, kwargs, outputs in self.calls:
-            new = func(*args, **kwargs)
-            if is_collective(func):
-                dist.Work.unbox(new[-1]).wait()
-            elif not mutates(func):
-                made = [x for x in tree_leaves(new) if isinstance(x, Tensor)]
-                for mine, value in zip(outputs, made, strict=True):
-                    mine.copy_(value)
+        for call in self.calls:
+            replay_call(*call)
 
     def free(self) -> None:
         self.freed, self.calls = True, []
