@@ -10,6 +10,7 @@ from rich.table import Table
 from comera.checkpoint.archive import Archive
 from comera.recipes.parse import read_yaml
 from comera.recipes.result_file import read_result
+from comera.recipes.run_config import METRICS
 from comera.train.log import last_logged
 
 _FILES = {
@@ -28,7 +29,6 @@ _FILES = {
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
 }
-_TASKS = ("masked_text", "causal_text", "nli", "clicks")
 _MB = 1e6
 
 
@@ -80,7 +80,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 def _row(run: Path) -> tuple[str, ...]:
     settings, result = _settings(run), _result(run)
-    task = next((name for name in _TASKS if settings.get(name)), "")
+    task = next((name for name in METRICS if settings.get(name)), "")
     train = settings["train"]
     logged = last_logged(run, "loss")
     done = result.get("steps") or (logged[0] if logged else 0)
