@@ -74,8 +74,10 @@ class TTEmbedding(TTTable):
     ) -> None:
         super().__init__()
         self._build_table(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, hot_rows, hot_rank, scatter_rows, prune_below, device, dtype,
+            num_embeddings, embedding_dim, padding_idx=padding_idx, max_norm=max_norm,
+            norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
+            prune_below=prune_below, device=device, dtype=dtype,
             rank=rank, shape=shape, order=order, compression=compression,
         )  # fmt: skip
 

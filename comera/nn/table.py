@@ -107,6 +107,7 @@ class TTTable(TensorTrainModule):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        *,
         padding_idx: int | None,
         max_norm: float | None,
         norm_type: float,
