@@ -108,7 +108,7 @@ def test_the_log_is_one_line_a_window(tmp_path):
 
 @pytest.fixture
 def hang_up():
-    before = signal.getsignal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     yield lambda: os.kill(os.getpid(), signal.SIGHUP)
     signal.signal(signal.SIGHUP, before)
 
