@@ -19,8 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+def quick(monkeypatch):
     monkeypatch.setattr(card_parts, "_AT_LEAST", 0.001)
     monkeypatch.setattr(card_parts, "_ROUNDS", 1)
 

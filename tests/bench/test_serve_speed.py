@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from comera.bench import serve_job, serve_speed
 from comera.recipes.cli import main
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(autouse=True)
-def _this_process(tmp_path, monkeypatch):
+def _this_process(monkeypatch):
     def run(words, **_):
         assert words[:3] == [sys.executable, "-m", "comera.bench.serve_job"]
         serve_job.main(*words[3:])
@@ -26,11 +25,7 @@ def _this_process(tmp_path, monkeypatch):
 
     for name in ("transformers", "torchao.quantization"):
         peer(name)
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(serve_speed.subprocess, "run", run)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_files_loading_tokens_and_memory_stand_beside_dense(tmp_path, capsys):

@@ -7,13 +7,6 @@ from comera.bench.update_size import spectral_norm
 from comera.recipes.cli import main
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shape", [(7, 12), (12, 7), (1, 5)], ids=str)
 def test_the_spectral_norm_is_the_largest_singular_value(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
