@@ -3,6 +3,9 @@ import torch
 from torch import nn
 
 import comera
+from comera.train import step as step_module
+
+from .tape import Tapes
 
 
 def adamw(groups):
@@ -53,3 +56,11 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 @pytest.fixture
 def step() -> comera.TrainStep:
     return make_step()
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """Steps made after this record and replay."""
+    tapes = Tapes()
+    monkeypatch.setattr(step_module, "graphs_on", lambda device: tapes)
+    return tapes
