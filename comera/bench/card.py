@@ -218,7 +218,7 @@ def _command(
         return None
     if name == "tests":
         where = ["-m", "gpu"] if device == "cuda" else ["tests/test_shapes.py"]
-        together = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+        together = ["-n", "6"] if importlib.util.find_spec("xdist") else []
         return [python, "-m", "pytest", "-q", "-p", "no:benchmark", *together, *where]
     kernels = len(re.findall(r"\w+:\w+", _makefile_line("SANITIZED")))
     return [
