@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -15,8 +17,9 @@ def swap_layers_(
 ) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over, in place.
 
-    Lists, tuples, dicts and sets that a module of the model keeps as attributes hold the new ones,
-    too, however deep. Other objects that hold a layer go on with the old one.
+    Lists, tuples, dicts, sets and dataclasses that a module of the model keeps as attributes hold
+    the new ones, too, however deep, and methods of a layer become those of the new one. Other
+    objects that hold a layer, and functions that have closed over it, go on with the old one.
 
     Linear tensor trains among them contract their cores together from then on, and their
     feed-forward parts keep nothing of the hidden width.
@@ -60,6 +63,8 @@ def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) 
     """
     if id(value) in replacements:
         return replacements[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in replacements:
+        return getattr(replacements[id(value.__self__)], value.__name__, value)
     if isinstance(value, tuple):
         made = [_swapped(each, replacements, seen) for each in value]
         if all(new is old for new, old in zip(made, value, strict=True)):
@@ -78,6 +83,13 @@ def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) 
             new = _swapped(each, replacements, seen)
             if new is not each:
                 value[key] = new
+    elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        seen.add(id(value))
+        for field in fields(value):
+            each = getattr(value, field.name, None)
+            new = _swapped(each, replacements, seen)
+            if new is not each:
+                object.__setattr__(value, field.name, new)  # it may be frozen
     return value
 
 

@@ -1,6 +1,7 @@
 """What a layer has beside its numbers: hooks, whether it trains, weights that are made anew."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -127,6 +128,14 @@ class Named(NamedTuple):
     more: list[nn.Module]
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A dataclass that allows no assignment, one of its layers deeper."""
+
+    first: nn.Module
+    others: tuple[nn.Module, ...]
+
+
 class Held(nn.Module):
     """Layers that its attributes hold in ways of which torch knows nothing."""
 
@@ -140,12 +149,14 @@ class Held(nn.Module):
         self.branches.append(self.branches)
         self.named = Named(self.first, [self.second])
         self.kinds = {self.first, self.head}
+        self.ends = Ends(self.first, (self.head,))
+        self.project = self.head.forward
         self.__dict__["unlisted"] = self.second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.order:
             x = layer(x)
-        return self.by_name["head"](self.unlisted(self.pair[0](x)))
+        return self.project(self.by_name["head"](self.unlisted(self.ends.first(x))))
 
 
 def test_lists_of_layers_hold_the_new_ones_there_and_back():
@@ -167,5 +178,7 @@ def test_lists_of_layers_hold_the_new_ones_there_and_back():
         assert model.branches[2] is model.branches
         assert model.named == Named(model.first, [model.second])
         assert model.kinds == {model.first, model.head}
+        assert model.ends == Ends(model.first, (model.head,))
+        assert model.project.__self__ is model.head
         torch.testing.assert_close(model(x), want)
         comera.densify_(model)
