@@ -66,6 +66,7 @@ def test_before_the_late_stage_and_after_it_there_may_be_more_steps(config):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hears_hang_ups")
 @pytest.mark.parametrize("command", ["train", "sweep"])
 def test_a_run_whose_terminal_is_closed_is_saved(config, tmp_path, command):
     config = longer(config, 100_000)

@@ -106,14 +106,7 @@ def test_the_log_is_one_line_a_window(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-@pytest.fixture
-def hang_up():
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-    yield lambda: os.kill(os.getpid(), signal.SIGHUP)
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hang_up")
+@pytest.mark.usefixtures("hears_hang_ups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on(tmp_path, caplog, number):
     whole, _ = run(tmp_path / "whole")
@@ -134,7 +127,11 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path, caplog, number):
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
 
-def test_a_closed_terminal_is_heard_once_and_not_under_nohup(tmp_path, hang_up):
+@pytest.mark.usefixtures("hears_hang_ups")
+def test_a_closed_terminal_is_heard_once_and_not_under_nohup(tmp_path):
+    def hang_up():
+        os.kill(os.getpid(), signal.SIGHUP)
+
     def hanging_up(step):
         if step == 9:
             hang_up()
