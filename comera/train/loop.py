@@ -83,6 +83,8 @@ def train(
         if not resume:
             together.from_first(lambda: chain.rewind(-1))
         run.restore_()
+        if step.steps_done and together.is_first:
+            log.info("%s: going on after step %s", title, f"{step.steps_done:,}")
         # After loading: lines of steps beyond the checkpoint are dropped, they will come again.
         run.log = RunLog(folder, step.steps_done, tensorboard) if together.is_first else SilentLog()
         at_end.callback(run.log.close)

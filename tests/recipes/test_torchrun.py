@@ -13,7 +13,7 @@ from comera.recipes.parse import parse_settings
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
 from comera.train.log import read_metrics
-from tests.processes import in_processes, this_process
+from tests.processes import in_worlds, this_process
 from tests.texts import write_functions
 
 from .torchrun import Torchrun
@@ -38,14 +38,31 @@ train: {{steps: {STEPS}, batch_size: 8, eval_batches: 4, save_every: 10, log_eve
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run to be started, and one of two processes that nothing happened to."""
+    """A run to be started, and runs of two and of three processes that nothing happened to."""
     folder = tmp_path_factory.mktemp("runs")
     write_functions(folder / "text", 8, 40)
     (folder / "run.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMERA_CACHE", str(folder / "cache"))
-        assert Torchrun(folder, "whole", 2).end() == 0
+        patch.setenv("FOLDER", str(folder))
+        in_worlds([(2, _two), (3, _three)], tmp_path_factory.mktemp("processes"))
         yield folder
+
+
+def _two(rank):
+    return _whole("two")
+
+
+def _three(rank):
+    return _whole("three", ROWS)
+
+
+def _whole(out, rows=8):
+    """Train by processes that were forked, not started by torchrun."""
+    os.chdir(os.environ["FOLDER"])
+    config = parse_settings(RunConfig, yaml.safe_load(CONFIG) | {"out": out})
+    config.train.batch_size = rows
+    return run(config, Console(quiet=True), quiet=True, processes=this_process())
 
 
 def weights(folder, out):
@@ -57,16 +74,8 @@ def assert_same(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_first_process_speaks_and_writes_alone(folder):
-    said = (folder / "whole.txt").read_text()
-    assert said.count("2 processes: preparing data") == 1
-    assert said.count("after training") == 1
-    assert "Traceback" not in said
-    steps = [line["step"] for line in read_metrics(folder / "whole") if "loss" in line]
-    assert steps == list(range(1, STEPS + 1))
-
-
 def test_ctrl_c_saves_and_the_same_command_goes_on(folder):
+    """The first process speaks and writes alone."""
     run = Torchrun(folder, "stopped", 2)
     run.wait_for(20)
     run.process.send_signal(signal.SIGINT)
@@ -76,42 +85,41 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(folder):
     assert saved
     assert stopped < STEPS
     assert not (folder / "stopped/result.json").exists()
-    assert Torchrun(folder, "stopped", 2).end() == 0
-    assert_same(weights(folder, "stopped"), weights(folder, "whole"))
+    again = Torchrun(folder, "stopped", 2)
+    assert again.end() == 0
+    assert_same(weights(folder, "stopped"), weights(folder, "two"))
+    said = again.said.read_text()
+    assert said.count("2 processes: preparing data") == 1
+    assert said.count("after training") == 1
+    assert "Traceback" not in said
+    assert logged(folder / "stopped") == list(range(1, STEPS + 1))
 
 
-def test_processes_are_killed_and_torchrun_starts_all_again(folder):
-    """Before the first checkpoint, and about where ranks are cut; begun anew only once."""
-    # Twice is enough, but a port that torchrun has found free may be taken before it is used.
-    run = Torchrun(folder, "killed", 2, "--overwrite=true", restarts=4)
+def logged(run):
+    return [line["step"] for line in read_metrics(run) if "loss" in line]
+
+
+# Starting again once is enough, but a port that torchrun has found free may be taken before it is
+# used.
+
+
+def test_killed_before_the_first_checkpoint_all_are_started_again(folder):
+    run = Torchrun(folder, "killed", 2, "--overwrite=true", restarts=3)
     run.wait_for(1)
     run.kill(1)
-    run.wait_for(26)
-    run.kill(0)
     assert run.end() == 0, run.said.read_text()[-3000:]
-    assert_same(weights(folder, "killed"), weights(folder, "whole"))
-    steps = [line["step"] for line in read_metrics(folder / "killed") if "loss" in line]
-    assert steps == list(range(1, STEPS + 1))
-    said = (folder / "killed.txt").read_text()
-    assert said.count("2 processes: preparing data") == 3
+    assert_same(weights(folder, "killed"), weights(folder, "two"))
+    assert logged(folder / "killed") == list(range(1, STEPS + 1))
 
 
-def _whole(rank):
-    """Train by processes that were forked, not started by torchrun."""
-    os.chdir(os.environ["FOLDER"])
-    config = parse_settings(RunConfig, yaml.safe_load(CONFIG) | {"out": "three"})
-    config.train.batch_size = ROWS
-    return run(config, Console(quiet=True), quiet=True, processes=this_process())
-
-
-def test_three_processes_one_of_which_is_killed(folder, tmp_path, monkeypatch):
+def test_killed_after_a_checkpoint_three_go_on_from_there(folder):
     """With more than two, gloo adds in an order that depends on where in a buffer a number is."""
-    monkeypatch.setenv("FOLDER", str(folder))
-    in_processes(3, _whole, tmp_path)
-    train = Torchrun(folder, "three killed", 3, f"--train.batch_size={ROWS}", restarts=1)
+    words = "--overwrite=true", f"--train.batch_size={ROWS}"
+    train = Torchrun(folder, "three killed", 3, *words, restarts=3)
     train.wait_for(34)
     train.kill(2)
-    assert train.end() == 0
+    assert train.end() == 0, train.said.read_text()[-3000:]
+    assert "compressed: going on after step 30" in train.said.read_text()
     whole, killed = weights(folder, "three"), weights(folder, "three killed")
     for name, weight in whole.items():
         torch.testing.assert_close(killed[name], weight, rtol=1e-3, atol=1e-3)

@@ -121,8 +121,10 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path, caplog, number):
     assert outcome.interrupted
     assert outcome.steps == 10
     assert "stopping after this step" in caplog.text
-    resumed, outcome = run(tmp_path / "parts")
+    with caplog.at_level(logging.INFO, "comera"):
+        resumed, outcome = run(tmp_path / "parts")
     assert not outcome.interrupted
+    assert "train: going on after step 10" in caplog.text
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
