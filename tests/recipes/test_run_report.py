@@ -210,6 +210,12 @@ def test_a_chart_puts_values_where_they_belong():
     assert [text for _, text in axis.ticks if text.startswith("1")] == ["1k", "10k", "100k"]
 
 
+def test_neighbours_on_an_axis_have_labels_of_their_own():
+    close = Axis("loss", 0.09995, 0.10035)
+    assert [text for _, text in close.ticks] == ["0.1", "0.1001", "0.1002", "0.1003"]
+    assert [text for _, text in Axis("size", 12_340, 12_370).ticks][:2] == ["12.34k", "12.345k"]
+
+
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-2.0], [1e-9, 1e9], [0.0, 5.0]])
 @pytest.mark.parametrize("options", [{}, {"log": True}, {"zero": True}])
 def test_an_axis_holds_all_its_values(values, options):
