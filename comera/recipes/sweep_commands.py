@@ -139,8 +139,8 @@ def _reproduce_parser() -> ArgumentParser:
         "--dry_run",
         type=bool,
         default=False,
-        help="Train nothing, but do two steps of each variant on drawn data, or go through its "
-        "shapes where memory does not suffice.",
+        help="Train nothing, but do two steps of each variant on drawn data, or go through the "
+        "shapes of one that takes more than 512 MiB.",
     )
     return parser
 

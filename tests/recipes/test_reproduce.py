@@ -66,6 +66,11 @@ def test_a_dry_run_leaves_out_what_is_skipped(capsys):
     assert "did you mean came?" in capsys.readouterr().err
 
 
+def test_a_dry_run_that_does_no_steps_names_the_limit_that_it_keeps():
+    (line,) = try_out("came-shapes", "small", TINY, most=1 << 10, skip=["came", "adamw"])
+    assert "no steps done, as a dry run does them up to 1 KiB; forward and backward fit" in line
+
+
 @pytest.mark.slow
 def test_small_scale_can_be_read_whole():
     for scales in experiments().values():
