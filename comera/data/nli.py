@@ -332,7 +332,11 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
                     try:
                         yield json.loads(line)
                     except json.JSONDecodeError as problem:
-                        raise ValueError(f"line {number} of {source}: {problem}") from None
+                        # Its own words number the lines of what was parsed, which is one line.
+                        raise ValueError(
+                            f"line {number} of {source} is no JSON: {problem.msg} at character "
+                            f"{problem.pos + 1}"
+                        ) from None
             return
         names = first.rstrip("\r\n").split("\t")
         yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)
