@@ -157,6 +157,10 @@ def test_a_given_vocabulary_is_used_and_checked(settings, tmp_path):
         ),
         ('{"premise": "a", "hypothesis": "b", "label": 7}', "label '7'"),
         ('{"premise": "a"', r"^line 1 of \S+ is no JSON: Expecting ',' delimiter at character 16$"),
+        (
+            '{"premise": "a", "hypothesis": "b", "label": 2}\n[3]\n',
+            "line 2 .* JSON object, not .3.",
+        ),
         ("", "holds no rows"),
     ],
 )
