@@ -247,8 +247,11 @@ def _show_configuration(name: str | None) -> None:
 
 
 def _write_report(folder: Path, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(f"in {folder}, {text}", markup=False, highlight=False, soft_wrap=True)
+
     of_a_sweep = (folder / "results.json").is_file()
-    written = (write_sweep_report if of_a_sweep else write_report)(folder)
+    written = write_sweep_report(folder) if of_a_sweep else write_report(folder, say)
     console.print(f"wrote {written}", markup=False)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from comera.recipes.cli import main
 from comera.recipes.report.chart import Axis, axis_around
 from comera.recipes.report.history import History, read_histories
 from comera.recipes.report.layer_ranks import MOST_COLUMNS, layer_ranks
@@ -229,6 +230,45 @@ def test_each_picture_says_what_it_shows(tmp_path):
     named = re.findall(r'role="img" aria-label="([^"]+)"', text)
     assert len(named) == page.tags.count("svg")
     assert len(set(named)) == len(named)
+
+
+def test_what_is_missing_or_damaged_is_said_on_the_page_and_by_the_command(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    write_twin(folder)
+    for place in ("", "dense"):
+        (folder / place / "model.safetensors").touch()
+    assert gather(folder).gaps == []
+    (folder / "config.yaml").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], '{"step": 15, "lo', *lines[4:]]))
+    (folder / "dense" / "metrics.jsonl").write_text("\n".join(lines[:3]))
+    (folder / "dense" / "model.safetensors").unlink()
+    assert main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    said = capsys.readouterr().out
+    for gap in (
+        "config.yaml is missing: the settings are not shown.",
+        f"metrics.jsonl is damaged in line 4 of {len(lines)}: what was logged from there on",
+        "dense/metrics.jsonl ends at step 10, and the model was trained for 30: what was",
+        f"dense/model.safetensors is missing: comera train {folder} writes it again",
+    ):
+        assert f"in {folder}, {gap}" in said
+        assert gap in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", "a: [1", r"config\.yaml is not readable as YAML"),
+        ("config.yaml", "[1]", r"config\.yaml must hold keys and values, not \[1\]"),
+        ("result.json", '{"name": "dense"}', r"result\.json is damaged: it lacks metrics, params"),
+    ],
+)
+def test_settings_or_a_result_that_are_damaged_are_named(tmp_path, name, text, message):
+    write_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        write_report(tmp_path)
 
 
 @pytest.mark.slow
