@@ -34,6 +34,21 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     return parse_settings(RunConfig, settings)
 
 
+def changes_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return settings by their dotted names, as an option ``--set='[KEY=VALUE,...]'`` has them.
+
+    Raises:
+        ValueError: If a word is no such pair.
+    """
+    changes = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
+        changes[key] = _value(key, text)
+    return changes
+
+
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
     """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option."""
     name, equals, value = word.partition("=")

@@ -152,7 +152,30 @@ def test_other_data_are_not_evaluated(folder, tmp_path, monkeypatch, capsys):
     settings.write_text(settings.read_text().replace(str(folder / "text"), str(tmp_path / "text")))
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 1
-    assert "the data are not those that run was trained on (" in capsys.readouterr().err
+    assert "/text are not those that run was trained on (" in capsys.readouterr().err
+
+
+def test_data_that_have_moved_are_evaluated_where_they_are_now(folder, tmp_path, capsys):
+    settings = tmp_path / "run/config.yaml"
+    shutil.copytree(folder / "runs/pairs", settings.parent)
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    for name in ("train", "dev"):
+        shutil.copy(folder / f"{name}.jsonl", here)
+    settings.write_text(settings.read_text().replace(str(folder), str(tmp_path / "gone")))
+    command = ["evaluate", str(tmp_path / "run")]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "if it is elsewhere now, give its new place, --set='[nli.train=...]'" in said
+    moved = f"nli.train={here}/train.jsonl,nli.dev={here}/dev.jsonl,nli.test={here}/dev.jsonl"
+    assert main([*command, f"--set=[{moved}]"]) == 0
+    assert f"data: {moved.replace(',', ', ')}\n" in capsys.readouterr().out
+    swapped = moved.replace("/train.jsonl", "/train2.jsonl")
+    (here / "train2.jsonl").write_text((here / "dev.jsonl").read_text())
+    assert main([*command, f"--set=[{swapped}]"]) == 1
+    assert "are not those that" in capsys.readouterr().err
+    assert main([*command, "--set=[nli.length=9]"]) == 1
+    assert "nli.length does not say where data of this run are" in capsys.readouterr().err
 
 
 LINES = {
