@@ -11,7 +11,14 @@ from rich.console import Console
 from comera.misspelt import did_you_mean
 from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.folder import lock
-from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
+from comera.recipes.jobs import (
+    Job,
+    Watcher,
+    find_finished,
+    reopen_other_data,
+    resolve,
+    run_jobs,
+)
 from comera.recipes.launchers import LauncherName, make_launcher
 from comera.recipes.progress import show_progress
 from comera.recipes.report.comparison import Failed, compare, read_trained
@@ -45,7 +52,8 @@ def run_sweep(
         out: Folder of everything, instead of the one that the file names.
         launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
         changes: Settings by dotted names that every run gets, whatever the file says.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out this time.
+        skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
+            are finished are compared all the same.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -85,7 +93,8 @@ def _carry_out(
     launcher: LauncherName,
     skip: Sequence[str],
 ) -> int:
-    jobs = unskipped(make_jobs(sweep), skip)
+    everything = make_jobs(sweep)
+    jobs = unskipped(everything, skip)
     expected = len(jobs)
     if search is not None and sweep.search is not None:
         jobs += search.jobs
@@ -114,7 +123,9 @@ def _carry_out(
                 watcher = _telling(search, watcher)
             more = search.more if search is not None else tuple
             completed = run_jobs(jobs, starts, overwrite, watcher, more)
-    _report(sweep, jobs, console)
+    skipped = find_finished([job for job in everything if job not in jobs])
+    ordered = [job for job in everything if job in jobs or job in skipped]
+    _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
     if search is not None:
         console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
     if not completed:

@@ -274,6 +274,21 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
 
 
+def test_what_is_finished_is_compared_though_it_is_skipped(content, tmp_path):
+    content["seeds"] = [0, 1]
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    for job in jobs[:3]:
+        finish(job)
+    status, printed = carried_out(content, tmp_path, skip=["dense/seed-0", "tt/seed-1"])
+    assert status == 0
+    assert "2 runs in" in printed
+    facts = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(row["variant"], row["seeds"]) for row in facts["summary"]] == [
+        ("dense", [0, 1]),
+        ("tt", [0]),
+    ]
+
+
 def test_runs_that_failed_are_among_those_that_have_ended(content, tmp_path):
     jobs = [*make_jobs(sweep_of(content, tmp_path)), Job("x", 0, RunConfig())]
     finish(jobs[0])
