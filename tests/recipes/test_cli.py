@@ -83,6 +83,7 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--train.batch-size=3", ("train.batch_size", 3)),
         ("--nli.vocab-size 9", ("nli.vocab_size", 9)),
         ("--dlrm.table_sizes.user-id=3", ("dlrm.table_sizes", {"user-id": 3})),
+        ("--dlrm.table-sizes.user-id=3", ("dlrm.table_sizes", {"user-id": 3})),
         ("--dlrm.table_sizes.user=3", ("dlrm.table_sizes", {"user": 3})),
         ("--nli.train=7", ("nli.train", ["7"])),
         ("--two_stage=null --two_stage.target=0.25", ("two_stage.target", 0.25)),
