@@ -25,8 +25,10 @@ from comera.recipes.report.comparison import Failed, compare, read_trained
 from comera.recipes.report.comparison_table import comparison_text, write_comparison
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
+from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig
 from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
+from comera.recipes.tasks.task_kinds import kind_of
 
 INTERRUPTED = 130
 
@@ -140,14 +142,24 @@ def _check_data(jobs: Sequence[Job]) -> None:
     Raises:
         FileNotFoundError: If that is so.
     """
-    missing = [missing_data(job.config) for job in jobs if job.state == "waiting"]
-    if missing and all(missing):
-        places = {key: path for found in missing for key, path in found.items()}
-        named = ", no ".join(f"{path} ({key})" for key, path in places.items())
-        raise FileNotFoundError(
-            f"no run can begin without its data: there is no {named}; put the data there, or say "
-            "by those settings where they are"
-        )
+    waiting = [job.config for job in jobs if job.state == "waiting"]
+    by_data = {repr(getattr(config, config.task)): config for config in waiting}
+    lacking = [_lacking_data(config) for config in by_data.values()]
+    if lacking and all(lacking):
+        said = "; ".join(text for text in dict.fromkeys(lacking) if text)
+        raise FileNotFoundError(f"no run can begin without its data: {said}")
+
+
+def _lacking_data(config: RunConfig) -> str | None:
+    """Say which data of a run are not there, None if all are; no file is read."""
+    if missing := missing_data(config):
+        named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
+        return f"there is no {named}; put the data there, or say by those settings where they are"
+    try:
+        kind_of(config).find_data(config)
+    except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
+        return str(problem)
+    return None
 
 
 def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:

@@ -299,6 +299,14 @@ def test_runs_that_failed_are_among_those_that_have_ended(content, tmp_path):
     assert "2/4 1 failed" in console.file.getvalue()
 
 
+def test_a_pattern_that_no_file_matches_is_said_once_before_anything_starts(content, tmp_path):
+    content["base"]["masked_text"]["pattern"] = "**/*.rst"
+    said = r"^no run can begin without its data: no file matches '\*\*/\*\.rst' under \S+text$"
+    with pytest.raises(FileNotFoundError, match=said):
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert not list((tmp_path / "out").glob("*/*"))
+
+
 def test_a_run_whose_result_is_damaged_is_not_finished(content, tmp_path):
     jobs = make_jobs(sweep_of(content, tmp_path))
     for job in jobs:
