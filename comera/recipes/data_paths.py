@@ -95,6 +95,17 @@ def missing_data(config: RunConfig) -> dict[str, str]:
     return found
 
 
+def data_within(config: RunConfig, folder: Path) -> str | None:
+    """Return the first data of a run that are a folder or in it, as ``key=path``; None if none."""
+    outer = folder.resolve()
+    for name, keys in _PATHS.items():
+        for key in keys:
+            for path in _each(getattr(config, name), key):
+                if Path(path).resolve().is_relative_to(outer):
+                    return f"{name}.{key}={path}"
+    return None
+
+
 def _each(section: Any, key: str) -> Iterator[str]:
     value = getattr(section, key, None)
     for path in value if isinstance(value, list) else [value]:
