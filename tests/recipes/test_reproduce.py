@@ -34,7 +34,7 @@ def test_every_paper_has_an_experiment_in_both_scales():
 
 
 def test_an_unknown_name_or_scale_is_refused():
-    with pytest.raises(ValueError, match="did you mean comera-nli"):
+    with pytest.raises(ValueError, match=r"lists: did you mean comera-nli\?$"):
         file_of("comera-nly", "small")
     with pytest.raises(ValueError, match="galore-llama-1b has no --scale=small, only paper"):
         file_of("galore-llama-1b", "small")
