@@ -23,6 +23,7 @@ from comera.misspelt import did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.list_runs import holds_runs
 from comera.recipes.named import described, file_of
 from comera.recipes.parse import parser_of, wanted
 from comera.recipes.report.run_report import write_report
@@ -273,6 +274,11 @@ def _write_report(folder: Path, console: Console) -> None:
         console.print(f"in {folder}, {text}", markup=False, highlight=False, soft_wrap=True)
 
     of_a_sweep = (folder / "results.json").is_file()
+    if not of_a_sweep and not (folder / "metrics.jsonl").is_file() and holds_runs(folder):
+        raise FileNotFoundError(
+            f"{folder} is not a run but holds some: give one of those that comera list {folder} "
+            "shows"
+        )
     written = write_sweep_report(folder) if of_a_sweep else write_report(folder, say)
     console.print(f"wrote {written}", markup=False)
 

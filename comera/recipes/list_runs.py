@@ -45,6 +45,11 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and bool(_settings(folder).get("train"))
 
 
+def holds_runs(folder: Path) -> bool:
+    """Tell whether there are runs in a folder, or below, that is that of none itself."""
+    return folder.is_dir() and not is_run(folder) and any(_runs(folder))
+
+
 def runs_table(folder: Path) -> Table:
     """List the runs in a folder and below, the last one to be written to first.
 

@@ -365,6 +365,14 @@ def test_long_run_gives_a_small_page(tmp_path):
     assert len(text) < 200_000
 
 
+def test_a_folder_of_several_runs_is_listed_instead(tmp_path, capsys):
+    for name in ("one", "two"):
+        (write_run(tmp_path / name) / "config.yaml").write_text("train: {steps: 3}\n")
+    assert main(["report", str(tmp_path)]) == 1
+    said = f"is not a run but holds some: give one of those that comera list {tmp_path} shows\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} {said}"
+
+
 @pytest.mark.parametrize("folder", ["", "not there"])
 def test_folder_that_is_no_run(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match="is not a run"):
