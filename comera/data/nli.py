@@ -330,9 +330,19 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
             for number, line in enumerate([first, *file], start=1):
                 if line.strip():
                     try:
-                        yield json.loads(line)
+                        row = json.loads(line)
                     except json.JSONDecodeError as problem:
-                        raise ValueError(f"line {number} of {source}: {problem}") from None
+                        # Its own words number the lines of what was parsed, which is one line.
+                        raise ValueError(
+                            f"line {number} of {source} is no JSON: {problem.msg} at character "
+                            f"{problem.pos + 1}"
+                        ) from None
+                    if not isinstance(row, dict):
+                        raise ValueError(
+                            f"line {number} of {source} must be a JSON object, not "
+                            f"{line.strip()[:80]}"
+                        )
+                    yield row
             return
         names = first.rstrip("\r\n").split("\t")
         yield from csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE)

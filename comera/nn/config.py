@@ -5,11 +5,15 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
 from comera.misspelt import did_you_mean, names_misspelt
+from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
-from comera.shapes import whole_number
+from comera.shapes import check_whole_numbers, is_number, whole_number
 
 Rank = int | list[int]
+
+_LEAST = {"order": 1, "embedding_order": 2, "hot_rows": 0, "min_size": 0, "tokens": 1}
+"""Whole numbers, and how small each may be."""
 
 
 @names_misspelt
@@ -107,8 +111,7 @@ class TTConfig:
                 raise ValueError(
                     f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
                 )
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be at least 1")
+        self._check_numbers()
         if self.scatter_rows and self.init == "svd":
             raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
         if self.tolerance is not None and self.init != "svd":
@@ -116,6 +119,23 @@ class TTConfig:
                 f"tolerance={self.tolerance} is an error against the present weight: "
                 f'it needs init="svd", not init={init!r}'
             )
+
+    def _check_numbers(self) -> None:
+        """Refuse what no layer can have where it is written, rather than at the first layer."""
+        times, gate = self.compression, self.prune_below
+        if times is not None and not (is_number(times) and times > 1):
+            raise ValueError(
+                f"compression={times!r} must be above 1: 10 means ten times fewer parameters"
+            )
+        if not (is_number(gate) and 0 <= gate < 1):
+            raise ValueError(f"prune_below={gate!r} must be in [0, 1): gates start at 1")
+        check_tolerance(self.tolerance)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_whole_numbers(**{name: value})
+                if value < least:
+                    raise ValueError(f"{name}={value} must be at least {least}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as numbers, strings, lists and dicts, which JSON can hold."""

@@ -4,9 +4,9 @@ import html
 from collections.abc import Iterable, Sequence
 
 
-def show_count(number: float) -> str:
-    """Write a count with three digits and a unit: ``94.4M``."""
-    return _in_units(number, 1000, ("", "k", "M", "G", "T"))
+def show_count(number: float, digits: int = 3) -> str:
+    """Write a count with three digits, or more, and a unit: ``94.4M``."""
+    return _in_units(number, 1000, ("", "k", "M", "G", "T"), digits)
 
 
 def show_bytes(number: float) -> str:
@@ -14,12 +14,12 @@ def show_bytes(number: float) -> str:
     return _in_units(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
-def _in_units(number: float, base: int, units: Sequence[str]) -> str:
+def _in_units(number: float, base: int, units: Sequence[str], digits: int = 3) -> str:
     for unit in units[:-1]:
         if abs(number) < 999.5:
-            return f"{number:.3g}{unit}"
+            return f"{number:.{digits}g}{unit}"
         number /= base
-    return f"{number:.3g}{units[-1]}"
+    return f"{number:.{digits}g}{units[-1]}"
 
 
 def show_seconds(number: float) -> str:

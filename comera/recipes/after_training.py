@@ -3,7 +3,7 @@
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from comera.recipes.build import find_device, without_remarks
+from comera.recipes.data_paths import missing_data, named_data, with_places
 from comera.recipes.data_record import DataRecord
 from comera.recipes.export import export
 from comera.recipes.folder import other_data
@@ -21,6 +22,7 @@ from comera.recipes.predict import as_json, predictions
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.recipes.trained import TrainedRun, load_run
+from comera.recipes.typed import changes_of
 
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",
@@ -40,6 +42,12 @@ def add_commands(commands: Any) -> None:
         parsers[name].add_argument("run", type=str, help="Folder of a finished run.")
     for name in ("evaluate", "predict"):
         parsers[name].add_argument("--device", type=str, default="auto", help="As of a run.")
+    parsers["evaluate"].add_argument(
+        "--set",
+        type=list[str],
+        default=[],
+        help="Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.",
+    )
     parsers["predict"].add_argument(
         "file",
         type=str,
@@ -67,7 +75,9 @@ def _carried_out(command: str, options: Namespace, console: Console) -> int:
         folder = Path(options.folder).expanduser()
         console.print(files_table(folder) if is_run(folder) else runs_table(folder))
     elif command == "evaluate":
-        console.print(evaluation(Path(options.run).expanduser(), find_device(options.device)))
+        places = changes_of(options.set)
+        folder, device = Path(options.run).expanduser(), find_device(options.device)
+        console.print(evaluation(folder, device, places, console))
     elif command == "predict":
         if options.tokens < 1:
             raise ValueError(f"tokens={options.tokens} must be at least 1")
@@ -83,21 +93,46 @@ def _carried_out(command: str, options: Namespace, console: Console) -> int:
     return 0
 
 
-def evaluation(folder: Path, device: torch.device) -> Table:
+def evaluation(
+    folder: Path, device: torch.device, places: Mapping[str, Any], console: Console
+) -> Table:
     """Evaluate the models of a run on its data, and set that beside what it has noted.
 
+    Args:
+        folder: Folder of the run.
+        device: Where it is evaluated.
+        places: Where its data are now, by the dotted names of settings, if they have moved.
+        console: Told which data are read.
+
     Raises:
-        ValueError: If the data are no longer those of the run.
+        FileNotFoundError: If the data are not there.
+        ValueError: If they are no longer those of the run.
     """
     run = load_run(folder, device=device)
     runs = {("compressed" if run.config.tensorize else "dense"): run}
     if (folder / "dense" / "result.json").is_file():
         runs["dense"] = load_run(folder, twin=True, device=device)
-    digests = kind_of(run.config).data_digests(run.config)
+    config = with_places(run.config, places)
+    data = named_data(config)
+    try:
+        digests = kind_of(config).data_digests(config)
+    except FileNotFoundError as problem:
+        key = next(iter(missing_data(config)), None)
+        if key is None:
+            raise
+        raise FileNotFoundError(
+            f"{problem}; the run in {folder} was trained on that: if it is elsewhere now, give its "
+            f"new place, --set='[{key}=...]'"
+        ) from None
     difference = other_data(folder, DataRecord(digests))
     if difference is not None:
-        raise ValueError(f"the data are not those that {folder} was trained on ({difference})")
-    task = prepare_task(run.config, device, digests)
+        raise ValueError(
+            f"the data {data or 'there are'} are not those that {folder} was trained on "
+            f"({difference})"
+        )
+    if data:
+        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
+    task = prepare_task(config, device, digests)
     table = Table(title=f"evaluation of {folder}")
     table.add_column("")
     columns: list[dict[str, float]] = []

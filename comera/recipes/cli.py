@@ -5,10 +5,10 @@ import io
 import logging
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import torch
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -23,7 +23,9 @@ from comera.misspelt import did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.list_runs import holds_runs
 from comera.recipes.named import described, file_of
+from comera.recipes.parse import parser_of, wanted
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run_commands import (
@@ -126,7 +128,7 @@ def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
 
     Raises:
         ValueError: If there is no command or option of such a name, with a guess what was meant,
-            which argparse has not.
+            which argparse has not, or an option takes other values.
     """
     command, before, rest = "comera", list[str](), list(words)
     while (below := getattr(parser, "_subcommands_action", None)) is not None:
@@ -145,7 +147,28 @@ def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
         short = parser.allow_abbrev and any(name.startswith(option) for name in options)
         if option not in options and not short:
             raise ValueError(f"{command} has no option {option}{did_you_mean(option, options)}")
+    for place, word in enumerate(rest):
+        name, equals, text = word.partition("=")
+        hint = next((_hint(each) for each in parser._actions if name in each.option_strings), None)
+        if hint is not None and (equals or rest[place + 1 :]):
+            _check_value(name, text if equals else rest[place + 1], hint)
     return [*before, *rest]
+
+
+def _hint(action: Any) -> Any:
+    """Return the type that an option takes; None of one that a parser has by itself."""
+    return Literal[tuple(action.choices)] if action.choices else getattr(action, "_typehint", None)
+
+
+def _check_value(name: str, text: str, hint: Any) -> None:
+    """Raise ``ValueError`` for a value of another type, which the parser says in its own words."""
+    if hint is str:
+        return
+    try:
+        parser_of(hint).parse_args([f"--value={text}"])
+    except ArgumentError:
+        example = f": {name}='[{text}]'" if get_origin(hint) is list else ""
+        raise ValueError(f"{name}={text} must be {wanted(hint)}{example}") from None
 
 
 def _wanted(words: Sequence[str]) -> str | None:
@@ -247,8 +270,16 @@ def _show_configuration(name: str | None) -> None:
 
 
 def _write_report(folder: Path, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(f"in {folder}, {text}", markup=False, highlight=False, soft_wrap=True)
+
     of_a_sweep = (folder / "results.json").is_file()
-    written = (write_sweep_report if of_a_sweep else write_report)(folder)
+    if not of_a_sweep and not (folder / "metrics.jsonl").is_file() and holds_runs(folder):
+        raise FileNotFoundError(
+            f"{folder} is not a run but holds some: give one of those that comera list {folder} "
+            "shows"
+        )
+    written = write_sweep_report(folder) if of_a_sweep else write_report(folder, say)
     console.print(f"wrote {written}", markup=False)
 
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from comera.misspelt import did_you_mean
+from comera.recipes.parse import parse_settings
 from comera.recipes.run_config import RunConfig
 
 _PATHS = {
@@ -28,6 +31,48 @@ def with_whole_paths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, **changes)
 
 
+def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
+    """Return settings whose data are at other places, as whole paths.
+
+    Args:
+        config: The run.
+        places: The new ones by the dotted names of settings.
+
+    Raises:
+        ValueError: If one is not where data of the run are, or no path.
+    """
+    known = [
+        f"{name}.{key}"
+        for name, keys in _PATHS.items()
+        if getattr(config, name) is not None
+        for key in keys
+    ]
+    changes: dict[str, dict[str, Any]] = {}
+    for word, place in places.items():
+        if word not in known:
+            raise ValueError(
+                f"{word} does not say where data of this run are{did_you_mean(word, known)}"
+            )
+        name, _, key = word.partition(".")
+        changes.setdefault(name, asdict(getattr(config, name)))[key] = place
+    sections = {
+        name: parse_settings(type(getattr(config, name)), values, f"{name}.")
+        for name, values in changes.items()
+    }
+    return with_whole_paths(dataclasses.replace(config, **sections))
+
+
+def named_data(config: RunConfig) -> str:
+    """Return where the data of a run are, as its settings say it; nothing of default ones."""
+    found = (
+        f"{name}.{key}={path}"
+        for name, keys in _PATHS.items()
+        for key in keys
+        for path in _each(getattr(config, name), key)
+    )
+    return ", ".join(found)
+
+
 def follow_moved(there: dict[str, Any], here: dict[str, Any]) -> None:
     """Put new places of data into the settings of a run that was begun, where the old are gone.
 
@@ -48,6 +93,17 @@ def missing_data(config: RunConfig) -> dict[str, str]:
             if path := next(gone, None):
                 found[f"{name}.{key}"] = path
     return found
+
+
+def data_within(config: RunConfig, folder: Path) -> str | None:
+    """Return the first data of a run that are a folder or in it, as ``key=path``; None if none."""
+    outer = folder.resolve()
+    for name, keys in _PATHS.items():
+        for key in keys:
+            for path in _each(getattr(config, name), key):
+                if Path(path).resolve().is_relative_to(outer):
+                    return f"{name}.{key}={path}"
+    return None
 
 
 def _each(section: Any, key: str) -> Iterator[str]:

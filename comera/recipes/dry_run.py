@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from comera.nn.model_size import model_size
+from comera.planning.printing import show_bytes
 from comera.recipes.build import build_step, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run import planned_memory, planned_model
@@ -26,19 +27,24 @@ class DryRun:
     Attributes:
         params: Parameters of the model at the start.
         bytes: Memory of weights, gradients and optimizer state.
-        losses: The loss of each step; empty where that memory was not to be had, and forward and
-            backward went through the shapes alone.
+        most_bytes: Up to how much of it steps are done.
+        losses: The loss of each step; empty where it is more than that, and forward and backward
+            went through the shapes alone.
     """
 
     params: int
     bytes: int
+    most_bytes: int
     losses: tuple[float, ...]
 
     def __str__(self) -> str:
         memory = f"{self.params:,} parameters, {self.bytes / (1 << 20):,.0f} MiB to train them"
         if self.losses:
             return f"{memory}; {len(self.losses)} steps done"
-        return f"{memory}: too much for here; forward and backward fit by their shapes"
+        return (
+            f"{memory}: no steps done, as a dry run does them up to {show_bytes(self.most_bytes)}; "
+            "forward and backward fit by their shapes"
+        )
 
 
 def dry_run(config: RunConfig, most_bytes: int) -> DryRun:
@@ -65,14 +71,14 @@ def dry_run(config: RunConfig, most_bytes: int) -> DryRun:
     small = dataclasses.replace(config, train=train, device="cpu", twin=False)
     with without_remarks():
         if needed > most_bytes:
-            return DryRun(_backward_by_shapes(small), needed, ())
+            return DryRun(_backward_by_shapes(small), needed, most_bytes, ())
         task = _task(small)
         torch.manual_seed(config.seed)
         model = make_model(small, task, torch.device("cpu"))
     step = build_step(model, small, task)
     params = model_size(model).params
     losses = tuple(float(step(task.get_batch(number))) for number in range(_STEPS))
-    return DryRun(params, needed, losses)
+    return DryRun(params, needed, most_bytes, losses)
 
 
 def _backward_by_shapes(config: RunConfig) -> int:

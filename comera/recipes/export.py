@@ -1,6 +1,10 @@
 """Write a trained model in a form that runs where comera is not."""
 
+import contextlib
 import io
+import logging
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +49,7 @@ def export(run: TrainedRun, path: Path) -> str:
     else:
         model = _Positional(to_plain_(run.model)).eval()
         inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
-        auto = torch.export.Dim.AUTO
-        shapes = (tuple(dict.fromkeys(range(x.dim()), auto) for x in inputs),)
+        shapes = (tuple(map(_open_sizes, inputs)),)
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
             written = io.BytesIO()  # a path would have to end in .pt2, and the temporary's does not
@@ -57,6 +60,12 @@ def export(run: TrainedRun, path: Path) -> str:
             _to_onnx(model, inputs, shapes, path)
     size = path.stat().st_size
     return f"wrote {_FORMS[path.suffix]} to {path}, {size:,} bytes"
+
+
+def _open_sizes(example: Tensor) -> dict[int, Any]:
+    """Return which sizes of an input may be others; one alone, as of columns, is always that."""
+    auto = torch.export.Dim.AUTO
+    return {k: auto for k, size in enumerate(example.shape) if size > 1}
 
 
 class _Positional(nn.Module):
@@ -73,7 +82,37 @@ class _Positional(nn.Module):
 def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
     with needed_by("a file of ONNX"):
         import onnxscript  # noqa: F401  torch's own message does not say how to install it
-    program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
-    assert program is not None, "of the exporter by dynamo"
-    with replacing(path) as temporary:
-        program.save(temporary)
+    with _without_progress():
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
+        assert program is not None, "of the exporter by dynamo"
+        with replacing(path) as temporary:
+            program.save(temporary)
+
+
+@contextlib.contextmanager
+def _without_progress() -> Iterator[None]:
+    """Run what is inside without what torch's exporter to ONNX tells of each of its passes.
+
+    Of warnings only two are left out, which are about torch itself and not about the model.
+    """
+    chatty = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
+    levels = [log.level for log in chatty]
+    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
+    for log in chatty:
+        log.setLevel(logging.WARNING)
+    registry.addFilter(_is_of_use)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        registry.removeFilter(_is_of_use)
+        for log, level in zip(chatty, levels, strict=True):
+            log.setLevel(level)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Tell whether it says more than that torchvision, which no model here needs, is not there."""
+    return not record.getMessage().startswith("torchvision is not installed")

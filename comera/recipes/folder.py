@@ -14,7 +14,7 @@ from filelock import FileLock
 from comera.checkpoint.archive import Archive, take
 from comera.data.click_rows import CATEGORIES
 from comera.files import replacing
-from comera.recipes.data_paths import follow_moved, with_whole_paths
+from comera.recipes.data_paths import data_within, follow_moved, with_whole_paths
 from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.result_file import read_result
@@ -64,8 +64,8 @@ def check_folder(config: RunConfig) -> None:
     """Make sure that a run may have its folder; nothing is written or deleted.
 
     Raises:
-        ValueError: If it holds a run with other settings, and ``overwrite`` is not set, or what no
-            run wrote would be in the way.
+        ValueError: If it holds a run with other settings, and ``overwrite`` is not set, what no run
+            wrote would be in the way, or the run is to read what is there.
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
@@ -80,6 +80,12 @@ def check_folder(config: RunConfig) -> None:
         raise ValueError(
             f"{folder} holds {', '.join(foreign)} that no run here has written: "
             "choose another --out, or move that away"
+        )
+    data = data_within(config, folder) if config.overwrite or not begun(folder) else None
+    if data is not None:
+        raise ValueError(
+            f"{folder} holds what the run is to read ({data}): choose another --out, where there "
+            "are no data"
         )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if there.is_dir() and not os.access(there, os.W_OK):

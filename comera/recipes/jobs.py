@@ -98,14 +98,7 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
         FileNotFoundError: If the data of a run that was begun are not there.
     """
     for job in jobs:
-        if job.state != "waiting" or any(needed.state != "finished" for needed in job.needs):
-            continue
-        if job.clock is not None and job.pace is not None:
-            steps = steps_in_time(job.clock.folder, job.pace.folder)
-            train = dataclasses.replace(job.config.train, steps=steps, epochs=None)
-            job.config = dataclasses.replace(job.config, train=train)
-        if is_finished(job.config) and not job.anew:
-            job.state = "finished"
+        if not _can_begin(job) or find_finished([job]):
             continue
         difference = other_settings(job.config)
         if difference is not None and not overwrite:
@@ -115,6 +108,27 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
             )
         anew = difference is not None or job.anew or _has_other_data(job, overwrite)
         job.config = dataclasses.replace(job.config, overwrite=anew)
+
+
+def find_finished(jobs: Sequence[Job]) -> list[Job]:
+    """Mark and return the jobs that are finished already; what others are does not matter."""
+    found = []
+    for job in jobs:
+        if not _can_begin(job):
+            continue
+        if job.clock is not None and job.pace is not None:
+            steps = steps_in_time(job.clock.folder, job.pace.folder)
+            train = dataclasses.replace(job.config.train, steps=steps, epochs=None)
+            job.config = dataclasses.replace(job.config, train=train)
+        if is_finished(job.config) and not job.anew:
+            job.state = "finished"
+            found.append(job)
+    return found
+
+
+def _can_begin(job: Job) -> bool:
+    """Tell whether a job waits, and for no other one."""
+    return job.state == "waiting" and all(needed.state == "finished" for needed in job.needs)
 
 
 def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
@@ -247,7 +261,7 @@ def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
             job.state, job.reason = "failed", str(problem)
         if job.state != "waiting":
             watcher.ended(job)
-        elif all(needed.state == "finished" for needed in job.needs):
+        elif _can_begin(job):
             return job
     return None
 

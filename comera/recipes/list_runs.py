@@ -1,10 +1,12 @@
 """What there is in a folder of runs, and in the folder of one."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
@@ -25,16 +27,27 @@ _FILES = {
     "tokenizer.json": "its vocabulary, for the package tokenizers",
     "categories.safetensors": "the rows of its tables by the categories of the log",
     "dense": "the same of the dense twin",
+    "log.txt": "what it printed, as a run of a sweep",
     "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
 }
 _MB = 1e6
 
+_LOG = "log.txt"
+_STARTED = re.compile(r"^\d+ threads$", re.MULTILINE)
+"""What a run of a sweep prints first, each time it is started."""
+_RAISED = re.compile(r"^Traceback .*\n(?:\s.*\n)*(\S.*)", re.MULTILINE)
+
 
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is that of a run."""
     return (folder / "config.yaml").is_file() and bool(_settings(folder).get("train"))
+
+
+def holds_runs(folder: Path) -> bool:
+    """Tell whether there are runs in a folder, or below, that is that of none itself."""
+    return folder.is_dir() and not is_run(folder) and any(_runs(folder))
 
 
 def runs_table(folder: Path) -> Table:
@@ -70,7 +83,7 @@ def files_table(folder: Path) -> Table:
 
 def _runs(folder: Path) -> Iterator[Path]:
     """Yield folders of runs; what is inside of one, such as its twin, is part of it."""
-    if is_run(folder):
+    if is_run(folder) or _has_only_a_log(folder):
         yield folder
         return
     for below in sorted(folder.iterdir()):
@@ -78,8 +91,20 @@ def _runs(folder: Path) -> Iterator[Path]:
             yield from _runs(below)
 
 
+def _has_only_a_log(folder: Path) -> bool:
+    """Tell whether a run of a sweep was started here and has not come to write its settings."""
+    return not (folder / "config.yaml").exists() and bool(_STARTED.search(_log(folder)))
+
+
+def _log(run: Path) -> str:
+    path = run / _LOG
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def _row(run: Path) -> tuple[str, ...]:
     settings, result = _settings(run), _result(run)
+    if _has_only_a_log(run):
+        return "", "0", _started(run), "", "", f"{_size(run) / _MB:.1f}"
     task = next((name for name in METRICS if settings.get(name)), "")
     train = settings["train"]
     logged = last_logged(run, "loss")
@@ -110,6 +135,15 @@ def _begun(folder: Path) -> str:
         return f"failed: {str(failed[1]).split(',')[0]}"
     saved = Archive(folder / "checkpoints").steps()
     return "begun" if saved or last_logged(folder, "loss") else "not begun"
+
+
+def _started(run: Path) -> str:
+    """Say what the log tells of a run that has nothing else: why it failed, if it did."""
+    raised = _RAISED.findall(_STARTED.split(_log(run))[-1])
+    if not raised:
+        return "not begun"
+    kind, _, reason = raised[-1].partition(": ")
+    return f"failed: {escape(reason or kind)}"
 
 
 def _last_evaluation(run: Path) -> str:

@@ -174,6 +174,10 @@ def check_optimizer(settings: OptimizerConfig) -> None:
         )
     for key in ("betas", "eps"):
         _check_count(settings.name, key, getattr(settings, key), choice.defaults.get(key))
+    if settings.betas is not None and not all(0 <= beta < 1 for beta in settings.betas):
+        raise ValueError(f"optimizer.betas={settings.betas} must be decay rates in [0, 1)")
+    if isinstance(settings.eps, int | float) and not settings.eps >= 0:
+        raise ValueError(f"optimizer.eps={settings.eps} must be at least 0")
 
 
 def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
@@ -231,7 +235,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> O
             "pip install torchao"
         ) from None
     except ValueError as problem:
-        raise ValueError(f"optimizer.name={settings.name}: {problem}") from None
+        key, equals, _ = str(problem).partition("=")
+        named = f"optimizer.{problem}" if equals and key in values else None
+        raise ValueError(named or f"optimizer.name={settings.name}: {problem}") from None
 
 
 def twin_of(settings: OptimizerConfig) -> OptimizerConfig:

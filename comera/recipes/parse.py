@@ -45,7 +45,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         section, optional = section_of(hints[key])
         if section is None:
             try:
-                found[key] = _parser_of(hints[key]).parse_object({"value": value}).value
+                found[key] = parser_of(hints[key]).parse_object({"value": value}).value
             except ArgumentError:
                 raise ValueError(f"{within}{key}={value!r} must be {wanted(hints[key])}") from None
         elif isinstance(value, Mapping):
@@ -65,7 +65,8 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
 
 
 @functools.cache  # a parser of all fields would look at all of them for each
-def _parser_of(hint: Any) -> ArgumentParser:
+def parser_of(hint: Any) -> ArgumentParser:
+    """Return a parser of one option ``--value`` of some type; it raises ``ArgumentError``."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     return parser

@@ -17,7 +17,7 @@ from comera.train.log import last_logged, progress_bar
 def show_progress(
     jobs: Sequence[Job], metric: str, console: Console, expected: int
 ) -> Iterator[Watcher]:
-    """Show one bar for all jobs, and one for each that runs.
+    """Show one bar for all jobs, which finished or failed, and one for each that runs.
 
     Args:
         jobs: All jobs that are known, finished or not.
@@ -37,8 +37,10 @@ def show_progress(
         def ended(job: Job) -> None:
             if job in bars:
                 progress.remove_task(bars.pop(job))
-            if job.state == "finished":
+            if job.state != "stopped":
                 progress.advance(overall)
+            failed = sum(job.state == "failed" for job in jobs)
+            progress.update(overall, figures=f"{failed} failed" if failed else "")
             line = f"{escape(job.name.ljust(width))}  {escape(_ending(job, metric))}"
             progress.console.print(line, highlight=False, soft_wrap=True)
 

@@ -49,8 +49,8 @@ def file_of(name: str, scale: Scale) -> Path:
     known = experiments()
     if name not in known:
         raise ValueError(
-            f"there is no experiment {name!r}{did_you_mean(name, known)}; `comera reproduce` lists "
-            "all"
+            f"there is no experiment {name!r} among those that `comera reproduce` lists"
+            f"{did_you_mean(name, known)}"
         )
     if scale not in known[name]:
         raise ValueError(f"{name} has no --scale={scale}, only {', '.join(known[name])}")

@@ -11,15 +11,24 @@ from rich.console import Console
 from comera.misspelt import did_you_mean
 from comera.recipes.data_paths import missing_data, with_whole_paths
 from comera.recipes.folder import lock
-from comera.recipes.jobs import Job, Watcher, reopen_other_data, resolve, run_jobs
+from comera.recipes.jobs import (
+    Job,
+    Watcher,
+    find_finished,
+    reopen_other_data,
+    resolve,
+    run_jobs,
+)
 from comera.recipes.launchers import LauncherName, make_launcher
 from comera.recipes.progress import show_progress
 from comera.recipes.report.comparison import Failed, compare, read_trained
 from comera.recipes.report.comparison_table import comparison_text, write_comparison
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
+from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig
 from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
+from comera.recipes.tasks.task_kinds import kind_of
 
 INTERRUPTED = 130
 
@@ -45,7 +54,8 @@ def run_sweep(
         out: Folder of everything, instead of the one that the file names.
         launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
         changes: Settings by dotted names that every run gets, whatever the file says.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out this time.
+        skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
+            are finished are compared all the same.
 
     Returns:
         Exit status: 0, 1 if a run failed, 130 after Ctrl-C.
@@ -85,7 +95,8 @@ def _carry_out(
     launcher: LauncherName,
     skip: Sequence[str],
 ) -> int:
-    jobs = unskipped(make_jobs(sweep), skip)
+    everything = make_jobs(sweep)
+    jobs = unskipped(everything, skip)
     expected = len(jobs)
     if search is not None and sweep.search is not None:
         jobs += search.jobs
@@ -114,7 +125,9 @@ def _carry_out(
                 watcher = _telling(search, watcher)
             more = search.more if search is not None else tuple
             completed = run_jobs(jobs, starts, overwrite, watcher, more)
-    _report(sweep, jobs, console)
+    skipped = find_finished([job for job in everything if job not in jobs])
+    ordered = [job for job in everything if job in jobs or job in skipped]
+    _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
     if search is not None:
         console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
     if not completed:
@@ -129,14 +142,24 @@ def _check_data(jobs: Sequence[Job]) -> None:
     Raises:
         FileNotFoundError: If that is so.
     """
-    missing = [missing_data(job.config) for job in jobs if job.state == "waiting"]
-    if missing and all(missing):
-        places = {key: path for found in missing for key, path in found.items()}
-        named = ", no ".join(f"{path} ({key})" for key, path in places.items())
-        raise FileNotFoundError(
-            f"no run can begin without its data: there is no {named}; put the data there, or say "
-            "by those settings where they are"
-        )
+    waiting = [job.config for job in jobs if job.state == "waiting"]
+    by_data = {repr(getattr(config, config.task)): config for config in waiting}
+    lacking = [_lacking_data(config) for config in by_data.values()]
+    if lacking and all(lacking):
+        said = "; ".join(text for text in dict.fromkeys(lacking) if text)
+        raise FileNotFoundError(f"no run can begin without its data: {said}")
+
+
+def _lacking_data(config: RunConfig) -> str | None:
+    """Say which data of a run are not there, None if all are; no file is read."""
+    if missing := missing_data(config):
+        named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
+        return f"there is no {named}; put the data there, or say by those settings where they are"
+    try:
+        kind_of(config).find_data(config)
+    except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
+        return str(problem)
+    return None
 
 
 def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:

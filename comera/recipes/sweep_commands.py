@@ -4,7 +4,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
@@ -12,6 +11,7 @@ from comera.recipes.launchers import LauncherName
 from comera.recipes.named import file_of, first_sentence
 from comera.recipes.reproduce import Scale, experiments, reproduce, try_out
 from comera.recipes.sweep import run_sweep
+from comera.recipes.typed import changes_of
 
 SWEEP_COMMANDS = {
     "sweep": "Train variants of one run over seeds, and compare them.",
@@ -42,12 +42,7 @@ def _reproduce(options: Namespace, console: Console) -> int:
             line = f"{name} ({', '.join(sorted(scales, reverse=True))}): {title}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
-    changes = {}
-    for word in options.set:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
-        changes[key] = yaml.safe_load(value)
+    changes = changes_of(options.set)
     if options.dry_run:
         for line in try_out(options.name, options.scale, changes, skip=options.skip):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -139,8 +134,8 @@ def _reproduce_parser() -> ArgumentParser:
         "--dry_run",
         type=bool,
         default=False,
-        help="Train nothing, but do two steps of each variant on drawn data, or go through its "
-        "shapes where memory does not suffice.",
+        help="Train nothing, but do two steps of each variant on drawn data, or go through the "
+        "shapes of one that takes more than 512 MiB.",
     )
     return parser
 

@@ -34,12 +34,34 @@ def typed_settings(words: Sequence[str]) -> RunConfig:
     return parse_settings(RunConfig, settings)
 
 
+def changes_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return settings by their dotted names, as an option ``--set='[KEY=VALUE,...]'`` has them.
+
+    Raises:
+        ValueError: If a word is no such pair.
+    """
+    changes = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
+        changes[key] = _value(key, text)
+    return changes
+
+
 def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
-    """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option."""
+    """Return ``--dry-run=true`` as ``--dry_run=true``, if that alone is an option.
+
+    Keys inside of a mapping, as ``user-id`` in ``--dlrm.table-sizes.user-id=3``, stay as typed.
+    """
     name, equals, value = word.partition("=")
-    other = f"--{name[2:].replace('-', '_')}"
-    meant = name.startswith("--") and not is_option(name) and is_option(other)
-    return f"{other}{equals}{value}" if meant else word
+    parts = name[2:].split(".")
+    for count in range(len(parts) + 1) if name.startswith("--") else ():
+        outer = [part.replace("-", "_") for part in parts[:count]]
+        other = f"--{'.'.join([*outer, *parts[count:]])}"
+        if is_option(other):
+            return f"{other}{equals}{value}"
+    return word
 
 
 def _taken_apart(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:

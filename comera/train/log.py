@@ -74,7 +74,7 @@ class RunLog(SilentLog):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's ``metrics.jsonl``; a last line cut short is left out.
+    """Read the lines of a run's ``metrics.jsonl``, up to one that is cut short or damaged.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
@@ -83,11 +83,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no metrics.jsonl")
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(from_json(text))
+            line = from_json(text)
         except json.JSONDecodeError:
             break
+        if not isinstance(line, dict) or "step" not in line:
+            break
+        lines.append(line)
     return lines
 
 

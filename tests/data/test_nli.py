@@ -156,7 +156,11 @@ def test_a_given_vocabulary_is_used_and_checked(settings, tmp_path):
             r"row 1 .* has no hypothesis \(its fields: premise, label",
         ),
         ('{"premise": "a", "hypothesis": "b", "label": 7}', "label '7'"),
-        ('{"premise": "a"', "line 1 of"),
+        ('{"premise": "a"', r"^line 1 of \S+ is no JSON: Expecting ',' delimiter at character 16$"),
+        (
+            '{"premise": "a", "hypothesis": "b", "label": 2}\n[3]\n',
+            "line 2 .* JSON object, not .3.",
+        ),
         ("", "holds no rows"),
     ],
 )

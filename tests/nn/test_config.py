@@ -20,6 +20,27 @@ def test_a_rank_below_one_is_refused_where_it_is_written(settings, named):
         TTConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compression": 0}, "compression=0 must be above 1"),
+        ({"compression": 0.5}, "compression=0.5 must be above 1"),
+        ({"compression": float("nan")}, "compression=nan must be above 1"),
+        ({"tolerance": -1, "init": "svd"}, "tolerance=-1 must be in [0, 1)"),
+        ({"order": 0}, "order=0 must be at least 1"),
+        ({"order": 2.5}, "order=2.5 must be a whole number"),
+        ({"embedding_order": 1}, "embedding_order=1 must be at least 2"),
+        ({"hot_rows": -1}, "hot_rows=-1 must be at least 0"),
+        ({"min_size": -5}, "min_size=-5 must be at least 0"),
+        ({"prune_below": 1.0}, "prune_below=1.0 must be in [0, 1)"),
+        ({"tokens": "4"}, "tokens='4' must be a whole number"),
+    ],
+)
+def test_a_number_that_no_layer_can_have_is_refused_where_it_is_written(settings, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        TTConfig(**settings)
+
+
 def test_a_misspelt_setting_is_told_which_was_meant():
     with pytest.raises(
         TypeError, match=r"^rnk=3 is not a setting of TTConfig: did you mean rank\?$"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -152,7 +153,30 @@ def test_other_data_are_not_evaluated(folder, tmp_path, monkeypatch, capsys):
     settings.write_text(settings.read_text().replace(str(folder / "text"), str(tmp_path / "text")))
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 1
-    assert "the data are not those that run was trained on (" in capsys.readouterr().err
+    assert "/text are not those that run was trained on (" in capsys.readouterr().err
+
+
+def test_data_that_have_moved_are_evaluated_where_they_are_now(folder, tmp_path, capsys):
+    settings = tmp_path / "run/config.yaml"
+    shutil.copytree(folder / "runs/pairs", settings.parent)
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    for name in ("train", "dev"):
+        shutil.copy(folder / f"{name}.jsonl", here)
+    settings.write_text(settings.read_text().replace(str(folder), str(tmp_path / "gone")))
+    command = ["evaluate", str(tmp_path / "run")]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "if it is elsewhere now, give its new place, --set='[nli.train=...]'" in said
+    moved = f"nli.train={here}/train.jsonl,nli.dev={here}/dev.jsonl,nli.test={here}/dev.jsonl"
+    assert main([*command, f"--set=[{moved}]"]) == 0
+    assert f"data: {moved.replace(',', ', ')}\n" in capsys.readouterr().out
+    swapped = moved.replace("/train.jsonl", "/train2.jsonl")
+    (here / "train2.jsonl").write_text((here / "dev.jsonl").read_text())
+    assert main([*command, f"--set=[{swapped}]"]) == 1
+    assert "are not those that" in capsys.readouterr().err
+    assert main([*command, "--set=[nli.length=9]"]) == 1
+    assert "nli.length does not say where data of this run are" in capsys.readouterr().err
 
 
 LINES = {
@@ -257,13 +281,25 @@ def test_exported_programs_run_without_this_package(folder, tmp_path):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def exported(name: str, path: Path) -> str:
+    """Export a run as from a shell, with no more said on the way than what became of the layers."""
+    words = [sys.executable, "-m", "comera", "export", f"runs/{name}", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(comera.__file__).parents[1])}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("contracted ")
+    return done.stdout
+
+
+def test_a_column_that_is_alone_is_exported_without_a_warning(folder, tmp_path):
+    assert exported("clicks", tmp_path / "model.pt2").startswith("wrote a program of torch.export")
+
+
 def test_a_graph_of_onnx_computes_the_same(folder, tmp_path):
     peer("onnxscript")
     onnxruntime = peer("onnxruntime")
     run = comera.load_run(folder / "runs/pairs")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert main(["export", "runs/pairs", str(tmp_path / "model.onnx")]) == 0
+    assert exported("pairs", tmp_path / "model.onnx").startswith("wrote a graph of ONNX")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     names = [given.name for given in session.get_inputs()]
     inputs = {n: x.numpy() for n, x in zip(names, INPUTS["pairs"], strict=True)}

@@ -76,6 +76,17 @@ def test_files_of_others_among_those_of_a_run_are_not_deleted(config):
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("within", ["", ".."])
+def test_a_run_is_not_written_among_the_data_that_it_reads(config, overwrite, within):
+    text = Path(config.masked_text.folder)
+    before = contents(text.parent)
+    with pytest.raises(ValueError, match=r"holds what the run is to read \(masked_text\.folder=/"):
+        quiet_run(config, out=str(text / within), overwrite=overwrite)
+    assert contents(text.parent) == before
+    assert quiet_run(config, out=str(text / "runs"))  # what is read matches a pattern
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
 def test_settings_of_something_else_are_no_run(config, overwrite):
     folder = Path(config.out)
     (folder / "tensorboard").mkdir(parents=True)

@@ -164,6 +164,21 @@ def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
     assert "not begun" not in listed(folder)  # there is a checkpoint of step 1
 
 
+def test_a_run_of_a_sweep_that_failed_before_its_settings_were_written_is_listed(tmp_path):
+    folder = tmp_path / "tt" / "seed-0"
+    folder.mkdir(parents=True)
+    log = folder / "log.txt"
+    log.write_text("2 threads\nrun folder tt/seed-0, device cpu: preparing data\n")
+    assert "tt/seed-0 │      │     0 │ not begun │" in listed(tmp_path)
+    with log.open("a") as file:
+        file.write('Traceback (most recent call last):\n  File "run.py"\n    read()\n')
+        file.write("FileNotFoundError: there is no folder [text]: look\n")
+    assert "│ failed: there is no folder [text]: look │" in listed(tmp_path)
+    with log.open("a") as file:
+        file.write("2 threads\n")  # it was started again
+    assert "│ not begun │" in listed(tmp_path)
+
+
 def listed(folder: Path) -> str:
     console = Console(width=200)
     with console.capture() as printed:

@@ -34,7 +34,7 @@ def test_every_paper_has_an_experiment_in_both_scales():
 
 
 def test_an_unknown_name_or_scale_is_refused():
-    with pytest.raises(ValueError, match="did you mean comera-nli"):
+    with pytest.raises(ValueError, match=r"lists: did you mean comera-nli\?$"):
         file_of("comera-nly", "small")
     with pytest.raises(ValueError, match="galore-llama-1b has no --scale=small, only paper"):
         file_of("galore-llama-1b", "small")
@@ -64,6 +64,11 @@ def test_a_dry_run_leaves_out_what_is_skipped(capsys):
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["adafactor"]
     assert main([*command, "--skip=[cam]"]) == 1
     assert "did you mean came?" in capsys.readouterr().err
+
+
+def test_a_dry_run_that_does_no_steps_names_the_limit_that_it_keeps():
+    (line,) = try_out("came-shapes", "small", TINY, most=1 << 10, skip=["came", "adamw"])
+    assert "no steps done, as a dry run does them up to 1 KiB; forward and backward fit" in line
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from comera.recipes.cli import main
 from comera.recipes.report.chart import Axis, axis_around
 from comera.recipes.report.history import History, read_histories
 from comera.recipes.report.layer_ranks import MOST_COLUMNS, layer_ranks
@@ -210,6 +211,12 @@ def test_a_chart_puts_values_where_they_belong():
     assert [text for _, text in axis.ticks if text.startswith("1")] == ["1k", "10k", "100k"]
 
 
+def test_neighbours_on_an_axis_have_labels_of_their_own():
+    close = Axis("loss", 0.09995, 0.10035)
+    assert [text for _, text in close.ticks] == ["0.1", "0.1001", "0.1002", "0.1003"]
+    assert [text for _, text in Axis("size", 12_340, 12_370).ticks][:2] == ["12.34k", "12.345k"]
+
+
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-2.0], [1e-9, 1e9], [0.0, 5.0]])
 @pytest.mark.parametrize("options", [{}, {"log": True}, {"zero": True}])
 def test_an_axis_holds_all_its_values(values, options):
@@ -223,6 +230,45 @@ def test_each_picture_says_what_it_shows(tmp_path):
     named = re.findall(r'role="img" aria-label="([^"]+)"', text)
     assert len(named) == page.tags.count("svg")
     assert len(set(named)) == len(named)
+
+
+def test_what_is_missing_or_damaged_is_said_on_the_page_and_by_the_command(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    write_twin(folder)
+    for place in ("", "dense"):
+        (folder / place / "model.safetensors").touch()
+    assert gather(folder).gaps == []
+    (folder / "config.yaml").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], '{"step": 15, "lo', *lines[4:]]))
+    (folder / "dense" / "metrics.jsonl").write_text("\n".join(lines[:3]))
+    (folder / "dense" / "model.safetensors").unlink()
+    assert main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    said = capsys.readouterr().out
+    for gap in (
+        "config.yaml is missing: the settings are not shown.",
+        f"metrics.jsonl is damaged in line 4 of {len(lines)}: what was logged from there on",
+        "dense/metrics.jsonl ends at step 10, and the model was trained for 30: what was",
+        f"dense/model.safetensors is missing: comera train {folder} writes it again",
+    ):
+        assert f"in {folder}, {gap}" in said
+        assert gap in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", "a: [1", r"config\.yaml is not readable as YAML"),
+        ("config.yaml", "[1]", r"config\.yaml must hold keys and values, not \[1\]"),
+        ("result.json", '{"name": "dense"}', r"result\.json is damaged: it lacks metrics, params"),
+    ],
+)
+def test_settings_or_a_result_that_are_damaged_are_named(tmp_path, name, text, message):
+    write_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        write_report(tmp_path)
 
 
 @pytest.mark.slow
@@ -317,6 +363,14 @@ def test_long_run_gives_a_small_page(tmp_path):
     write_lines(tmp_path, lines)
     text, _ = report(tmp_path)
     assert len(text) < 200_000
+
+
+def test_a_folder_of_several_runs_is_listed_instead(tmp_path, capsys):
+    for name in ("one", "two"):
+        (write_run(tmp_path / name) / "config.yaml").write_text("train: {steps: 3}\n")
+    assert main(["report", str(tmp_path)]) == 1
+    said = f"is not a run but holds some: give one of those that comera list {tmp_path} shows\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} {said}"
 
 
 @pytest.mark.parametrize("folder", ["", "not there"])

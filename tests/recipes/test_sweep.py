@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import json
 import os
 import re
@@ -16,9 +17,11 @@ import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
 from comera.recipes.folder import lock
-from comera.recipes.jobs import resolve, steps_in_time
+from comera.recipes.jobs import Job, resolve, steps_in_time
 from comera.recipes.parse import merged, nested
+from comera.recipes.progress import show_progress
 from comera.recipes.run import run
+from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, run_sweep
 from comera.recipes.sweep_file import read_sweep
 from comera.train.step import TrainStep
@@ -269,6 +272,39 @@ def test_a_finished_sweep_trains_nothing_and_shows_its_table(content, tmp_path):
     assert "2 runs in" in printed
     assert "2 of them finished" in printed
     assert re.search(r"tt +│ +1/1 │ +10 │ 1\.00x │ 2\.0000 ± –", printed)
+
+
+def test_what_is_finished_is_compared_though_it_is_skipped(content, tmp_path):
+    content["seeds"] = [0, 1]
+    jobs = make_jobs(sweep_of(content, tmp_path))
+    for job in jobs[:3]:
+        finish(job)
+    status, printed = carried_out(content, tmp_path, skip=["dense/seed-0", "tt/seed-1"])
+    assert status == 0
+    assert "2 runs in" in printed
+    facts = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(row["variant"], row["seeds"]) for row in facts["summary"]] == [
+        ("dense", [0, 1]),
+        ("tt", [0]),
+    ]
+
+
+def test_runs_that_failed_are_among_those_that_have_ended(content, tmp_path):
+    jobs = [*make_jobs(sweep_of(content, tmp_path)), Job("x", 0, RunConfig())]
+    finish(jobs[0])
+    console = Console(file=io.StringIO(), width=200)
+    with show_progress(jobs, "loss", console, 4) as watcher:
+        for job, job.state in zip(jobs, ("finished", "failed", "stopped"), strict=True):
+            watcher.ended(job)
+    assert "2/4 1 failed" in console.file.getvalue()
+
+
+def test_a_pattern_that_no_file_matches_is_said_once_before_anything_starts(content, tmp_path):
+    content["base"]["masked_text"]["pattern"] = "**/*.rst"
+    said = r"^no run can begin without its data: no file matches '\*\*/\*\.rst' under \S+text$"
+    with pytest.raises(FileNotFoundError, match=said):
+        run_sweep(written(content, tmp_path), console=Console(quiet=True))
+    assert not list((tmp_path / "out").glob("*/*"))
 
 
 def test_a_run_whose_result_is_damaged_is_not_finished(content, tmp_path):

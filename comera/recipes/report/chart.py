@@ -10,6 +10,9 @@ from comera.planning.printing import show_count
 SIDE = 1000
 """Width and height of what is drawn in; the page stretches it to the room there is."""
 
+_MOST_DIGITS = 15
+"""Digits of a float that are not from rounding."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -27,7 +30,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[tuple[int, str]]:
-        """Return places of round values, and those values as text."""
+        """Return places of round values, and those values as text, no two of them alike."""
         with needed_by("a report"):
             from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -36,7 +39,11 @@ class Axis:
         plain = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])
         locator = LogLocator(subs=steps) if decades > 0.7 else plain
         inside = [v for v in locator.tick_values(self.low, self.high) if self.low <= v <= self.high]
-        return [(self.place(value), show_count(value)) for value in inside]
+        for digits in range(3, _MOST_DIGITS + 1):
+            texts = [show_count(value, digits) for value in inside]
+            if len(set(texts)) == len(texts):
+                break
+        return [(self.place(value), text) for value, text in zip(inside, texts, strict=True)]
 
 
 @dataclass(frozen=True)

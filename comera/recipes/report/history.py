@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from comera.recipes.parse import read_yaml
 from comera.recipes.rank_config import RANK_SECTIONS
 from comera.recipes.result_file import read_result
 from comera.train.log import read_metrics
+
+_IN_EVERY_RESULT = (
+    "name", "metrics", "params", "layer_params", "layer_dense_params", "bytes", "seconds", "steps",
+    "layers",
+)  # fmt: skip
 
 Series = list[tuple[int, float]]
 """Optimizer steps, each with the value logged after it."""
@@ -109,14 +114,14 @@ def read_histories(folder: Path) -> list[History]:
         ValueError: If a file in it is damaged.
     """
     lines = read_metrics(folder)
-    config = yaml.safe_load(config_text(folder) or "") or {}
+    config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     result = _result(folder)
     name = "model"
     if result is not None:
         name = result["name"]
     elif config:
         name = "compressed" if config.get("tensorize") else "dense"
-    sections = [config.get(section) or {} for section in RANK_SECTIONS]
+    sections = [s for name in RANK_SECTIONS if isinstance(s := config.get(name), dict)]
     share = next((section["target"] for section in sections if "target" in section), None)
     found = [History(name, lines, result, share)]
     twin = folder / "dense"
@@ -132,4 +137,10 @@ def config_text(folder: Path) -> str | None:
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
-    return read_result(folder) if (folder / "result.json").is_file() else None
+    if not (folder / "result.json").is_file():
+        return None
+    result = read_result(folder)
+    lacking = [key for key in _IN_EVERY_RESULT if key not in result]
+    if lacking:
+        raise ValueError(f"{folder / 'result.json'} is damaged: it lacks {', '.join(lacking)}")
+    return result

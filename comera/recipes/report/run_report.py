@@ -1,13 +1,14 @@
 """``comera report RUN``: one HTML file about one run, from nothing but what its folder holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from comera.recipes.report import run_charts
 from comera.recipes.report.chart import Axis, Chart
+from comera.recipes.report.gaps import gaps
 from comera.recipes.report.history import History, config_text, read_histories
 from comera.recipes.report.layer_ranks import LayerRanks, layer_ranks
 from comera.recipes.report.page import Table, write_page
@@ -24,6 +25,7 @@ class RunReport:
     Attributes:
         title: Heading of the page.
         findings: What came of the run, in sentences.
+        gaps: What of the folder is missing or damaged, in sentences.
         unfinished: How far the models are that still train.
         figures: Finished models side by side.
         losses: Loss and other figures of the evaluations over steps and seconds.
@@ -37,6 +39,7 @@ class RunReport:
 
     title: str
     findings: list[str]
+    gaps: list[str]
     unfinished: list[str]
     figures: Table | None
     losses: list[Chart]
@@ -48,21 +51,25 @@ class RunReport:
     settings: str | None
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, say: Callable[[str], object] = lambda text: None) -> Path:
     """Write ``report.html`` into a run folder, finished or not; whole, or not at all.
 
     Args:
         folder: Folder of a run, holding ``metrics.jsonl`` and, as far as they are there,
             ``config.yaml``, ``result.json`` and the twin's folder ``dense``.
+        say: Called with each sentence on what of that is missing or damaged, as the page has it.
 
     Returns:
         The path of the report.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
+        ValueError: If its settings or its result are damaged.
     """
-    path = folder / "report.html"
-    write_page(path, "run.html", gather(folder))
+    path, report = folder / "report.html", gather(folder)
+    write_page(path, "run.html", report)
+    for text in report.gaps:
+        say(text)
     return path
 
 
@@ -71,6 +78,7 @@ def gather(folder: Path) -> RunReport:
 
     Raises:
         FileNotFoundError: If the folder holds no run.
+        ValueError: If its settings or its result are damaged.
     """
     models = read_histories(folder)
     model, results = models[0], [each.result for each in models if each.result is not None]
@@ -84,6 +92,7 @@ def gather(folder: Path) -> RunReport:
     return RunReport(
         title=f"Run {folder.resolve().name}",
         findings=_findings(model.result, results[1:]) if model.result else [],
+        gaps=list(gaps(folder, models)),
         unfinished=[_so_far(each) for each in models if each.result is None],
         figures=_figures(results) if results else None,
         losses=[chart for chart in losses if chart],
