@@ -1,6 +1,8 @@
 """What a run writes down: JSON lines, TensorBoard curves, a progress bar."""
 
+import itertools
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from rich.text import Text
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.train.json_figures import from_json, to_json
+
+_log = logging.getLogger("comera")
 
 _TAIL_BYTES = 1 << 16
 
@@ -82,15 +86,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no metrics.jsonl")
+    return list(itertools.takewhile(bool, _parsed(path)))
+
+
+def _parsed(path: Path) -> list[dict[str, Any]]:
+    """Parse each line of a log; empty ones in the place of what is cut short or damaged."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = from_json(text)
         except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict) or "step" not in line:
-            break
-        lines.append(line)
+            line = {}
+        lines.append(line if isinstance(line, dict) and "step" in line else {})
     return lines
 
 
@@ -118,7 +125,11 @@ def last_logged(folder: Path, key: str) -> tuple[int, Any] | None:
 def _drop_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
-    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    lines = _parsed(path)
+    if not all(lines[:-1]):  # the last one may have been cut short when the run was
+        damaged = sum(not line for line in lines[:-1])
+        _log.warning("%s: drops %d of %d lines, as damaged ones", path, damaged, len(lines))
+    kept = [line for line in lines if line and line["step"] <= step]
     with replacing(path) as temporary:
         temporary.write_text("".join(to_json(line) + "\n" for line in kept), encoding="utf-8")
 

@@ -15,7 +15,7 @@ import comera
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn import layers_together
 from comera.nn.module import tensor_trains
-from comera.train.log import PlainLines, last_logged, progress_bar, read_metrics
+from comera.train.log import PlainLines, RunLog, last_logged, progress_bar, read_metrics
 from comera.train.loop import train
 from comera.train.run_state import load_checkpoint, save_checkpoint
 from comera.train.step import NonFiniteLossError
@@ -247,6 +247,18 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}]
     with pytest.raises(FileNotFoundError, match="not a run"):
         read_metrics(tmp_path / "nowhere")
+
+
+def test_a_damaged_line_is_dropped_alone_and_that_is_said(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in range(1, 5)]
+    path.write_text("\n".join([lines[0], '{"st', *lines[1:], '{"step": 5, "lo']))
+    RunLog(tmp_path, resume_step=3, tensorboard=False).close()
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert f"{path}: drops 1 of 6 lines, as damaged ones" in caplog.text
+    caplog.clear()
+    RunLog(tmp_path, resume_step=2, tensorboard=False).close()
+    assert not caplog.text
 
 
 def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
