@@ -36,11 +36,16 @@ class LayersTogether:
         return self.autocast, [layer.identity() for layer in self.layers]
 
     def arrange(self) -> None:
-        """Arrange all groups in one call, but that trained layers stay apart from frozen ones."""
+        """Arrange all groups in one call, but that trained layers stay apart from frozen ones.
+
+        A layer whose bias is computed from parameters stays out and contracts its own cores.
+        """
         self._key = self._identity()
         self.params = [tuple(layer.parameters()) for layer in self.layers]
         alike: dict[object, list[TTLinear]] = {}
         for layer in self.layers:
+            if "bias" not in layer._parameters:  # a hook on its own pass may compute it, as prune's
+                continue
             alike.setdefault(layer.kind(), []).append(layer)
         together: dict[object, list[list[TTLinear]]] = {}
         for layers in alike.values():

@@ -130,8 +130,8 @@ class TTLinear(CompressedLinear):
     def identity(self) -> tuple[object, ...]:
         """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
         cores, gates = params_of(self.cores), self.gates._parameters.values()
-        like, sizes = cores[0], [(core.shape, core.requires_grad) for core in cores]
-        return *map(id, (*cores, *gates, self.bias)), *sizes, like.dtype, like.device
+        kind = [(core.shape, core.requires_grad) for core in cores], cores[0].dtype, cores[0].device
+        return *map(id, (*cores, *gates, self._parameters.get("bias"))), *kind
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""

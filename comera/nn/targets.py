@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from comera.names import listed
@@ -57,7 +57,7 @@ def find_targets(
             attention.append(name)
         elif type(layer) not in _NAMED_TARGETS["all"]:
             subclasses.append(name)
-        elif "weight" not in module._parameters:
+        elif _is_made(module):
             made.append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
             small.append(name)
@@ -70,7 +70,11 @@ def find_targets(
             "layer and stays dense too",
         ),
         (subclasses, "a subclass of the torch layer may do more than the layer"),
-        (made, "the weight is made from others, such as by weight_norm, spectral_norm or prune"),
+        (
+            made,
+            "the weight or the bias is made from others, such as by weight_norm, spectral_norm or "
+            "prune",
+        ),
     ):
         if names and caller:
             log.warning("%s leaves %s dense: %s", caller, listed(names), reason)
@@ -89,6 +93,13 @@ def find_targets(
             f"{f', and {listed(already)} are tensor trains already' if already else ''}"
         )
     return chosen
+
+
+def _is_made(module: nn.Module) -> bool:
+    """Say whether the weight or the bias is no parameter, but computed from some."""
+    if isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters:
+        return True
+    return "weight" not in module._parameters
 
 
 def _name_other_kinds(model: nn.Module, caller: str) -> None:

@@ -105,14 +105,15 @@ def test_hooks_are_called_as_before(init):
         nn.utils.weight_norm,
         nn.utils.spectral_norm,
         lambda m: prune.l1_unstructured(m, "weight", 0.5),
+        lambda m: prune.l1_unstructured(m, "bias", 0.5),
     ],
-    ids=["weight_norm", "spectral_norm", "prune"],
+    ids=["weight_norm", "spectral_norm", "prune", "prune bias"],
 )
 def test_weights_that_are_made_from_others_are_left_and_named(make, caplog):
     model = nn.Sequential(nn.Linear(64, 64), make(nn.Linear(64, 64)))
     comera.tensorize_(model, comera.TTConfig(rank=4))
     assert [type(layer) for layer in model] == [comera.TTLinear, nn.Linear]
-    assert "tensorize_ leaves 1 dense: the weight is made from others" in caplog.text
+    assert "tensorize_ leaves 1 dense: the weight or the bias is made from others" in caplog.text
 
 
 def test_layers_without_a_shape_yet_are_left_and_named(caplog):

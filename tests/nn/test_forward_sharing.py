@@ -1,5 +1,6 @@
 """Models contract the cores of their layers together in each forward pass, whoever calls them."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -9,11 +10,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import comera
 from comera.nn import forward_sharing, layers_together
-from comera.nn.forward_sharing import share_in_forward_
+from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
 from comera.nn.module import tensor_trains
 
 pytestmark = pytest.mark.usefixtures("two_are_enough")
@@ -171,6 +173,26 @@ def test_an_optimizer_in_a_plain_loop():
             optimizer.step()
         finals.append([param.detach() for param in each.parameters()])
     torch.testing.assert_close(*finals, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_a_bias_that_is_computed_in_the_pass_of_its_layer(context, calls):
+    """By pruning, from parameters that an optimizer has changed since the pass before."""
+    model, x = make(), batch()
+    grads(model, x)  # once with a bias like the others
+    twin = copy.deepcopy(model)
+    unshare_in_forward_(twin)
+    for each in (model, twin):
+        prune.l1_unstructured(each.first, "bias", 0.3)
+    calls.clear()
+    together = comera.BatchedContraction(model) if context else contextlib.nullcontext()
+    for _ in range(3):
+        with together:
+            torch.testing.assert_close(grads(model, x), grads(twin, x), **CLOSE)
+        with torch.no_grad():
+            for each in (model, twin):
+                each.first.bias_orig += 1
+    assert set(calls) == {4}  # of five
 
 
 def test_two_passes_before_one_backward():
