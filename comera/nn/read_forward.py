@@ -106,6 +106,13 @@ class Part:
     def is_whole(self) -> bool:
         return len(self.layers) == (3 if self.is_gated else 2)
 
+    @property
+    def names(self) -> set[str | None]:
+        """Names of all modules that it is made of."""
+        skipped = [name for name, _ in self.skipped]
+        opened = [each.name for each in self.opened]
+        return {*self.before, *self.layers, *self.between, *self.after, *skipped, *opened}
+
     def is_there(self, module: nn.Module) -> bool:
         """Say whether the module still computes this, and no hook or change goes unnoticed."""
         for name, kind in self.skipped:
@@ -145,9 +152,9 @@ def read(module: nn.Module, method: str, function: Any) -> Part | None:
         part = reader.passed("", module, method, function, [Part()])
     except _UnreadableError:
         return None
-    if not part.is_whole:
-        return None
-    return replace(part, opened=tuple(reader.opened), skipped=tuple(reader.skipped))
+    part = replace(part, opened=tuple(reader.opened), skipped=tuple(reader.skipped))
+    # One whose result comes to nothing may be called for what else it does, as running means.
+    return part if part.is_whole and reader.called <= part.names else None
 
 
 def _is_exact(module: nn.Module) -> bool:

@@ -176,6 +176,27 @@ class TwoMasks(Gated):
         return self.w2(F.silu(self.w1(self.drop(x))) * self.w3(self.drop(x)))
 
 
+class MaskedBeforeItsGate(Gated):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.drop(self.w3(x)))
+
+
+class Watching(Residual):
+    """Keeps running means of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = nn.BatchNorm1d(30, affine=False)
+
+    def forward(self, x):
+        _ = self.seen(x)
+        return self.down(F.relu(self.up(x)))
+
+
 def encoder_layer(dropout=0.0):
     return nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, dropout, "gelu", batch_first=True)
 
@@ -250,7 +271,8 @@ def test_nothing_of_the_hidden_width_is_kept(kind):
 ELSE = {
     "tanh gelu": lambda: Mlp(nn.GELU("tanh")), "tanh": lambda: Mlp(nn.Tanh()),
     "noisy": Noisy, "quiet": Quiet, "used twice": UsedTwice, "counting": Counting,
-    "two masks": TwoMasks, "branching": Branching, "within": Within, "decorated": Decorated,
+    "two masks": TwoMasks, "a mask": MaskedBeforeItsGate, "watching": Watching,
+    "branching": Branching, "within": Within, "decorated": Decorated,
     "in place": InPlace, "optional": Optional, "its own call": ItsOwnCall,
     "no activation": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)),
 }  # fmt: skip
