@@ -1,5 +1,6 @@
 """What compression took from a model, brought back by training it to answer as the dense one."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.module import TensorTrainModule
+
+log = logging.getLogger("comera")
 
 Outputs = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch, and returns its answers: logits, or whatever is to be matched."""
@@ -99,6 +102,12 @@ def heal_(
             f"batches of type {type(batches).__name__} have no length: say how long with seconds="
         )
     params = _trained(model)
+    if any(param.dtype.itemsize < 4 for param in params):
+        log.warning(
+            "heal_ trains parameters of %s, in which most of its steps are too small to be seen: "
+            "model.float() before, and the dtype again after, heals further",
+            str(next(p.dtype for p in params if p.dtype.itemsize < 4)).removeprefix("torch."),
+        )
     answers, apart = outputs or _logits, distance or _divergence
     wanted = {param: param.requires_grad for param in model.parameters()}
     optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -5,6 +5,8 @@ randomised factorisation for wide layers, and no process-wide choice of backend.
 ``tensor_train`` is what the tests hold it to. Source: Oseledets, SIAM J. Sci. Comput. 33 (2011).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,27 @@ def decompose_table(
         core.reshape(core.shape[0], p, q, core.shape[-1])
         for core, (p, q) in zip(cores, modes, strict=True)
     ]
+
+
+def decompose_at(weight: Tensor, shape: TTShape, tolerance: float | None) -> list[Tensor]:
+    """Decompose as :func:`decompose_matrix`, to the ranks of a shape even where fewer are exact."""
+    cores = decompose_matrix(weight, shape, tolerance)
+    return cores if tolerance is not None else widened(cores, shape.ranks)
+
+
+def widened(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """Return cores whose inner bonds are as wide as asked for; what is added is zero.
+
+    Args:
+        cores: ``(left bond, mode(s), right bond)`` each.
+        ranks: The inner bonds, none of them narrower than it is.
+    """
+    bonds, wide = [1, *ranks, 1], []
+    for k, core in enumerate(cores):
+        new = core.new_zeros(bonds[k], *core.shape[1:-1], bonds[k + 1])
+        new[: core.shape[0], ..., : core.shape[-1]] = core
+        wide.append(new)
+    return wide
 
 
 def tt_svd(

@@ -171,9 +171,9 @@ class TTLinear(CompressedLinear):
         return dense[: self.out_features, : self.in_features]
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        from comera.nn.decompose import decompose_matrix  # few layers ever need it
+        from comera.nn.decompose import decompose_at  # few layers ever need it
 
-        self.set_cores_(decompose_matrix(weight, self.shape, tolerance))
+        self.set_cores_(decompose_at(weight, self.shape, tolerance))
 
     @classmethod
     @torch.no_grad()

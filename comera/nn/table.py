@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import decompose_matrix, decompose_table
+from comera.nn.decompose import decompose_at, decompose_table, widened
 from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.cores import rank_gate
@@ -70,7 +70,7 @@ class HotRows(TensorTrainModule):
         return self.coordinates @ self.basis
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
-        self.set_cores_(decompose_matrix(weight.T, self.shape, tolerance))
+        self.set_cores_(decompose_at(weight.T, self.shape, tolerance))
 
     def _weight_size(self) -> tuple[int, int]:
         return self.shape.in_width, self.shape.out_width
@@ -257,14 +257,15 @@ class TTTable(TensorTrainModule):
         kept = weight
         if rows is not None:
             kept = torch.empty_like(weight).index_copy_(0, rows.long(), weight)
-        self._set_rows_(kept, decompose_table(kept[self.hot_rows :], self.shape, tolerance))
+        cores = decompose_table(kept[self.hot_rows :], self.shape, tolerance)
+        self._set_rows_(kept, cores if tolerance is not None else widened(cores, self.ranks))
 
     def _set_rows_(self, weight: Tensor, cores: list[Tensor]) -> None:
         """Take over cores for the rows of the train, and the hot rows of a weight."""
         self.set_cores_(cores)
         hot = weight[: self.hot_rows]
         if isinstance(self.hot, HotRows):
-            self.hot.set_cores_(decompose_matrix(hot.T, self.hot.shape))
+            self.hot.set_cores_(decompose_at(hot.T, self.hot.shape, None))
         elif self.hot is not None:
             self.hot.copy_(hot)
 

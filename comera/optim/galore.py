@@ -22,6 +22,7 @@ from comera.optim.galore_parts import (
     as_list,
     check_gradient,
     check_group,
+    check_not_left_out,
     check_projected,
     check_projects_alike,
     check_subspaces,
@@ -360,8 +361,9 @@ class GaLore(Optimizer):
         """Take over what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: If a subspace does not fit its parameter, or the state is one of an
-                optimizer that does not project the same groups; nothing is changed.
+            ValueError: If a subspace does not fit its parameter, none is there after several
+                steps, or the state is one of an optimizer that does not project the same groups;
+                nothing is changed.
         """
         check_projects_alike(state_dict["param_groups"], self.param_groups)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -370,6 +372,12 @@ class GaLore(Optimizer):
         if len(numbers) == len(params):  # else the base class says what differs
             for k, param in zip(numbers, params, strict=True):
                 self._check_fit(param, state.get(k, {}))
+            of_projected = [
+                state.get(k, {})
+                for k, param in zip(numbers, params, strict=True)
+                if param in self._stand_ins
+            ]
+            check_not_left_out(of_projected)
         theirs, subspaces = parted(state_dict)
         self._inner.load_state_dict(theirs)
         # Without the state, which the base class would round to the dtype of the parameters.

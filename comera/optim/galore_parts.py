@@ -102,6 +102,21 @@ def check_subspaces(param: Tensor, group: dict[str, Any] | None, found: dict[str
         )
 
 
+def check_not_left_out(states: list[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if none of the projected parameters has more than a number of steps.
+
+    :mod:`torch.distributed.checkpoint` loads what an optimizer has after a step without gradients,
+    which finds no subspace, and leaves out the rest.
+    """
+    steps = [int(state.get(f"{OURS}step", 0)) for state in states]
+    if max(steps, default=0) > 1 and all(set(state) <= {f"{OURS}step"} for state in states):
+        raise ValueError(
+            f"the state is of {max(steps)} steps, and no subspace and no moments are in it. "
+            "torch.distributed.checkpoint leaves them out as it loads: read it with torch.load, or "
+            "save and load by comera.train.sharded_checkpoint"
+        )
+
+
 def check_projects_alike(saved: list[dict[str, Any]], mine: list[dict[str, Any]]) -> None:
     """Raise ``ValueError`` if groups to load project what these do not, or the other way round."""
     for number, (theirs, ours) in enumerate(zip(saved, mine, strict=False)):

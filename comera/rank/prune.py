@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comera.nn.module import TensorTrainModule
 from comera.shapes import is_number
-from comera.surgery.truncate import check_min_rank, kept_ranks
+from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks
 
 
 @dataclass
@@ -59,10 +59,11 @@ def prune_to_(
 
     Raises:
         ValueError: If the smallest ranks allowed are still above the budget, the importance of a
-            gate is not given or not finite, or a core holds what is not finite.
+            gate is not given or not finite, or a core or gate holds what is not finite.
     """
     check_min_rank(min_rank)
     check_min_keep(min_keep)
+    check_finite(named)
     layers = list(named.values())
     keeps = [kept_ranks(layer, min_rank) for layer in layers]
     ranks = [[len(keep) for keep in of_layer] for of_layer in keeps]

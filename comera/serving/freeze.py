@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from comera.extras import needed_by
 from comera.names import listed
+from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding_bag import TTEmbeddingBag
 from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
@@ -76,6 +77,12 @@ def freeze_(
     model = swap_layers_(model, replacements, biases=False).eval()
     if convert is not None:
         convert(model)
+        left = [name for name, layer in model.named_modules() if isinstance(layer, BTTLinear)]
+        if left:
+            log.warning(
+                "freeze_: quantize=%r leaves %s as they are: a BTTLinear is multiplied by cores",
+                quantize, listed(left),
+            )  # fmt: skip
     return model
 
 

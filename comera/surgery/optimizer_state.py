@@ -5,6 +5,7 @@ it; its gradient and its state are cut the same way and go on where they were.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,17 +105,27 @@ def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Te
 
 @torch.no_grad()
 def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
-    """Start a parameter anew: its gradient goes, its state becomes zero where it lies.
+    """Start a parameter anew: its gradient goes, its state becomes what it began with, in place.
 
-    All of the optimizers here and nearly all of torch's begin with zeros; numbers of steps begin
-    with zero too, by which averages are corrected.
+    That is zero but for three of torch's optimizers; numbers of steps begin with zero too, by which
+    averages are corrected.
     """
     param.grad = None
     unpack_state_(optimizer, param)
     state = {} if optimizer is None else optimizer.state.get(param, {})
     for key, value in state.items():
         if isinstance(value, Tensor):
-            value.zero_()
+            value.fill_(_beginning(key, param, optimizer))
         elif key == "step":
             state[key] = 0
     pack_state_(optimizer, param)
+
+
+def _beginning(key: str, param: Tensor, optimizer: Any) -> Any:
+    """Return what state begins with."""
+    if key not in ("step_size", "mu_product", "sum"):
+        return 0
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    if key == "step_size":  # Rprop's
+        return group["lr"]
+    return 1 if key == "mu_product" else group.get("initial_accumulator_value", 0)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -11,6 +12,7 @@ from comera.optim.state_layout import pack_state_, unpack_state_
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.params import set_data_
 from comera.surgery.optimizer_state import FIRST_MOMENTS, follows
+from comera.surgery.replicas import wrappers_of
 
 
 @torch.no_grad()
@@ -23,6 +25,10 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     bit, and so does the optimizer's state of the rows that stay hot. Of new ones the state by which
     steps are divided is the mean of all rows, and the rest is zero.
 
+    An average of weights, such as ``torch.optim.swa_utils.AveragedModel`` keeps, is begun anew
+    afterwards: what it holds is of the rows before. Processes that train together give the same
+    counts, those of all of them added up.
+
     Args:
         table: A table with hot rows. A ``row_order`` is stored with it: four bytes for each row.
         counts: ``(num_embeddings,)``, how often each index was read. Among equal ones those stay
@@ -33,8 +39,9 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
         How many indices became hot.
 
     Raises:
-        ValueError: If the table has no hot rows, there is not one count for each index, or the
-            optimizer is an LBFGS that has stepped. Nothing is changed.
+        ValueError: If the table has no hot rows, there is not one count for each index, the
+            optimizer is an LBFGS that has stepped, or processes of a ``DistributedDataParallel``
+            around the table would choose different rows. Nothing is changed.
 
     Example::
 
@@ -59,6 +66,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     ranked = first[torch.argsort(counts.to(device)[first], descending=True, stable=True)]
     wanted = torch.zeros_like(is_hot)
     wanted[ranked[: table.hot_rows]] = True
+    _check_agreement(table, wanted)
     entering = (wanted & ~is_hot).nonzero().flatten()
     leaving = (is_hot & ~wanted).nonzero().flatten()
     if not len(entering):
@@ -75,6 +83,20 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     else:
         _set_rows_(table.hot, 0, places, rows, unwrapped)
     return len(entering)
+
+
+def _check_agreement(table: TTTable, wanted: Tensor) -> None:
+    """Raise ``ValueError`` if processes that average its gradients would choose other rows."""
+    for wrapper in wrappers_of(table):
+        in_all, in_any = wanted.int(), wanted.int()
+        dist.all_reduce(in_all, dist.ReduceOp.MIN, wrapper.process_group)
+        dist.all_reduce(in_any, dist.ReduceOp.MAX, wrapper.process_group)
+        if not torch.equal(in_all, in_any):
+            raise ValueError(
+                f"processes that train together would keep different rows hot, "
+                f"{int((in_all != in_any).sum())} in all: give each of them the counts of all, "
+                "added up by torch.distributed.all_reduce(counts)"
+            )
 
 
 def _set_rows_(

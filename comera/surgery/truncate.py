@@ -1,5 +1,6 @@
 """Cut pruned ranks out of a model for good."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ def truncate_(
     Raises:
         ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
             stepped: its history is of all parameters together. Or a tensor train is sharded, as by
-            ``fully_shard``. Nothing is changed.
+            ``fully_shard``. Or a layer holds what is not finite. Nothing is changed.
     """
     check_min_rank(min_rank)
     check_unsharded(model, "truncate_")
+    check_finite(tensor_trains(model))
     unwrapped = unwrap_separable(optimizer)
     changed = {}
     for name, layer in tensor_trains(model).items():
@@ -94,6 +96,17 @@ def _truncate_layer(
         slice_state_(gate, {0: kept}, inverse, optimizer)
         if absorb:
             gate.fill_(1)
+
+
+def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
+    """Raise ``ValueError`` for layers that hold what is not finite: NaN would count as closed."""
+    for name, layer in named.items():
+        for what, params in (("cores", layer.cores), ("gates", layer.gates)):
+            if not all(bool(param.isfinite().all()) for param in params):
+                raise ValueError(
+                    f"the {what} of {name or 'the layer'} hold numbers that are not finite: there "
+                    "is no telling its ranks apart. Go back to a checkpoint from before"
+                )
 
 
 def check_min_rank(min_rank: Any) -> None:

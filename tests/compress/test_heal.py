@@ -44,6 +44,15 @@ def test_the_answers_come_closer_to_those_of_the_dense_model():
     assert "200 steps in" in str(done)
 
 
+def test_numbers_that_tell_few_steps_apart_are_named(caplog):
+    small, dense, batches = make_pair()
+    comera.heal_(small, dense, batches[:2], outputs=answers)
+    assert "heal_ trains" not in caplog.text
+    narrow = [x.bfloat16() for x in batches[:2]]
+    comera.heal_(small.bfloat16(), dense.bfloat16(), narrow, outputs=answers)
+    assert caplog.text.count("heal_ trains parameters of bfloat16") == 1
+
+
 def test_only_layers_in_compressed_form_change_and_modes_stay():
     small, dense, batches = make_pair()
     assert isinstance(small[0], TTLinear)

@@ -10,6 +10,7 @@ from torch import nn
 
 import comera
 from comera.nn.dense_weight import read_only
+from comera.nn.tied import TiedTTLinear
 
 
 @pytest.fixture(
@@ -18,7 +19,7 @@ from comera.nn.dense_weight import read_only
         lambda: comera.TTEmbedding(60, 8, rank=4),
         lambda: comera.TTEmbedding(60, 8, rank=4, padding_idx=3, hot_rows=12, hot_rank=4),
         lambda: comera.TTEmbeddingBag(60, 8, rank=4, hot_rows=12),
-        lambda: comera.nn.tied.TiedTTLinear(comera.TTEmbedding(60, 8, rank=4)),
+        lambda: TiedTTLinear(comera.TTEmbedding(60, 8, rank=4)),
     ],
     ids=["linear", "embedding", "hot rank", "bag", "tied"],
 )
@@ -189,6 +190,30 @@ def test_weights_that_do_not_fit_are_named(weight, error, message):
     with pytest.raises(error, match=message):
         layer.set_weight_(weight)
     torch.testing.assert_close(layer.weight, before)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: comera.TTLinear(64, 64, rank=8),
+        lambda: comera.TTEmbedding(68, 16, rank=16, shape=((4, 4, 4), (2, 2, 4)), hot_rows=4),
+    ],
+    ids=["linear", "table"],
+)
+def test_ranks_stay_even_where_fewer_are_exact(layer):
+    """After a cut, a bond may be wider than its neighbours can ever use."""
+    layer = layer()
+    ranks = (1, *layer.ranks[1:])
+    layer.resize_ranks_(ranks)
+    layer.reset_parameters()
+    optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
+    for _ in range(2):
+        weight = layer.weight.detach() / 2
+        assert layer.set_weight_(weight) < 1e-5
+        assert layer.ranks == ranks
+        torch.testing.assert_close(layer.weight, weight, rtol=1e-4, atol=1e-6)
+        layer.weight.sum().backward()
+        optimizer.step()
 
 
 def test_a_vanished_weight_asks_for_a_tolerance():

@@ -70,6 +70,18 @@ def test_copies_train_on_alike_and_apart(kind, steps):
     check_copies(model, optimizer, steps)
 
 
+def test_a_state_without_subspaces_is_refused(kind):
+    """As torch.distributed.checkpoint reads one, into what a step without gradients has made."""
+    model = make_model()
+    optimizer = kind(groups(model))
+    train(model, optimizer, 0, 3)
+    state = optimizer.state_dict()
+    projected = [k for k, entries in state["state"].items() if "galore_step" in entries]
+    state["state"] |= {k: {"galore_step": state["state"][k]["galore_step"]} for k in projected}
+    with pytest.raises(ValueError, match="the state is of 3 steps, and no subspace and no moments"):
+        kind(groups(make_model())).load_state_dict(state)
+
+
 @pytest.mark.slow
 def test_copies_in_eight_bits(eight_bit):
     model = make_model()

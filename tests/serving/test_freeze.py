@@ -201,6 +201,15 @@ def test_eight_bits_are_close():
         comera.save_model(served, "unused")
 
 
+@pytest.mark.filterwarnings("ignore")  # said while torchao is imported
+def test_blocks_that_keep_their_bits_are_named(caplog):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    model = nn.Sequential(comera.BTTLinear(64, 64), nn.Linear(64, 64))
+    served = comera.freeze_(model, quantize="int8")
+    assert type(served[1].weight).__module__.startswith("torchao")
+    assert "freeze_: quantize='int8' leaves 0 as they are: a BTTLinear" in caplog.text
+
+
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     for name in ("torchao", "torchao.core.config"):
         monkeypatch.setitem(sys.modules, name, None)

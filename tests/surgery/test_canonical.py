@@ -156,7 +156,9 @@ OPTIMIZERS = {
     "muon": lambda p: comera.MuonAdamW(p, lr=1e-2),
     "came": lambda p: comera.CAME(p, lr=1e-2, bias_correction=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }
 

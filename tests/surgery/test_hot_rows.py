@@ -2,10 +2,12 @@ import copy
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import comera
 from comera.nn.embedding import TTEmbedding
 from comera.nn.embedding_bag import TTEmbeddingBag
+from tests.processes import in_two_processes, said
 
 ROWS, WIDTH, HOT = 30, 12, 5
 
@@ -146,6 +148,24 @@ def test_padding_bags_and_compilation_know_of_moved_rows():
     torch.testing.assert_close(compiled(x), want)
     with pytest.raises(IndexError, match="index 30 at "):
         bag(torch.tensor([[ROWS]]))
+
+
+def _other_counts(rank):
+    table = make()
+    before = copy.deepcopy(table.state_dict())
+    wrapped = DistributedDataParallel(table)
+    problem = said(lambda: comera.update_hot_rows_(table, counts_of(10 + rank)))
+    unchanged = all(torch.equal(table.state_dict()[key], was) for key, was in before.items())
+    moved = comera.update_hot_rows_(wrapped.module, counts_of(10, 20))
+    return problem, unchanged, moved, table.row_order
+
+
+@pytest.mark.slow
+def test_processes_keep_the_same_rows_hot(tmp_path):
+    mine, theirs = in_two_processes(_other_counts, tmp_path)
+    assert "would keep different rows hot, 2 in all: give each of them the counts of" in mine[0]
+    assert mine[:3] == theirs[:3] == (mine[0], True, 2)
+    assert torch.equal(mine[3], theirs[3])
 
 
 def test_what_does_not_fit_is_named():

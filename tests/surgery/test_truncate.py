@@ -216,6 +216,22 @@ def test_cores_that_are_no_numbers_are_named(model):
         prune_to_(tensor_trains(model), 1000)
 
 
+@pytest.mark.parametrize("what", ["cores", "gates"])
+def test_what_is_not_finite_is_not_cut(model, what):
+    """A gate that is NaN would count as closed, and a model that has diverged as a sound one."""
+    ranks = model[3].ranks
+    with torch.no_grad():
+        getattr(model[3], what)[0].fill_(float("nan"))
+    for cut in (
+        lambda: comera.truncate_(model),
+        lambda: prune_to_(tensor_trains(model), 1000),
+        lambda: comera.ImportancePruning(model, 0.5, 1).finish_(),
+    ):
+        with pytest.raises(ValueError, match=f"the {what} of 3 hold numbers that are not finite"):
+            cut()
+        assert model[3].ranks == ranks
+
+
 def test_an_optimizer_with_one_history_of_all_is_refused(model, batch):
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
