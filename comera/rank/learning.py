@@ -22,7 +22,8 @@ from comera.rank.agreement import agreed, check_alike, processes_of
 from comera.rank.prune import prune_to_
 from comera.rank.settings import check_target, target_entries
 from comera.rank.size import AllGates, SizeOfRanks
-from comera.surgery.truncate import kept_ranks, truncate_
+from comera.surgery.optimizer_state import check_state
+from comera.surgery.truncate import cores_and_gates, kept_ranks, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -270,7 +271,8 @@ class RankLearning(ABC):
         before, closed = [gate.detach().clone() for gate in gates], list[float]()
 
         def close() -> dict[str, list[list[int]]]:
-            unwrap_separable(optimizer)  # raises where its state could not be cut
+            # These raise where its state could not be cut.
+            check_state(cores_and_gates(tensor_trains(self.model)), unwrap_separable(optimizer))
             closed.extend(
                 prune_to_(
                     self.size.layers, self.target_size,

@@ -4,7 +4,7 @@ The parameter stays the same object, so that parameter groups, averages and wrap
 it; its gradient and its state are cut the same way and go on where they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ def slice_state_(
     state = {} if optimizer is None else optimizer.state.get(param, {})
     # All is cut before anything is assigned: what cannot be matched raises with nothing changed.
     cut_state = {
-        key: _cut(f"state {key!r} of {type(optimizer).__name__}", value, old_shape, keep)
+        key: _cut(_named(key, optimizer), value, old_shape, keep)
         for key, value in state.items()
-        if isinstance(value, Tensor) and (value.numel() > 1 or value.dim() == param.dim())
+        if _is_cut(value, param)
     }
     for key, value in cut_state.items():
         power = _power_of_gradient(key, state)
@@ -90,13 +90,42 @@ def follows(tensor: Tensor, shape: torch.Size) -> bool:
     )
 
 
-def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
-    """Select along every kept dimension in which the tensor has the parameter's size."""
-    if not follows(tensor, old_shape):
+def check_state(params: Iterable[Tensor], optimizer: Optimizer | None) -> None:
+    """Raise ``ValueError`` for parameters whose state :func:`slice_state_` could not cut.
+
+    State that an optimizer packs in a way of its own is not looked at.
+    """
+    if (
+        optimizer is None
+        or hasattr(optimizer, "unpack_state_")
+        or hasattr(optimizer, "_new_buffer")
+    ):
+        return
+    for param in params:
+        for key, value in optimizer.state.get(param, {}).items():
+            if _is_cut(value, param):
+                _check_follows(_named(key, optimizer), value, param.shape)
+
+
+def _is_cut(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and (value.numel() > 1 or value.dim() == param.dim())
+
+
+def _named(key: str, optimizer: Optimizer | None) -> str:
+    return f"state {key!r} of {type(optimizer).__name__}"
+
+
+def _check_follows(what: str, tensor: Tensor, shape: torch.Size) -> None:
+    if not follows(tensor, shape):
         raise ValueError(
             f"{what} has shape {tuple(tensor.shape)}, which does not follow the parameter's "
-            f"shape {tuple(old_shape)}: it cannot be cut along with it"
+            f"shape {tuple(shape)}: it cannot be cut along with it"
         )
+
+
+def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Tensor]) -> Tensor:
+    """Select along every kept dimension in which the tensor has the parameter's size."""
+    _check_follows(what, tensor, old_shape)
     for dim, indices in keep.items():
         if tensor.shape[dim] == old_shape[dim]:
             tensor = tensor.index_select(dim, indices)

@@ -11,7 +11,7 @@ from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.unsharded import check_unsharded
 from comera.ops.cores import is_open
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
-from comera.surgery.optimizer_state import slice_state_
+from comera.surgery.optimizer_state import check_state, slice_state_
 from comera.surgery.replicas import renew_, wrappers_of
 
 
@@ -41,13 +41,15 @@ def truncate_(
 
     Raises:
         ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
-            stepped: its history is of all parameters together. Or a tensor train is sharded, as by
+            stepped: its history is of all parameters together. Or its state has other shapes than
+            the parameters and cannot be cut with them, as that of factors of them. Or a tensor train is sharded, as by
             ``fully_shard``. Or a layer holds what is not finite. Nothing is changed.
     """
     check_min_rank(min_rank)
     check_unsharded(model, "truncate_")
     check_finite(tensor_trains(model))
     unwrapped = unwrap_separable(optimizer)
+    check_state(cores_and_gates(tensor_trains(model)), unwrapped)
     changed = {}
     for name, layer in tensor_trains(model).items():
         before = layer.ranks
@@ -96,6 +98,11 @@ def _truncate_layer(
         slice_state_(gate, {0: kept}, inverse, optimizer)
         if absorb:
             gate.fill_(1)
+
+
+def cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
+    """List all parameters that a cut may change."""
+    return [param for layer in named.values() for param in (*layer.cores, *layer.gates)]
 
 
 def check_finite(named: Mapping[str, TensorTrainModule]) -> None:

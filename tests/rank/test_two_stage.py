@@ -3,6 +3,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 import comera
 from comera.nn.module import tensor_trains
@@ -371,3 +372,29 @@ def test_an_optimizer_built_before_the_conversion_is_refused(model, method):
     old = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(ValueError, match="holds none of the model's tensor-train cores"):
         method(model).step(torch.ones(()), old)
+
+
+class Factored(torch.optim.SGD):
+    """Keeps a vector of another size than the parameter's, as those that factor a moment do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["row"] = torch.ones(param.numel() + 1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("method", ["two stages", "cut"])
+def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method):
+    model = comera.tensorize_(nn.Sequential(nn.Linear(64, 64)), comera.TTConfig(rank=8))
+    made = {"two stages": lambda: comera.TwoStage(model, 0.5, 1, 1)}
+    ranks = made.get(method, lambda: comera.ImportancePruning(model, 0.5, 1))()
+    optimizer = Factored(model.parameters(), 1e-3)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    for cut in (ranks.finish_, lambda o: comera.truncate_(model, o)):
+        with pytest.raises(ValueError, match="state 'row' of Factored has shape"):
+            cut(optimizer)
+        assert_equal(model.state_dict(), before)
+        assert ranks.forced is None
