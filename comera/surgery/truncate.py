@@ -42,7 +42,7 @@ def truncate_(
     Raises:
         ValueError: If ``min_rank`` is neither 0 nor 1, or the optimizer is an LBFGS that has
             stepped: its history is of all parameters together. Or its state has other shapes than
-            the parameters and cannot be cut with them, as that of factors of them. Or a tensor train is sharded, as by
+            the parameters and cannot be cut with them. Or a tensor train is sharded, as by
             ``fully_shard``. Or a layer holds what is not finite. Nothing is changed.
     """
     check_min_rank(min_rank)
