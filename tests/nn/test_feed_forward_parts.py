@@ -87,114 +87,12 @@ class Nested(nn.Module):
         return self.out(self.inner(x))
 
 
-class Noisy(Mlp):
-    def forward(self, x):
-        h = F.gelu(self.c_fc(x))
-        if self.training:
-            h = h * 2
-        return self.c_proj(h)
-
-
-class Quiet(Mlp):
-    def forward(self, x):
-        h = F.gelu(self.c_fc(x))
-        return self.c_proj(h if self.training else h * 2)
-
-
-class UsedTwice(Mlp):
-    def forward(self, x):
-        h = F.gelu(self.c_fc(x))
-        return self.c_proj(h) + h.mean()
-
-
-class Counting(Mlp):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.c_proj(F.gelu(self.c_fc(x)))
-
-
-class Branching(Mlp):
-    def forward(self, x):
-        if isinstance(x, torch.Tensor) and torch.rand(()) < 2:
-            return self.c_proj(F.gelu(self.c_fc(x)))
-        return x
-
-
-class Within(Mlp):
-    def forward(self, x):
-        with torch.no_grad():
-            return self.c_proj(F.gelu(self.c_fc(x)))
-
-
-class Decorated(Mlp):
-    @torch.no_grad()
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x)))
-
-
-class InPlace(Mlp):
-    def forward(self, x):
-        x += self.c_proj(F.gelu(self.c_fc(x)))
-        return x
-
-
-class Optional(Mlp):
-    def forward(self, x, scale=1.0):
-        return self.c_proj(F.gelu(self.c_fc(x))) * scale
-
-
 class Counted(Mlp):
     known: ClassVar = []
 
     def __init_subclass__(cls, *, label, **kwargs):
         super().__init_subclass__(**kwargs)
         cls.known.append(label)
-
-
-class ItsOwnCall(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = Loud(), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return self.out(self.inner(x))
-
-
-class Loud(Inner):
-    def __call__(self, x):
-        return 2 * super().__call__(x)
-
-
-class TwoMasks(Gated):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(self.drop(x))) * self.w3(self.drop(x)))
-
-
-class MaskedBeforeItsGate(Gated):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.drop(self.w3(x)))
-
-
-class Watching(Residual):
-    """Keeps running means of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = nn.BatchNorm1d(30, affine=False)
-
-    def forward(self, x):
-        _ = self.seen(x)
-        return self.down(F.relu(self.up(x)))
 
 
 def encoder_layer(dropout=0.0):
@@ -266,23 +164,6 @@ def test_nothing_of_the_hidden_width_is_kept(kind):
     model = converted(MAKERS[kind]).eval()
     assert not goes_by_layers(model)
     assert goes_by_layers(by_layers(model))
-
-
-ELSE = {
-    "tanh gelu": lambda: Mlp(nn.GELU("tanh")), "tanh": lambda: Mlp(nn.Tanh()),
-    "noisy": Noisy, "quiet": Quiet, "used twice": UsedTwice, "counting": Counting,
-    "two masks": TwoMasks, "a mask": MaskedBeforeItsGate, "watching": Watching,
-    "branching": Branching, "within": Within, "decorated": Decorated,
-    "in place": InPlace, "optional": Optional, "its own call": ItsOwnCall,
-    "no activation": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ELSE)
-def test_what_computes_something_else_is_left_alone(kind):
-    model = converted(ELSE[kind])
-    assert not is_fused(model)
-    assert getattr(model, "calls", 0) == 0
 
 
 @pytest.mark.parametrize(
