@@ -102,11 +102,12 @@ def heal_(
             f"batches of type {type(batches).__name__} have no length: say how long with seconds="
         )
     params = _trained(model)
-    if any(param.dtype.itemsize < 4 for param in params):
+    narrow = next((param.dtype for param in params if param.dtype.itemsize < 4), None)
+    if narrow is not None:
         log.warning(
             "heal_ trains parameters of %s, in which most of its steps are too small to be seen: "
             "model.float() before, and the dtype again after, heals further",
-            str(next(p.dtype for p in params if p.dtype.itemsize < 4)).removeprefix("torch."),
+            str(narrow).removeprefix("torch."),
         )
     answers, apart = outputs or _logits, distance or _divergence
     wanted = {param: param.requires_grad for param in model.parameters()}

@@ -79,7 +79,7 @@ class ClickData:
         """Raise ``ValueError`` for settings that are wrong whatever the data are.
 
         Args:
-            name: What the section of a recipe is called that holds these settings.
+            name: Name of the section of a recipe that holds these settings, for messages.
         """
         if self.min_count < 1:
             raise ValueError(f"{name}.min_count={self.min_count} must be at least 1")

@@ -84,7 +84,7 @@ class NliData:
         """Raise ``ValueError`` for settings that are wrong whatever the pairs are.
 
         Args:
-            name: What the section of a recipe is called that holds these settings.
+            name: Name of the section of a recipe that holds these settings, for messages.
         """
         if self.length < _SHORTEST:
             raise ValueError(

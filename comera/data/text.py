@@ -64,7 +64,7 @@ class TextData:
         """Raise ``ValueError`` for settings that are wrong whatever the text is.
 
         Args:
-            name: What the section of a recipe is called that holds these settings.
+            name: Name of the section of a recipe that holds these settings, for messages.
         """
         if not self.max_megabytes > 0:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")

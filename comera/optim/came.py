@@ -21,6 +21,7 @@ from comera.optim.factored_moments import (
     matrix_view,
     plain_step_,
 )
+from comera.optim.state_layout import group_of
 
 _MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 
@@ -241,8 +242,7 @@ class CAME(Optimizer):
         """
         state = self.state.get(param)
         if state:
-            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-            came_state.pack(state, param, group["state_dtype"])
+            came_state.pack(state, param, group_of(self, param)["state_dtype"])
 
 
 def _check(group: dict[str, Any]) -> None:

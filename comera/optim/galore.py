@@ -395,9 +395,7 @@ class GaLore(Optimizer):
     def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
         found = {k.removeprefix(OURS): v for k, v in entries.items() if k.startswith(OURS)}
         found.pop("step", None)
-        group = None
-        if param in self._stand_ins:
-            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        group = state_layout.group_of(self, param) if param in self._stand_ins else None
         check_subspaces(param, group, found)
 
 

@@ -19,6 +19,16 @@ def whole(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """Return the group that a parameter is in, which torch finds by no name."""
+    return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+
+
+def packs_state(optimizer: Optimizer) -> bool:
+    """Tell whether :func:`unpack_state_` changes the state of an optimizer."""
+    return hasattr(optimizer, "unpack_state_") or hasattr(optimizer, "_new_buffer")
+
+
 def unpack_state_(optimizer: Optimizer | None, param: Tensor) -> None:
     """Lay a parameter's state out in plain tensors that can be cut along with it.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comera.nn.module import TensorTrainModule
 from comera.shapes import is_number
-from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks
+from comera.surgery.truncate import check_finite, check_min_rank, kept_ranks, not_finite
 
 
 @dataclass
@@ -198,10 +198,7 @@ def _norms(name: str, layer: TensorTrainModule) -> list[Tensor]:
     """Return, for each bond, the share of the weight's squared norm that each rank carries."""
     norms = _norms_of_chain(layer) if layer.is_chain else [_shares(layer.rank_norms())]
     if not all(of_bond.isfinite().all() for of_bond in norms):
-        raise ValueError(
-            f"the cores of {name or 'the layer'} hold numbers that are not finite: there is no "
-            "telling its ranks apart. Go back to a checkpoint from before"
-        )
+        raise not_finite(name, "cores")
     return norms
 
 

@@ -100,9 +100,9 @@ def evaluation(
 
     Args:
         folder: Folder of the run.
-        device: Where it is evaluated.
-        places: Where its data are now, by the dotted names of settings, if they have moved.
-        console: Told which data are read.
+        device: The device that the models are evaluated on.
+        places: New paths of data that have moved, by the dotted names of settings.
+        console: The console that names the data which are read.
 
     Raises:
         FileNotFoundError: If the data are not there.

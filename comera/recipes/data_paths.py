@@ -64,13 +64,7 @@ def with_places(config: RunConfig, places: Mapping[str, Any]) -> RunConfig:
 
 def named_data(config: RunConfig) -> str:
     """Return where the data of a run are, as its settings say it; nothing of default ones."""
-    found = (
-        f"{name}.{key}={path}"
-        for name, keys in _PATHS.items()
-        for key in keys
-        for path in _each(getattr(config, name), key)
-    )
-    return ", ".join(found)
+    return ", ".join(f"{key}={path}" for key, path in _paths(config))
 
 
 def follow_moved(there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -86,24 +80,30 @@ def follow_moved(there: dict[str, Any], here: dict[str, Any]) -> None:
 
 def missing_data(config: RunConfig) -> dict[str, str]:
     """Return the first path that is not there of each setting that names one, by its key."""
-    found = {}
-    for name, keys in _PATHS.items():
-        for key in keys:
-            gone = (path for path in _each(getattr(config, name), key) if not Path(path).exists())
-            if path := next(gone, None):
-                found[f"{name}.{key}"] = path
+    found: dict[str, str] = {}
+    for key, path in _paths(config):
+        if not Path(path).exists():
+            found.setdefault(key, path)
     return found
 
 
 def data_within(config: RunConfig, folder: Path) -> str | None:
     """Return the first data of a run that are a folder or in it, as ``key=path``; None if none."""
     outer = folder.resolve()
+    inside = (
+        f"{key}={path}"
+        for key, path in _paths(config)
+        if Path(path).resolve().is_relative_to(outer)
+    )
+    return next(inside, None)
+
+
+def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each path to data of a run with the dotted name of its setting."""
     for name, keys in _PATHS.items():
         for key in keys:
             for path in _each(getattr(config, name), key):
-                if Path(path).resolve().is_relative_to(outer):
-                    return f"{name}.{key}={path}"
-    return None
+                yield f"{name}.{key}", path
 
 
 def _each(section: Any, key: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ _MB = 1e6
 
 _LOG = "log.txt"
 _STARTED = re.compile(r"^\d+ threads$", re.MULTILINE)
-"""What a run of a sweep prints first, each time it is started."""
+"""The line that a run of a sweep prints first, each time it is started."""
 _RAISED = re.compile(r"^Traceback .*\n(?:\s.*\n)*(\S.*)", re.MULTILINE)
 
 
@@ -102,9 +102,9 @@ def _log(run: Path) -> str:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    settings, result = _settings(run), _result(run)
-    if _has_only_a_log(run):
+    if not (run / "config.yaml").exists():
         return "", "0", _started(run), "", "", f"{_size(run) / _MB:.1f}"
+    settings, result = _settings(run), _result(run)
     task = next((name for name in METRICS if settings.get(name)), "")
     train = settings["train"]
     logged = last_logged(run, "loss")

@@ -80,14 +80,14 @@ def _canonicalize_layer(layer: TensorTrainModule) -> bool:
         found = layer.canonical_cores(gated)
     if found is None:
         return False
+    from comera.nn.decompose import widened  # once in a run
+
     made, singular_values = found
     cores = [core.flatten(1, -2) for core in _scaled_as(gated, made)]  # already so of a chain
     # Bonds may have become narrower than they are stored: what is beyond is zero and closed, so
     # that parameters keep their shapes until truncate_ cuts them.
-    for mine, core in zip(layer.cores, cores, strict=True):
-        left, _, right = core.shape
-        mine.zero_()
-        mine[:left, ..., :right] = core.reshape(left, *mine.shape[1:-1], right).to(mine)
+    for mine, core in zip(layer.cores, widened(cores, layer.ranks), strict=True):
+        mine.copy_(core.reshape(mine.shape))
     for gate, carried in zip(layer.gates, singular_values, strict=True):
         gate.zero_()
         gate[: int((carried > _NOTHING * carried[0]).sum())] = 1

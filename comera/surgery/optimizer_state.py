@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.state_layout import pack_state_, unpack_state_
+from comera.optim.state_layout import group_of, pack_state_, packs_state, unpack_state_
 from comera.params import set_data_
 
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
@@ -95,11 +95,7 @@ def check_state(params: Iterable[Tensor], optimizer: Optimizer | None) -> None:
 
     State that an optimizer packs in a way of its own is not looked at.
     """
-    if (
-        optimizer is None
-        or hasattr(optimizer, "unpack_state_")
-        or hasattr(optimizer, "_new_buffer")
-    ):
+    if optimizer is None or packs_state(optimizer):
         return
     for param in params:
         for key, value in optimizer.state.get(param, {}).items():
@@ -154,7 +150,7 @@ def _beginning(key: str, param: Tensor, optimizer: Any) -> Any:
     """Return what state begins with."""
     if key not in ("step_size", "mu_product", "sum"):
         return 0
-    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    group = group_of(optimizer, param)
     if key == "step_size":  # Rprop's
         return group["lr"]
     return 1 if key == "mu_product" else group.get("initial_accumulator_value", 0)

@@ -88,14 +88,14 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
 def _check_agreement(table: TTTable, wanted: Tensor) -> None:
     """Raise ``ValueError`` if processes that average its gradients would choose other rows."""
     for wrapper in wrappers_of(table):
-        in_all, in_any = wanted.int(), wanted.int()
-        dist.all_reduce(in_all, dist.ReduceOp.MIN, wrapper.process_group)
-        dist.all_reduce(in_any, dist.ReduceOp.MAX, wrapper.process_group)
-        if not torch.equal(in_all, in_any):
+        votes, group = wanted.int(), wrapper.process_group
+        dist.all_reduce(votes, group=group)
+        disputed = int(((votes > 0) & (votes < dist.get_world_size(group))).sum())
+        if disputed:
             raise ValueError(
-                f"processes that train together would keep different rows hot, "
-                f"{int((in_all != in_any).sum())} in all: give each of them the counts of all, "
-                "added up by torch.distributed.all_reduce(counts)"
+                f"processes that train together would keep different rows hot, {disputed} in all: "
+                "give each of them the counts of all, added up by "
+                "torch.distributed.all_reduce(counts)"
             )
 
 

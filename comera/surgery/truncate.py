@@ -47,11 +47,12 @@ def truncate_(
     """
     check_min_rank(min_rank)
     check_unsharded(model, "truncate_")
-    check_finite(tensor_trains(model))
+    trains = tensor_trains(model)
+    check_finite(trains)
     unwrapped = unwrap_separable(optimizer)
-    check_state(cores_and_gates(tensor_trains(model)), unwrapped)
+    check_state(cores_and_gates(trains), unwrapped)
     changed = {}
-    for name, layer in tensor_trains(model).items():
+    for name, layer in trains.items():
         before = layer.ranks
         if 0 not in before:  # else it has vanished already
             _truncate_layer(layer, unwrapped, min_rank, absorb)
@@ -110,10 +111,15 @@ def check_finite(named: Mapping[str, TensorTrainModule]) -> None:
     for name, layer in named.items():
         for what, params in (("cores", layer.cores), ("gates", layer.gates)):
             if not all(bool(param.isfinite().all()) for param in params):
-                raise ValueError(
-                    f"the {what} of {name or 'the layer'} hold numbers that are not finite: there "
-                    "is no telling its ranks apart. Go back to a checkpoint from before"
-                )
+                raise not_finite(name, what)
+
+
+def not_finite(name: str, what: str) -> ValueError:
+    """Make the error for a layer whose cores or gates hold what is not finite."""
+    return ValueError(
+        f"the {what} of {name or 'the layer'} hold numbers that are not finite: there is no "
+        "telling its ranks apart. Go back to a checkpoint from before"
+    )
 
 
 def check_min_rank(min_rank: Any) -> None:

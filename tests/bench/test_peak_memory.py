@@ -16,7 +16,9 @@ def in_this_process(words, **_):
     return subprocess.CompletedProcess(words, 0, text, "")
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="memory is read from /proc, as Linux has it"
+)
 
 
 @linux

@@ -1,4 +1,4 @@
-"""What the folder of a run lacks, so that its report shows less than there was."""
+"""Say what is missing or damaged in the folder of a run, of which its report shows less."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ def gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
     Args:
         folder: Folder of the run.
-        models: What was read there: the model, and its dense twin if there is one.
+        models: The histories that were read there: the model's, then its dense twin's, if any.
     """
     if not (folder / "config.yaml").is_file():
         yield "config.yaml is missing: the settings are not shown."
