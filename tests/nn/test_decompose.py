@@ -10,6 +10,13 @@ from comera.ops.table.tt_embedding import ttm_to_dense
 from comera.shapes import TTMShape, TTShape
 
 
+@pytest.fixture(autouse=True)
+def _on_numpy():
+    """tensorly-torch, which another test may have imported, has tensorly compute with torch."""
+    with tensorly.backend_context("numpy"):
+        yield
+
+
 def decaying(*sizes, dtype=torch.float64):
     """A tensor whose unfoldings have falling singular values, as trained weights do."""
     grid = torch.meshgrid(*(torch.arange(n, dtype=dtype) for n in sizes), indexing="ij")
