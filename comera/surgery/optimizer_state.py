@@ -132,7 +132,7 @@ def _cut(what: str, tensor: Tensor, old_shape: torch.Size, keep: Mapping[int, Te
 def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
     """Start a parameter anew: its gradient goes, its state becomes what it began with, in place.
 
-    That is zero but for three of torch's optimizers; numbers of steps begin with zero too, by which
+    That is zero but for four of torch's optimizers; numbers of steps begin with zero too, by which
     averages are corrected.
     """
     param.grad = None
@@ -148,9 +148,9 @@ def reset_state_(param: Tensor, optimizer: Optimizer | None = None) -> None:
 
 def _beginning(key: str, param: Tensor, optimizer: Any) -> Any:
     """Return what state begins with."""
-    if key not in ("step_size", "mu_product", "sum"):
+    if key not in ("step_size", "eta", "mu", "mu_product", "sum"):
         return 0
     group = group_of(optimizer, param)
-    if key == "step_size":  # Rprop's
+    if key in ("step_size", "eta"):  # Rprop's, ASGD's
         return group["lr"]
-    return 1 if key == "mu_product" else group.get("initial_accumulator_value", 0)
+    return group.get("initial_accumulator_value", 0) if key == "sum" else 1

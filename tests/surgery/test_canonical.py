@@ -80,8 +80,7 @@ def test_norms_of_cores_stay_in_proportion():
 def test_what_is_left_of_a_train_is_as_good_as_tensorlys():
     """Of one decomposed from its dense tensor; cut at a single bond both are the best there is."""
     tensorly = pytest.importorskip("tensorly")
-    tensorly.set_backend("pytorch")
-    try:
+    with tensorly.backend_context("pytorch"):
         cores = random_cores((4, 3, 5, 6), (4, 12, 6))
         whole = product(cores)
         found, _ = canonical(cores, 2)
@@ -91,8 +90,6 @@ def test_what_is_left_of_a_train_is_as_good_as_tensorlys():
             other = tensorly.decomposition.tensor_train(whole, list(bonds))
             mine, theirs = (product(list(c)) - whole for c in (cut, other.factors))
             assert float(mine.norm()) == pytest.approx(float(theirs.norm()), rel=0.05)
-    finally:
-        tensorly.set_backend("numpy")
 
 
 def test_a_product_of_nothing_or_of_no_numbers_stays():
@@ -159,6 +156,7 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }
 
