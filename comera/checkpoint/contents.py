@@ -66,7 +66,8 @@ def encode(
     records: list[Record] = []
     written: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
-    wanted = {moments.weight: moments for moments in snapshot.moments}
+    # Of two first moments of a weight the first one has the second moments.
+    wanted = {moments.weight: moments for moments in reversed(snapshot.moments)}
     entries = {"lossy": 0, "changed": 0}
     error = change = 0.0
     for name, tensor in snapshot.model.items():
@@ -227,6 +228,7 @@ _SMALLEST = 1e-30
 
 
 def _write_index(streams: Streams, index: dict[str, Any]) -> None:
+    _checked(index)  # a mistake is to be found now, not when the checkpoint is needed
     raw = json.dumps(index, separators=(",", ":")).encode()
     streams.write("index", codec.as_bytes(len(raw).to_bytes(_LENGTH, "little") + raw))
 
@@ -240,6 +242,16 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
         index = parsed(reader.read("index", length).tobytes())
     except (ValueError, RecursionError) as problem:
         raise DamagedError(f"the index is not readable: {problem}") from problem
+    skeleton, checked = _checked(index)
+    size = sum(record.bytes for record in checked)
+    if size > max_bytes:
+        raise DamagedError(
+            f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
+        )
+    return skeleton, checked
+
+
+def _checked(index: Any) -> tuple[Any, list[Record]]:
     match index:
         case {"skeleton": skeleton, "records": list(records)}:
             checked = [Record.of_json(record) for record in records]
@@ -248,9 +260,4 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
     names = [name for record in checked for name in record.names]
     if len(names) != len(set(names)):
         raise DamagedError("the index names a tensor twice")
-    size = sum(record.bytes for record in checked)
-    if size > max_bytes:
-        raise DamagedError(
-            f"the tensors would take {size} bytes of memory, more than max_bytes={max_bytes}"
-        )
     return skeleton, checked

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from comera.checkpoint.tree import Skeleton, take_apart
+from comera.checkpoint.tree import Skeleton, check_holdable, take_apart
 
 Treatment = Literal["exact", "lossy", "skip"]
 
@@ -149,7 +149,11 @@ def take_snapshot(
         treatment = policy.treatment(name, tensor, lossy)
         if treatment == "skip":
             return None
-        place = (treatment, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        check_holdable(name, tensor)
+        place = (
+            treatment, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride(),
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
         if tensor.numel() and place in where:
             return where[place]
         into = snapshot.model if part == "model" else snapshot.rest
@@ -222,7 +226,7 @@ def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any,
 
 
 def _moments(snapshot: Snapshot) -> list[MomentNames]:
-    found = []
+    found, taken = [], set[str]()  # an optimizer may keep two first moments beside one second
     for first in snapshot.rest:
         parameter, _, key = first.removeprefix("optimizer.").rpartition(".")
         if first not in snapshot.lossy or key not in _FIRST_MOMENTS:
@@ -230,6 +234,8 @@ def _moments(snapshot: Snapshot) -> list[MomentNames]:
         shape = snapshot.rest[first].shape
         weight, second = f"model.{parameter}", f"optimizer.{parameter}.{_SECOND_MOMENT}"
         weighed = weight in snapshot.lossy and snapshot.model[weight].shape == shape
-        paired = second in snapshot.lossy and snapshot.rest[second].shape == shape
+        paired = second in snapshot.lossy.difference(taken) and snapshot.rest[second].shape == shape
         found.append(MomentNames(weight if weighed else None, first, second if paired else None))
+        if paired:
+            taken.add(second)
     return found

@@ -96,6 +96,7 @@ def take_apart(
     if isinstance(value, float):  # JSON knows neither inf nor NaN
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.dtype):
+        _check_dtype(name, value)
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):
         parts = [take_apart(part, take, f"{name}.{k}", deep + 1) for k, part in enumerate(value)]
@@ -120,6 +121,21 @@ def take_apart(
 
 
 _LEFT_OUT = object()
+
+
+def check_holdable(name: str, tensor: Tensor) -> None:
+    """Raise ``TypeError`` for a tensor that cannot be copied, or not be read again."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else f"of {tensor.layout}"
+        raise TypeError(f"{name} is {kind}: checkpoints hold dense tensors")
+    if tensor.is_meta:
+        raise TypeError(f"{name} is on the meta device: it has no numbers that could be saved")
+    _check_dtype(name, tensor.dtype)
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES.values():
+        raise TypeError(f"{name} is of {dtype}; checkpoints hold {', '.join(DTYPES)}")
 
 
 def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:

@@ -395,3 +395,54 @@ def test_cores_of_tensor_trains_are_kept_finer(tmp_path):
             read = chain.load(step).model
             dense, core = (float((read[name] - weight).norm()) for name in names)
             assert core < 0.5 * dense
+
+
+UNREADABLE = {
+    "packed": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "halves": lambda: torch.zeros(4, dtype=torch.complex32),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "dtype": lambda: torch.complex32,
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_could_not_be_read_again_is_refused(name, tmp_path):
+    """Unless it is skipped; checkpoints before and after stay readable."""
+    model, extra = make_model(), {name: UNREADABLE[name]()}
+    with CheckpointChain(tmp_path / "strict") as chain:
+        chain.save(1, model)
+        with pytest.raises(TypeError, match=rf"^extra\.{name} is (of|on) .*(checkpoints|saved)"):
+            chain.save(2, model, extra=extra)
+        chain.save(3, model)
+        chain.wait()
+        assert chain.steps() == [1, 3]
+        chain.load(3)
+    if name != "dtype":
+        with CheckpointChain(tmp_path / "skipping", policy={rf"extra\.{name}": "skip"}) as chain:
+            chain.save(1, model, extra=extra)
+            assert chain.load(1).extra == {}
+
+
+@pytest.mark.parametrize("keys", [("exp_avg", "momentum_buffer"), ("momentum_buffer", "exp_avg")])
+def test_two_first_moments_beside_one_second(keys, tmp_path):
+    model = nn.Linear(32, 32)
+    state = {0: {**{key: torch.randn(32, 32) for key in keys}, "exp_avg_sq": torch.rand(32, 32)}}
+    states = {"state": state, "param_groups": [{"params": [0, 1]}]}
+    with CheckpointChain(tmp_path) as chain:
+        for step in (1, 2):
+            nn.init.normal_(model.weight)
+            chain.save(step, model, states)
+            read = chain.load(step).optimizer["state"][0]
+            assert read.keys() == state[0].keys()
+            assert all(tensor.isfinite().all() for tensor in read.values())
+
+
+def test_a_conjugate_is_not_taken_for_its_original(tmp_path):
+    x = torch.randn(4, 4, dtype=torch.complex64)
+    extra = {"x": x, "conjugate": x.conj(), "part": x.imag, "negative": x.conj().imag}
+    with CheckpointChain(tmp_path) as chain:
+        chain.save(1, nn.Linear(2, 2), extra=extra)
+        read = chain.load(1).extra
+    assert all(torch.equal(read[name], tensor) for name, tensor in extra.items())
