@@ -6,6 +6,7 @@ weights are loaded.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
         held = TensorTrainConfig(config, describe(model))
         model.config.quantization_config = held
         model.hf_quantizer = TensorTrainQuantizer(held)  # type: ignore[assignment]
+        _let_states_be_saved_(model)
         let_tables_grow_(model)
     return model
 
@@ -116,6 +118,7 @@ class TensorTrainQuantizer(HfQuantizer):
 
     quantization_config: TensorTrainConfig
     _dtype: torch.dtype | None = None
+    given: Mapping[str, Any] | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -146,7 +149,7 @@ class TensorTrainQuantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config
         else:
             vars(model.config).pop("quantization_config", None)
-        return _buffers_apart(model), {}
+        return _buffers_apart(model, self.given), {}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
@@ -161,6 +164,7 @@ class TensorTrainQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             tensorize_(model, self.quantization_config.config)
+        _let_states_be_saved_(model)
         let_tables_grow_(model)
         model.is_quantized = False  # else it could not be cast, nor trained without adapters
         del model.quantization_method
@@ -188,13 +192,38 @@ def _other_names(model: PreTrainedModel, layers: Mapping[str, Entry]) -> dict[st
     }
 
 
-def _buffers_apart(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the state dict with a copy of each buffer for each of its names.
+def _let_states_be_saved_(model: Any) -> None:
+    """Let ``save_pretrained(folder, state_dict=...)`` write the state that it is given."""
+    model.save_pretrained = partial(_save_pretrained, model)
+
+
+def _save_pretrained(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Do what the method does, which asks the quantizer for a state and forgets the given one."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, TensorTrainQuantizer):
+        quantizer.given = state_dict
+    try:
+        save = type(model).save_pretrained
+        save(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+    finally:
+        if isinstance(quantizer, TensorTrainQuantizer):
+            quantizer.given = None
+
+
+def _buffers_apart(model: PreTrainedModel, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state of the model with a copy of each buffer for each of its names.
 
     Parameters that have several are written once, and tied when they are loaded. transformers ties
     no buffers, such as where a tied table keeps its rows.
     """
-    state = model.state_dict()
+    state = model.state_dict() if given is None else given
     buffers = dict(model.named_buffers(remove_duplicate=False))
     apart = {name: state[name].clone() for name in buffers if name in state}
     return {**state, **apart}

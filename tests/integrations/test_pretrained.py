@@ -305,3 +305,18 @@ def test_without_the_package_transformers_says_so(tmp_path):
     code = f"import sys, transformers\ntransformers.AutoModel.from_pretrained({str(tmp_path)!r})\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "Unknown quantization type, got comera" in done.stderr
+
+
+def test_a_state_that_is_given_is_what_is_written(tmp_path):
+    """Such as averaged weights, or those gathered from several devices."""
+    model = hf.attach_(bert())
+    given = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, _ in model.named_parameters():
+        given[name].zero_()
+    model.save_pretrained(tmp_path / "given", state_dict=given)
+    model.save_pretrained(tmp_path / "own")
+    zeros = type(model).from_pretrained(tmp_path / "given")
+    assert not any(param.any() for param in zeros.parameters())
+    assert same(model, type(model).from_pretrained(tmp_path / "own"))
+    zeros.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
+    assert same(model, type(model).from_pretrained(tmp_path / "again"))
