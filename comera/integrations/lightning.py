@@ -103,10 +103,11 @@ class RankCallback(Callback):
         self._taken = trainer.global_step
         left = trainer.estimated_stepping_batches - trainer.global_step
         self._steps.begin(trainer.optimizers[0], left)
-        backward, parts = trainer.strategy.backward, trainer.accumulate_grad_batches
+        backward = trainer.strategy.backward
 
         def of_objective(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            objective = self._steps.objective(closure_loss, parts)
+            # Read each time: a GradientAccumulationScheduler changes it.
+            objective = self._steps.objective(closure_loss, trainer.accumulate_grad_batches)
             return backward(objective, *args, **kwargs)
 
         trainer.strategy.backward = of_objective

@@ -28,11 +28,12 @@ class RankSteps:
         self.ranks = ranks
         self.outcome: dict[str, Any] | None = None
         self._seen: Tensor | None = None  # the loss of the optimizer step that is under way
+        self._parts = 0, 0  # of it that came, and of a whole step
         self._group: Any = None
 
     def begin(self, optimizer: Any, steps_left: float) -> None:
         """Begin or go on, with so many optimizer steps to come; warn of what cannot work out."""
-        self._seen = None
+        self._seen, self._parts = None, (0, 0)
         given = self.ranks.process_group
         self._group = processes_of(self.ranks.model) if given == "auto" else given
         if self.ranks.forced is None and self.ranks.steps_left > steps_left:
@@ -57,13 +58,17 @@ class RankSteps:
         objective = self.ranks.objective(loss * parts, seen) / parts
         share = seen / parts
         self._seen = share if self._seen is None else self._seen + share
+        self._parts = self._parts[0] + 1, parts
         return objective
 
     def end_step(self, optimizer: Any, skipped: bool = False) -> None:
         """Count an optimizer step, unless there was no loss, or gradients were not finite."""
         seen, self._seen = self._seen, None
+        (came, parts), self._parts = self._parts, (0, 0)
         if seen is None:
             return
+        if came < parts:  # an epoch ended before
+            seen = seen * (parts / came)
         if skipped:
             self.ranks.discard_()
         else:

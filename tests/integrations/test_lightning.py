@@ -175,3 +175,29 @@ def test_optimization_by_hand_is_refused(tmp_path):
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic_optimization=False"):
         fit(module, tmp_path)
+
+
+def test_a_scheduler_of_parts_changes_no_objective(tmp_path):
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
+
+    states = []
+    for settings in (
+        {"accumulate_grad_batches": 2},
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+    ):
+        module = Module(dropout=0.0)
+        fit(module, tmp_path, shuffle=False, max_epochs=8, **settings)
+        states.append(module.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_step_that_an_epoch_ends_early_counts_with_its_whole_loss(tmp_path):
+    """Two batches of three: what ranks are weighed against is a mean loss still."""
+    losses = []
+    for parts in (2, 3):
+        module = Module(dropout=0.0)
+        ranks = comera.TwoStage(module.net, 0.5, early_steps=3, late_steps=3)
+        fit(module, tmp_path, ranks, shuffle=False, accumulate_grad_batches=parts, max_epochs=1)
+        losses.append(ranks.state_dict()["running_loss"])
+    torch.testing.assert_close(losses[0], losses[1])
