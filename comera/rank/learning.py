@@ -194,9 +194,11 @@ class RankLearning(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned.
 
+        The target is that of this object: where it was another one, training goes on towards it.
+
         Raises:
             ValueError: If that is the state of another method, or was written before states named
-                their method; nothing is changed.
+                their method, or the target is smaller than can be reached; nothing is changed.
         """
         written = state.get("method")
         if written is None:
@@ -206,8 +208,18 @@ class RankLearning(ABC):
             )
         if written != self.method:
             raise ValueError(f"this is a state of {written}, not of {self.method}")
+        start_size, target_size = state["start_size"], state["target_size"]
+        if state["forced"] is None:
+            layers = self.size.layers.values()
+            target_size = target_entries(layers, self.target, start_size, self.min_rank)
+            if target_size != state["target_size"]:
+                log.warning(
+                    "%s goes on with a target of %d entries (target=%g of %d at the start); the "
+                    "state that was loaded had one of %d",
+                    self.method, target_size, self.target, start_size, state["target_size"],
+                )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
-        self.start_size, self.target_size = state["start_size"], state["target_size"]
+        self.start_size, self.target_size = start_size, target_size
         self._reached = self._own(state["reached"])
         self.discard_()
 

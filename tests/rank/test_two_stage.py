@@ -398,3 +398,25 @@ def test_state_that_cannot_be_cut_leaves_everything_as_it_was(method):
             cut(optimizer)
         assert_equal(model.state_dict(), before)
         assert ranks.forced is None
+
+
+@pytest.mark.parametrize("method", [comera.ImportancePruning, comera.TwoStage])
+def test_a_target_may_change_between_runs(model, method, caplog):
+    """Like all settings it is that of the object, a share of the size that training began with."""
+    steps = (8,) if method is comera.ImportancePruning else (4, 30)
+    state = method(model, 0.5, *steps).state_dict()
+    smaller = method(model, 0.3, *steps)
+    start = smaller.start_size
+    comera.ImportancePruning(model, 0.7, 8).finish_()
+    smaller.load_state_dict(state)
+    assert (smaller.start_size, smaller.target_size) == (start, int(0.3 * start))
+    assert f"goes on with a target of {int(0.3 * start)} entries" in caplog.text
+    assert smaller.finish_()["size"] <= int(0.3 * start)
+
+
+def test_a_target_that_cannot_be_reached_is_refused_and_nothing_changes(model):
+    state = comera.TwoStage(model, 0.5, 4, 30).state_dict() | {"steps_done": 3, "start_size": 10}
+    ranks = comera.TwoStage(model, 0.5, 4, 30)
+    with pytest.raises(ValueError, match="leaves 5 of 10 entries"):
+        ranks.load_state_dict(state)
+    assert (ranks.steps_done, ranks.start_size > 10) == (0, True)
