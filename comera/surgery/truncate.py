@@ -1,5 +1,6 @@
 """Cut pruned ranks out of a model for good."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from comera.ops.cores import is_open
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.surgery.optimizer_state import check_state, slice_state_
 from comera.surgery.replicas import renew_, wrappers_of
+
+log = logging.getLogger("comera")
 
 
 @torch.no_grad()
@@ -51,6 +54,7 @@ def truncate_(
     check_finite(trains)
     unwrapped = unwrap_separable(optimizer)
     check_state(cores_and_gates(trains), unwrapped)
+    _name_other_optimizers(trains, unwrapped)
     changed = {}
     for name, layer in trains.items():
         before = layer.ranks
@@ -99,6 +103,23 @@ def _truncate_layer(
         slice_state_(gate, {0: kept}, inverse, optimizer)
         if absorb:
             gate.fill_(1)
+
+
+def _name_other_optimizers(
+    named: Mapping[str, TensorTrainModule], optimizer: Optimizer | None
+) -> None:
+    """Warn where another optimizer than the one whose state is cut may hold some parameters."""
+    if optimizer is None:
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    training = [param for param in cores_and_gates(named) if param.requires_grad]
+    without = sum(id(param) not in held for param in training)
+    if without:
+        log.warning(
+            "the optimizer holds %d of %d cores and gates: if another one has stepped with the "
+            "rest, make it anew after this cut, since its state keeps the shapes of before",
+            len(training) - without, len(training),
+        )  # fmt: skip
 
 
 def cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:

@@ -252,3 +252,17 @@ def test_an_optimizer_with_one_history_of_all_is_refused(model, batch):
     comera.truncate_(model)  # with a new one, made afterwards
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     optimizer.step(closure)
+
+
+def test_an_optimizer_of_some_parameters_is_said(batch, caplog):
+    """Another one that holds the rest would fail in its next step, in torch's words."""
+    model = make_model()
+    prune_some(model)
+    trains = tensor_trains(model).values()
+    cores = torch.optim.Adam([core for layer in trains for core in layer.cores])
+    comera.truncate_(model, torch.optim.Adam(model.parameters()))
+    assert "the optimizer holds" not in caplog.text
+    comera.truncate_(model, cores)
+    count = sum(len(layer.cores) + len(layer.gates) for layer in trains)
+    held = len(cores.param_groups[0]["params"])
+    assert f"the optimizer holds {held} of {count} cores and gates" in caplog.text
