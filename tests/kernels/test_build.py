@@ -1,4 +1,3 @@
-import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +6,7 @@ import pytest
 
 from comera.ops.kernels import emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from tests.kernels.thorough import ALL
 
 needs_nvrtc = pytest.mark.skipif(
     find_spec("cuda") is None or find_spec("nvidia") is None,
@@ -30,15 +30,14 @@ def put(monkeypatch, text):
 def builds():
     """Almost each kernel for Hopper, one of each family for Ampere and Blackwell: all take minutes.
 
-    Left out are such as consist of parts that others have too. COMERA_ALL_ARCHITECTURES=1 builds
-    all of them for all three.
+    Left out are such as consist of parts that others have too. ``make kernels`` builds all
+    of them for all three.
     """
-    every = os.environ.get("COMERA_ALL_ARCHITECTURES")
     seldom = re.compile(r"contract_f32_f16|.*_relu.*|.*_silu_.*")
     families = {file.partition("_")[0]: file for file in reversed(nvrtc.files())}
-    everywhere = nvrtc.files() if every else families.values()
+    everywhere = nvrtc.files() if ALL else families.values()
     for file in nvrtc.files():
-        if every or not seldom.fullmatch(file):
+        if ALL or not seldom.fullmatch(file):
             yield file, "sm_90"
         if file in everywhere:
             yield from ((file, "sm_80"), (file, "sm_100"))

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
 from comera.ops.linear.gated_feed_forward import _gated_hidden
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
+from tests.kernels.thorough import some
 
 CASES = {  # rows, hidden width, ranks of gate, up and down
     "a few rows": (5, 128, 8, 8, 8),
@@ -128,7 +129,7 @@ PLANTED = [(bug, torch.bfloat16) for bug in BUGS] + [(bug, torch.float32) for bu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bug", "dtype"), PLANTED)
+@pytest.mark.parametrize(("bug", "dtype"), some(PLANTED))
 def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
     hidden = Hidden("the first stage last", dtype, rows=80)
     (pattern, instead), text = (BUGS | OF_TF32)[bug], nvrtc.text(gated_kernel.file_for(hidden.grad))
