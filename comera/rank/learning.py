@@ -128,11 +128,11 @@ class RankLearning(ABC):
             seen: The loss, or the mean of several processes', without a gradient.
         """
 
-    def step(self, loss: Tensor, optimizer: AnyOptimizer | None = None) -> None:
+    def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Loss of the batch.
+            loss: Loss of the batch, or the mean of several's.
             optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
                 anew for cores that are brought into canonical form; without it such a state is left
                 as it was, which costs some steps.
@@ -140,6 +140,8 @@ class RankLearning(ABC):
         Raises:
             ValueError: If the optimizer holds no core, as one that was built before ``tensorize_``.
         """
+        if not isinstance(loss, Tensor):
+            loss = torch.as_tensor(loss, device=self.size.gates[0].device)
         self.follow_(loss)
         self.count_(optimizer)
 
