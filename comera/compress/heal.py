@@ -83,7 +83,8 @@ def heal_(
 
     Raises:
         ValueError: If the model has no tensor-train layer that may be trained, an option is out of
-            range, there is no batch, the answers have other shapes, or a distance is not finite.
+            range, the teacher is the model itself, there is no batch, the answers have other
+            shapes, or a distance is not finite.
 
     Example::
 
@@ -93,6 +94,11 @@ def heal_(
 
     Source: distillation, arXiv 1503.02531, at temperature 1 and without labels.
     """
+    if dense is model:
+        raise ValueError(
+            "dense is the model itself, which learns nothing from its own answers: give a copy of "
+            "it from before it was compressed"
+        )
     if not lr > 0:
         raise ValueError(f"lr={lr!r} must be above 0")
     if seconds is not None and not seconds > 0:
