@@ -36,6 +36,9 @@ from comera.planning.break_even import break_even
 
 log = logging.getLogger("comera")
 
+_LOSES = "tensorize_: %s: %s%s"
+_GUESS = " (as a default profile predicts it: `comera calibrate` measures this machine)"
+
 Model = TypeVar("Model", bound=nn.Module)
 
 _WORTH_SAYING = 1.1
@@ -227,10 +230,13 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
             alike.setdefault(layer.kind(), []).append((name, layer))
     for members in alike.values():
         layer = members[0][1]
-        found = break_even(layer.at(tokens, together=len(members)), **layer.planner_setting())
+        setting = layer.planner_setting()
+        found = break_even(layer.at(tokens, together=len(members)), **setting)
         if found.worst > _WORTH_SAYING:
+            slower = found.loses_time or (found.eager_ratio or 0) > 1
+            guess = "" if setting["machine"].measured else _GUESS
             names = listed([name for name, _ in members], most=2)
-            log.warning("tensorize_: %s: %s", names, found)
+            log.log(logging.WARNING if slower else logging.INFO, _LOSES, names, found, guess)
 
 
 def _convert(

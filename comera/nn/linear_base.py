@@ -130,10 +130,9 @@ class CompressedLinear(TensorTrainModule):
         return layer.train(linear.training)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self._describe_ranks()}"
-        )
+        widths = f"in_features={self.in_features}, out_features={self.out_features}"
+        ranks = self._describe_ranks(self.num_dense / max(1, self.num_stored))
+        return f"{widths}, bias={self.bias is not None}, {ranks}"
 
 
 def check_linear(linear: Any) -> tuple[int, int]:

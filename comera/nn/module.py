@@ -361,10 +361,10 @@ class TensorTrainModule(WeightByAssignment):
     def __repr__(self) -> str:
         return f"{self._get_name()}({self.extra_repr()})"
 
-    def _describe_ranks(self) -> str:
-        stored = self.num_stored
-        smaller = f"{self.num_dense / stored:.1f}x smaller" if stored else "weight vanished"
-        return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {smaller}"
+    def _describe_ranks(self, smaller: float) -> str:
+        size = f"{smaller:.1f}x smaller" if smaller >= 1 else f"{1 / smaller:.1f}x larger"
+        size = size if all(self.ranks) else "weight vanished"
+        return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {size}"
 
 
 def _relative_error(made: Tensor, weight: Tensor) -> float:

@@ -80,7 +80,7 @@ class HotRows(TensorTrainModule):
         return self.shape.num_dense
 
     def extra_repr(self) -> str:
-        return self._describe_ranks()
+        return self._describe_ranks(self.num_dense / max(1, self.num_stored))
 
 
 class TTTable(TensorTrainModule):
@@ -372,7 +372,9 @@ class TTTable(TensorTrainModule):
             parts.append(f"hot_rows={self.hot_rows}")
         if self.hot_rank is not None:
             parts.append(f"hot_rank={self.hot_rank}")
-        return ", ".join([*parts, self._describe_ranks()])
+        stored = sum(param.numel() for param in self.parameters())
+        dense = self.num_embeddings * self.embedding_dim
+        return ", ".join([*parts, self._describe_ranks(dense / max(1, stored))])
 
 
 def _golden_step(rows: int) -> int:
