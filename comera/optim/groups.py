@@ -9,6 +9,7 @@ from comera.nn.module import tensor_trains
 from comera.nn.targets import matches
 from comera.optim.projection import matrix_shape
 from comera.optim.rate_scales import contracted_scale
+from comera.shapes import is_number
 
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -19,7 +20,7 @@ def param_groups(
     *,
     gate_lr: float = 1e-3,
     core_lr: float | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     muon_modules: str | list[str] | None = None,
     scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
@@ -31,7 +32,8 @@ def param_groups(
         gate_lr: Rate of the gates. It bounds how fast a rank can be pruned: under Adam a gate
             falls from one to zero in ``1 / gate_lr`` steps at best. They are never decayed.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates.
+        weight_decay: Decay of dense matrices only: not of cores, biases, norms or gates. If None
+            that with which the optimizer is built.
         muon_modules: Dense layers whose weights :class:`~comera.MuonAdamW` shall step by Muon like
             cores, at ``core_lr``: ``"all-linear"``, a regular expression or names, as in
             :class:`~comera.TTConfig`. Embeddings and output layers do better without.
@@ -42,13 +44,18 @@ def param_groups(
             and hot rows keep their rate.
 
     Returns:
-        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``; empty ones are left out. With
-        ``scale_rates`` there is a group ``"cores"`` for each factor, which it has as
-        ``rate_scale``.
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, which dense matrices are
+        without where it is None; empty ones are left out. With ``scale_rates`` there is a group
+        ``"cores"`` for each factor, which it has as ``rate_scale``.
 
     Raises:
-        ValueError: If ``muon_modules`` names no dense layer, or ``scale_rates`` is something else.
+        TypeError: If ``model`` is no module.
+        ValueError: If a rate or the decay is no number from 0, ``muon_modules`` names no dense
+            layer, or ``scale_rates`` is something else.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups takes a model, not a {type(model).__name__}")
+    _check(lr=lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay)
     if scale_rates not in ("contracted", None):
         raise ValueError(f"scale_rates={scale_rates!r} must be 'contracted', or None for one rate")
     layers = tensor_trains(model).values()
@@ -71,13 +78,26 @@ def param_groups(
             "name": name,
             "params": members[name],
             "lr": rates.get(name, lr),
-            "weight_decay": weight_decay if name in ("dense", "matrices") else 0.0,
+            **_decay(weight_decay if name in ("dense", "matrices") else 0.0),
             **({"muon": True} if name == "matrices" else {}),
         }
         for name in ("cores", "gates", "matrices", "dense", "vectors")
         if name in members
     ]
     return groups if scale_rates is None else _scaled(model, groups)
+
+
+def _check(**numbers: Any) -> None:
+    """Raise ``ValueError`` for what is no rate: optimizers do not look at those of groups."""
+    for name, number in numbers.items():
+        if number is None and name != "lr":
+            continue
+        if not isinstance(number, Tensor) and not (is_number(number) and number >= 0):
+            raise ValueError(f"{name}={number!r} must be a number from 0")
+
+
+def _decay(weight_decay: float | None) -> dict[str, float]:
+    return {} if weight_decay is None else {"weight_decay": weight_decay}
 
 
 def _scaled(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,7 +134,7 @@ def galore_param_groups(
     proj_type: str = "std",
     gate_lr: float = 1e-3,
     core_lr: float | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     scale_rates: Literal["contracted"] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters as :func:`param_groups`, dense weights in a group for GaLore.
@@ -133,7 +153,8 @@ def galore_param_groups(
         proj_type: From which sides to project, as :class:`~comera.GaLore` names them.
         gate_lr: Rate of the rank gates, which bounds how fast a rank can be pruned.
         core_lr: Rate of the tensor-train cores; ``lr`` if None.
-        weight_decay: Decay of dense matrices only, projected or not.
+        weight_decay: Decay of dense matrices only, projected or not; that with which the optimizer
+            is built if None.
         scale_rates: As in :func:`param_groups`.
 
     Raises:
@@ -157,7 +178,7 @@ def galore_param_groups(
         group["params"] = [p for p in group["params"] if id(p) not in projected]
     galore = {
         "name": "galore", "params": list(projected.values()), "lr": lr,
-        "weight_decay": weight_decay, "rank": rank, "update_proj_gap": update_proj_gap,
+        **_decay(weight_decay), "rank": rank, "update_proj_gap": update_proj_gap,
         "scale": scale, "proj_type": proj_type,
     }  # fmt: skip
     return [group for group in (*groups, galore) if group["params"]]
