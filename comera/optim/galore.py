@@ -23,6 +23,7 @@ from comera.optim.galore_parts import (
     check_gradient,
     check_group,
     check_not_left_out,
+    check_once,
     check_projected,
     check_projects_alike,
     check_subspaces,
@@ -84,7 +85,8 @@ class GaLore(Optimizer):
         optimizer's can; see :meth:`refresh_`.
 
     Raises:
-        ValueError: If a group has an unknown key or a setting out of range, or holds a vector.
+        ValueError: If a group has an unknown key or a setting out of range, or holds a vector, or a
+            parameter is there twice.
 
     Example::
 
@@ -104,9 +106,10 @@ class GaLore(Optimizer):
         **settings: Any,
     ) -> None:
         groups = as_groups(params)
+        check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
-        self._inner = inner([self._for_inner(g) for g in groups], **settings)
+        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
@@ -120,16 +123,34 @@ class GaLore(Optimizer):
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer; one with the key ``rank`` is projected."""
+        """Add a group as to any optimizer; one with the key ``rank`` is projected.
+
+        Raises:
+            ValueError: As the class; no group is added.
+        """
         if self._built:
-            param_group = {**param_group, "params": as_list(param_group["params"])}
-            check_group(param_group, self._inner)
-            self._inner.add_param_group(self._for_inner(param_group))
-            param_group = merged(param_group, self._inner.param_groups[-1])
-        super().add_param_group(param_group)
+            self._add(param_group)
+        else:  # the base class's constructor, once the inner optimizer has all groups
+            super().add_param_group(param_group)
         if "rank" in self.param_groups[-1]:
             for param in self.param_groups[-1]["params"]:
                 self._numbers[param] = len(self._numbers) + 1
+
+    def _add(self, group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer and here, or to none."""
+        group = {**group, "params": as_list(group["params"])}
+        check_group(group, self._inner)
+        check_once(group["params"], self.param_groups)
+        stand_ins: dict[Tensor, nn.Parameter] = {}
+        theirs = self._inner.param_groups
+        count = len(theirs)
+        try:
+            self._inner.add_param_group(_for_inner(group, stand_ins))
+            super().add_param_group(merged(group, theirs[-1]))
+        except BaseException:
+            del theirs[count:]
+            raise
+        self._stand_ins |= stand_ins
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self._inner!r}"
@@ -332,27 +353,6 @@ class GaLore(Optimizer):
         coupled = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
         return not isinstance(self._inner, coupled)
 
-    def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours."""
-        own = {key: value for key, value in group.items() if key not in KEYS}
-        if "rank" not in group:
-            return own
-        stand_in = partial(self._make_stand_in, group=group)
-        return {**own, "params": replaced(group["params"], stand_in)}
-
-    def _make_stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        proj_type = group.get("proj_type", "std")
-        check_projected(param, group["rank"], proj_type)
-        shape = matrix_shape(param)
-        if group["rank"] >= min(shape):
-            return param
-        size = low_shape(shape, group["rank"], proj_type)
-        wide = torch.promote_types(param.dtype, torch.float32)
-        stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
-        _release(stand_in)
-        self._stand_ins[param] = stand_in
-        return stand_in
-
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
         return joined(super().state_dict(), self._inner.state_dict())
@@ -397,6 +397,37 @@ class GaLore(Optimizer):
         found.pop("step", None)
         group = state_layout.group_of(self, param) if param in self._stand_ins else None
         check_subspaces(param, group, found)
+
+
+def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
+    """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours.
+
+    Args:
+        group: The group as the user wrote it.
+        stand_ins: Takes up the new stand-ins by their parameters.
+    """
+    own = {key: value for key, value in group.items() if key not in KEYS}
+    if "rank" not in group:
+        return own
+    make = partial(_make_stand_in, group=group, stand_ins=stand_ins)
+    return {**own, "params": replaced(group["params"], make)}
+
+
+def _make_stand_in(
+    param: Tensor, group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]
+) -> Tensor:
+    """Return what the inner optimizer is to train: the parameter itself if it is not projected."""
+    proj_type = group.get("proj_type", "std")
+    check_projected(param, group["rank"], proj_type)
+    shape = matrix_shape(param)
+    if group["rank"] >= min(shape):
+        return param
+    size = low_shape(shape, group["rank"], proj_type)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
+    _release(stand_in)
+    stand_ins[param] = stand_in
+    return stand_in
 
 
 def _captured() -> bool:

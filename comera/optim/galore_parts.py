@@ -53,6 +53,22 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
         )
 
 
+def check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if a new parameter, maybe named, is there twice or in a group already.
+
+    torch warns only of the one, and tells of the other when a stand-in has been replaced.
+    """
+    seen = {id(param) for group in groups for param in group["params"]}
+    for one in params:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))
+
+
 def check_projected(param: Tensor, rank: int, proj_type: str) -> None:
     """Raise ``ValueError`` for a parameter, rank or way that cannot be projected."""
     if param.dim() < 2:

@@ -111,3 +111,41 @@ def test_parameters_may_have_names():
     train(twin, comera.GaLoreAdamW(groups_of(twin, rank=4), lr=1e-3), 0, 3)
     assert torch.equal(layer.weight, twin.weight)
     assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+def test_a_group_that_is_refused_leaves_no_trace():
+    layer, twin = make_layer(), make_layer()
+    optimizer, other = (
+        comera.GaLoreAdamW([{"params": [one.weight], "rank": 4}], lr=1e-2) for one in (layer, twin)
+    )
+    new = nn.Parameter(torch.randn(20, 20))
+    bent = nn.Parameter(torch.randn(20, 20)) * 2  # no leaf: the base class refuses it
+    for group, message in (
+        ({"params": [new, layer.weight], "rank": 4, "lr": 1.0}, "in more than one parameter group"),
+        ({"params": [layer.weight]}, r"of shape \(64, 32\). Give GaLore each parameter once"),
+        ({"params": [new, new], "rank": 4}, "or twice in one"),
+        ({"params": [new, nn.Parameter(torch.zeros(3))], "rank": 4}, "only matrices"),
+        ({"params": [new, bent], "rank": 4}, "non-leaf"),
+        ({"params": [("new", new)], "rank": 4}, "with/without names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
+        assert optimizer.stand_in(new) is None
+    train(layer, optimizer, 0, 3)
+    train(twin, other, 0, 3)
+    assert torch.equal(layer.weight, twin.weight)
+    assert_equal(optimizer.state_dict(), other.state_dict())
+    optimizer.add_param_group({"params": [new], "rank": 4})
+    assert optimizer.stand_in(new) is not None
+
+
+@pytest.mark.parametrize("rank", [{}, {"rank": 4}], ids=str)
+def test_a_parameter_that_is_given_twice_is_refused(rank):
+    weight = make_layer().weight
+    for groups in (
+        [{"params": [weight, weight], **rank}],
+        [{"params": [weight], **rank}, {"params": [weight]}],
+    ):
+        with pytest.raises(ValueError, match=r"\(64, 32\). Give GaLore each parameter once"):
+            comera.GaLoreAdamW(groups)
