@@ -39,10 +39,13 @@ from comera.optim.projection import (
     matrix_shape,
     new_bases,
 )
-from comera.optim.step_param import step_param
+from comera.optim.step_param import check_keeps_no_count, step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
+
+_SCHEDULED = ("lr", "betas", "momentum")
+"""What a scheduler in a hook of the inner optimizer's step may change: that is no count."""
 
 
 class _Begun(NamedTuple):
@@ -77,6 +80,8 @@ class GaLore(Optimizer):
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
+        An inner optimizer that keeps count in its groups, as Prodigy and schedule-free ones do, is
+        refused in the first step: it sums over parameters, of which it would see the stand-ins.
         Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
         Subspaces and projected moments are float32, or wider where parameters are. A gradient that
@@ -171,6 +176,8 @@ class GaLore(Optimizer):
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
                 parameter is captured in a CUDA graph.
+            TypeError: If the inner optimizer keeps count in its groups. What is projected has not
+                moved, but for its weight decay.
         """
         loss = None
         if closure is not None:
@@ -181,10 +188,12 @@ class GaLore(Optimizer):
             group = self._hand_over(position)
             if "rank" in group:
                 begun += [self._begin(param, group) for param in group["params"]]
+        settings = self._settings()
         try:
             self._inner.step()
         finally:
             _give_back(begun)
+        self._check_keeps_no_count(settings)
         for group in self.param_groups:
             for param in group["params"]:
                 self._show_state(param)
@@ -197,6 +206,7 @@ class GaLore(Optimizer):
 
         Raises:
             RuntimeError: For the reasons for which :meth:`step` raises it.
+            TypeError: Likewise.
         """
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []
@@ -263,6 +273,17 @@ class GaLore(Optimizer):
         if "rank" in mine:
             theirs["weight_decay"] = 0.0
         return mine
+
+    @_eagerly
+    def _settings(self) -> list[dict[str, Any]]:
+        return [dict(group) for group in self._inner.param_groups]
+
+    @_eagerly
+    def _check_keeps_no_count(self, before: list[dict[str, Any]]) -> None:
+        name = type(self._inner).__name__
+        instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
+        for old, new in zip(before, self._inner.param_groups, strict=True):
+            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
 
     @_eagerly
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:

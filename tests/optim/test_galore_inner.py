@@ -9,6 +9,7 @@ from torch import nn
 import comera
 
 from ..states import assert_equal
+from .updating import Counting
 
 
 def make_layer():
@@ -149,3 +150,23 @@ def test_a_parameter_that_is_given_twice_is_refused(rank):
     ):
         with pytest.raises(ValueError, match=r"\(64, 32\). Give GaLore each parameter once"):
             comera.GaLoreAdamW(groups)
+
+
+def test_optimizers_that_keep_count_in_their_groups_are_refused():
+    layer = make_layer()
+    optimizer = comera.GaLore(groups_of(layer, rank=4), Counting, lr=1e-2)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"Counting changes 'k' .* use Counting without GaLore"):
+        train(layer, optimizer, 0, 1)
+    assert torch.equal(layer.weight, before)
+    with comera.OptimizerInBackward(optimizer), pytest.raises(TypeError, match="changes 'k'"):
+        layer(torch.randn(8, 32)).square().mean().backward()
+
+
+def test_a_scheduler_of_the_inner_optimizer_is_no_count():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer.inner, max_lr=0.1, total_steps=10)
+    optimizer.inner.register_step_post_hook(lambda *_: schedule.step())
+    train(layer, optimizer, 0, 3)
+    assert schedule.last_epoch == 3
