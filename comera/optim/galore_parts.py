@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.optim.group_keys import COMMON_KEYS, made_for
+from comera.optim.muon import MuonAdamW
 from comera.optim.projection import PROJ_TYPES, basis_shapes, matrix_shape
 
 DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
@@ -27,12 +29,14 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
     Raises:
         ValueError: If nobody takes a key, or a setting is out of range.
     """
-    known = {*inner.defaults, "params", "name", "initial_lr", *KEYS}
+    known = {*inner.defaults, *COMMON_KEYS, *KEYS}
+    if isinstance(inner, MuonAdamW):
+        known.add("muon")
     unknown = sorted(set(group) - known)
     if unknown:
         raise ValueError(
             f"unknown keys {unknown} in a parameter group; {type(inner).__name__} in "
-            f"GaLore takes {sorted(known - {'params'})}"
+            f"GaLore takes {sorted(known - {'params'})}{made_for(unknown)}"
         )
     if "rank" not in group:
         misplaced = sorted(set(group) & set(KEYS))
