@@ -386,11 +386,35 @@ class GaLore(Optimizer):
                 steps, or the state is one of an optimizer that does not project the same groups;
                 nothing is changed.
         """
-        check_projects_alike(state_dict["param_groups"], self.param_groups)
+        loaded: dict[Tensor, dict[str, Any]] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._load_inner(given))
+            # Without the state, which the base class would round to the dtype of the parameters.
+            return {**given, "state": {}}
+
+        def show(_: Optimizer) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._show_state(param)
+            self.state.update(loaded)
+
+        # Registered last and first: after whatever changes the dict, before whatever reads it.
+        before = self.register_load_state_dict_pre_hook(take)
+        after = self.register_load_state_dict_post_hook(show, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_inner(self, given: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Let the inner optimizer load its part, if all fits; return ours for each parameter."""
+        check_projects_alike(given["param_groups"], self.param_groups)
         params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
-        state = state_dict["state"]
-        if len(numbers) == len(params):  # else the base class says what differs
+        numbers = [k for group in given["param_groups"] for k in group["params"]]
+        state = given["state"]
+        if len(numbers) == len(params):  # else the inner optimizer says what differs
             for k, param in zip(numbers, params, strict=True):
                 self._check_fit(param, state.get(k, {}))
             of_projected = [
@@ -399,19 +423,16 @@ class GaLore(Optimizer):
                 if param in self._stand_ins
             ]
             check_not_left_out(of_projected)
-        theirs, subspaces = parted(state_dict)
+        theirs, subspaces = parted(given)
         self._inner.load_state_dict(theirs)
-        # Without the state, which the base class would round to the dtype of the parameters.
-        super().load_state_dict({**state_dict, "state": {}})
-        for param in params:
-            self._show_state(param)
-        by_number = dict(zip(numbers, params, strict=True))
-        for k, entries in subspaces.items():
-            device = by_number[k].device
-            self.state[by_number[k]] = {
-                key: value.clone() if key == f"{OURS}step" else value.to(device, copy=True)
-                for key, value in entries.items()
+        return {
+            param: {
+                key: value.clone() if key == f"{OURS}step" else value.to(param.device, copy=True)
+                for key, value in subspaces[k].items()
             }
+            for k, param in zip(numbers, params, strict=True)
+            if k in subspaces
+        }
 
     def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
         found = {k.removeprefix(OURS): v for k, v in entries.items() if k.startswith(OURS)}

@@ -170,3 +170,51 @@ def test_a_scheduler_of_the_inner_optimizer_is_no_count():
     optimizer.inner.register_step_post_hook(lambda *_: schedule.step())
     train(layer, optimizer, 0, 3)
     assert schedule.last_epoch == 3
+
+
+def test_hooks_see_the_whole_state_and_change_what_is_loaded():
+    layer = make_layer()
+    source = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=0.5)
+    train(layer, source, 0, 3)
+    state = source.state_dict()
+    wanted = copy.deepcopy(state)
+    for entries in wanted["state"].values():
+        entries["exp_avg"].zero_()
+    twin = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(twin, rank=4))
+    seen = []
+
+    def zeroed(_, given):
+        assert given["param_groups"][0]["rank"] == 4
+        parts = given["state"].items()
+        return given | {"state": {k: e | {"exp_avg": e["exp_avg"] * 0} for k, e in parts}}
+
+    optimizer.register_load_state_dict_pre_hook(zeroed)
+    optimizer.register_load_state_dict_post_hook(
+        lambda one: seen.append(copy.deepcopy(one.state_dict()))
+    )
+    optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), wanted)
+    assert len(seen) == 1
+    assert_equal(seen[0], wanted)
+    assert state["state"][0]["exp_avg"].any()
+
+
+def test_a_hook_that_raises_leaves_all_as_it_was():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=0.5)
+    train(layer, optimizer, 0, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(layer, optimizer, 1, 3)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def refuse(*_):
+        raise RuntimeError("not this one")
+
+    handle = optimizer.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
+        optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), before)
+    handle.remove()
+    optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), state)
