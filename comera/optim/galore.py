@@ -47,6 +47,16 @@ _eagerly = torch._disable_dynamo
 _SCHEDULED = ("lr", "betas", "momentum")
 """What a scheduler in a hook of the inner optimizer's step may change: that is no count."""
 
+_COUPLED = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+"""Optimizers of torch whose weight decay is always a part of the gradient."""
+
 
 class _Begun(NamedTuple):
     """A parameter of a projected group between the two parts of its step.
@@ -371,8 +381,7 @@ class GaLore(Optimizer):
     def _decoupled(self, group: dict[str, Any]) -> bool:
         if "decoupled_weight_decay" in group:  # torch's Adam and what is made of it
             return bool(group["decoupled_weight_decay"])
-        coupled = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
-        return not isinstance(self._inner, coupled)
+        return not isinstance(self._inner, _COUPLED)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""

@@ -79,6 +79,30 @@ def test_the_state_of_an_optimizer_that_projects_other_groups_is_refused(project
     assert not torch.equal(layer.weight, weight)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam",
+        "RMSprop", "SGD",
+    ],
+)  # fmt: skip
+def test_weight_decay_is_that_of_every_optimizer_of_torch(inner, maximize):
+    kind = getattr(torch.optim, inner)
+    settings = {"lr": 1e-2, "weight_decay": 0.5}
+    if maximize and inner != "Muon":
+        settings["maximize"] = True
+    if inner == "ASGD":
+        settings["lambd"] = 30.0  # else its rate hardly differs from that which decays the weight
+    layer, twin = make_layer(), make_layer()
+    plain = kind([twin.weight], **settings)
+    optimizer = comera.GaLore([{"params": [layer.weight], "rank": 32}], kind, **settings)
+    train(layer, optimizer, 0, 4)
+    train(twin, plain, 0, 4)
+    assert optimizer.stand_in(layer.weight) is None  # all of its directions are in the rank
+    torch.testing.assert_close(layer.weight, twin.weight)
+
+
 def test_schedules_that_change_the_momentum_too():
     layer = make_layer()
     optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
