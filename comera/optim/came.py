@@ -21,9 +21,8 @@ from comera.optim.factored_moments import (
     matrix_view,
     plain_step_,
 )
+from comera.optim.group_keys import COMMON_KEYS, made_for
 from comera.optim.state_layout import group_of
-
-_MORE_KEYS = {"params", "name", "param_names", "initial_lr"}
 
 
 class CAME(Optimizer):
@@ -112,11 +111,11 @@ class CAME(Optimizer):
             TypeError: If the group has a key that does not exist.
             ValueError: If a setting is out of range.
         """
-        unknown = sorted(set(param_group) - set(self.defaults) - _MORE_KEYS)
+        unknown = sorted(set(param_group) - set(self.defaults) - COMMON_KEYS)
         if unknown:
             raise TypeError(
                 f"CAME has no setting {', '.join(map(repr, unknown))}; a parameter group can have "
-                f"{', '.join(self.defaults)}"
+                f"{', '.join(self.defaults)}{made_for(unknown)}"
             )
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)

@@ -23,6 +23,7 @@ from comera.optim.galore_parts import (
     check_gradient,
     check_group,
     check_not_left_out,
+    check_once,
     check_projected,
     check_projects_alike,
     check_subspaces,
@@ -38,10 +39,23 @@ from comera.optim.projection import (
     matrix_shape,
     new_bases,
 )
-from comera.optim.step_param import step_param
+from comera.optim.step_param import check_keeps_no_count, step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
+
+_SCHEDULED = ("lr", "betas", "momentum")
+"""What a scheduler in a hook of the inner optimizer's step may change: that is no count."""
+
+_COUPLED = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+"""Optimizers of torch whose weight decay is always a part of the gradient."""
 
 
 class _Begun(NamedTuple):
@@ -76,6 +90,8 @@ class GaLore(Optimizer):
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
+        An inner optimizer that keeps count in its groups, as Prodigy and schedule-free ones do, is
+        refused in the first step: it sums over parameters, of which it would see the stand-ins.
         Weight decay acts on the parameter itself, decoupled where the inner optimizer's is, and
         before the step as in :class:`torch.optim.AdamW`; galore-torch decays after it.
         Subspaces and projected moments are float32, or wider where parameters are. A gradient that
@@ -84,7 +100,8 @@ class GaLore(Optimizer):
         optimizer's can; see :meth:`refresh_`.
 
     Raises:
-        ValueError: If a group has an unknown key or a setting out of range, or holds a vector.
+        ValueError: If a group has an unknown key or a setting out of range, or holds a vector, or a
+            parameter is there twice.
 
     Example::
 
@@ -104,9 +121,10 @@ class GaLore(Optimizer):
         **settings: Any,
     ) -> None:
         groups = as_groups(params)
+        check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
-        self._inner = inner([self._for_inner(g) for g in groups], **settings)
+        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
@@ -120,16 +138,34 @@ class GaLore(Optimizer):
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as to any optimizer; one with the key ``rank`` is projected."""
+        """Add a group as to any optimizer; one with the key ``rank`` is projected.
+
+        Raises:
+            ValueError: As the class; no group is added.
+        """
         if self._built:
-            param_group = {**param_group, "params": as_list(param_group["params"])}
-            check_group(param_group, self._inner)
-            self._inner.add_param_group(self._for_inner(param_group))
-            param_group = merged(param_group, self._inner.param_groups[-1])
-        super().add_param_group(param_group)
+            self._add(param_group)
+        else:  # the base class's constructor, once the inner optimizer has all groups
+            super().add_param_group(param_group)
         if "rank" in self.param_groups[-1]:
             for param in self.param_groups[-1]["params"]:
                 self._numbers[param] = len(self._numbers) + 1
+
+    def _add(self, group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer and here, or to none."""
+        group = {**group, "params": as_list(group["params"])}
+        check_group(group, self._inner)
+        check_once(group["params"], self.param_groups)
+        stand_ins: dict[Tensor, nn.Parameter] = {}
+        theirs = self._inner.param_groups
+        count = len(theirs)
+        try:
+            self._inner.add_param_group(_for_inner(group, stand_ins))
+            super().add_param_group(merged(group, theirs[-1]))
+        except BaseException:
+            del theirs[count:]
+            raise
+        self._stand_ins |= stand_ins
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self._inner!r}"
@@ -150,6 +186,8 @@ class GaLore(Optimizer):
         Raises:
             RuntimeError: If a gradient to be projected is sparse or complex, or the first step of a
                 parameter is captured in a CUDA graph.
+            TypeError: If the inner optimizer keeps count in its groups. What is projected has not
+                moved, but for its weight decay.
         """
         loss = None
         if closure is not None:
@@ -160,10 +198,12 @@ class GaLore(Optimizer):
             group = self._hand_over(position)
             if "rank" in group:
                 begun += [self._begin(param, group) for param in group["params"]]
+        settings = self._settings()
         try:
             self._inner.step()
         finally:
             _give_back(begun)
+        self._check_keeps_no_count(settings)
         for group in self.param_groups:
             for param in group["params"]:
                 self._show_state(param)
@@ -176,6 +216,7 @@ class GaLore(Optimizer):
 
         Raises:
             RuntimeError: For the reasons for which :meth:`step` raises it.
+            TypeError: Likewise.
         """
         group = self._hand_over(position)
         begun = [self._begin(param, group)] if "rank" in group else []
@@ -242,6 +283,17 @@ class GaLore(Optimizer):
         if "rank" in mine:
             theirs["weight_decay"] = 0.0
         return mine
+
+    @_eagerly
+    def _settings(self) -> list[dict[str, Any]]:
+        return [dict(group) for group in self._inner.param_groups]
+
+    @_eagerly
+    def _check_keeps_no_count(self, before: list[dict[str, Any]]) -> None:
+        name = type(self._inner).__name__
+        instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
+        for old, new in zip(before, self._inner.param_groups, strict=True):
+            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
 
     @_eagerly
     def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:
@@ -329,29 +381,7 @@ class GaLore(Optimizer):
     def _decoupled(self, group: dict[str, Any]) -> bool:
         if "decoupled_weight_decay" in group:  # torch's Adam and what is made of it
             return bool(group["decoupled_weight_decay"])
-        coupled = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
-        return not isinstance(self._inner, coupled)
-
-    def _for_inner(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours."""
-        own = {key: value for key, value in group.items() if key not in KEYS}
-        if "rank" not in group:
-            return own
-        stand_in = partial(self._make_stand_in, group=group)
-        return {**own, "params": replaced(group["params"], stand_in)}
-
-    def _make_stand_in(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        proj_type = group.get("proj_type", "std")
-        check_projected(param, group["rank"], proj_type)
-        shape = matrix_shape(param)
-        if group["rank"] >= min(shape):
-            return param
-        size = low_shape(shape, group["rank"], proj_type)
-        wide = torch.promote_types(param.dtype, torch.float32)
-        stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
-        _release(stand_in)
-        self._stand_ins[param] = stand_in
-        return stand_in
+        return not isinstance(self._inner, _COUPLED)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
@@ -365,11 +395,35 @@ class GaLore(Optimizer):
                 steps, or the state is one of an optimizer that does not project the same groups;
                 nothing is changed.
         """
-        check_projects_alike(state_dict["param_groups"], self.param_groups)
+        loaded: dict[Tensor, dict[str, Any]] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._load_inner(given))
+            # Without the state, which the base class would round to the dtype of the parameters.
+            return {**given, "state": {}}
+
+        def show(_: Optimizer) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._show_state(param)
+            self.state.update(loaded)
+
+        # Registered last and first: after whatever changes the dict, before whatever reads it.
+        before = self.register_load_state_dict_pre_hook(take)
+        after = self.register_load_state_dict_post_hook(show, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_inner(self, given: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Let the inner optimizer load its part, if all fits; return ours for each parameter."""
+        check_projects_alike(given["param_groups"], self.param_groups)
         params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
-        state = state_dict["state"]
-        if len(numbers) == len(params):  # else the base class says what differs
+        numbers = [k for group in given["param_groups"] for k in group["params"]]
+        state = given["state"]
+        if len(numbers) == len(params):  # else the inner optimizer says what differs
             for k, param in zip(numbers, params, strict=True):
                 self._check_fit(param, state.get(k, {}))
             of_projected = [
@@ -378,25 +432,53 @@ class GaLore(Optimizer):
                 if param in self._stand_ins
             ]
             check_not_left_out(of_projected)
-        theirs, subspaces = parted(state_dict)
+        theirs, subspaces = parted(given)
         self._inner.load_state_dict(theirs)
-        # Without the state, which the base class would round to the dtype of the parameters.
-        super().load_state_dict({**state_dict, "state": {}})
-        for param in params:
-            self._show_state(param)
-        by_number = dict(zip(numbers, params, strict=True))
-        for k, entries in subspaces.items():
-            device = by_number[k].device
-            self.state[by_number[k]] = {
-                key: value.clone() if key == f"{OURS}step" else value.to(device, copy=True)
-                for key, value in entries.items()
+        return {
+            param: {
+                key: value.clone() if key == f"{OURS}step" else value.to(param.device, copy=True)
+                for key, value in subspaces[k].items()
             }
+            for k, param in zip(numbers, params, strict=True)
+            if k in subspaces
+        }
 
     def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
         found = {k.removeprefix(OURS): v for k, v in entries.items() if k.startswith(OURS)}
         found.pop("step", None)
         group = state_layout.group_of(self, param) if param in self._stand_ins else None
         check_subspaces(param, group, found)
+
+
+def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
+    """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours.
+
+    Args:
+        group: The group as the user wrote it.
+        stand_ins: Takes up the new stand-ins by their parameters.
+    """
+    own = {key: value for key, value in group.items() if key not in KEYS}
+    if "rank" not in group:
+        return own
+    make = partial(_make_stand_in, group=group, stand_ins=stand_ins)
+    return {**own, "params": replaced(group["params"], make)}
+
+
+def _make_stand_in(
+    param: Tensor, group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]
+) -> Tensor:
+    """Return what the inner optimizer is to train: the parameter itself if it is not projected."""
+    proj_type = group.get("proj_type", "std")
+    check_projected(param, group["rank"], proj_type)
+    shape = matrix_shape(param)
+    if group["rank"] >= min(shape):
+        return param
+    size = low_shape(shape, group["rank"], proj_type)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
+    _release(stand_in)
+    stand_ins[param] = stand_in
+    return stand_in
 
 
 def _captured() -> bool:

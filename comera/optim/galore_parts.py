@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from comera.optim.group_keys import COMMON_KEYS, made_for
+from comera.optim.muon import MuonAdamW
 from comera.optim.projection import PROJ_TYPES, basis_shapes, matrix_shape
 
 DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
@@ -27,12 +29,14 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
     Raises:
         ValueError: If nobody takes a key, or a setting is out of range.
     """
-    known = {*inner.defaults, "params", "name", "initial_lr", *KEYS}
+    known = {*inner.defaults, *COMMON_KEYS, *KEYS}
+    if isinstance(inner, MuonAdamW):
+        known.add("muon")
     unknown = sorted(set(group) - known)
     if unknown:
         raise ValueError(
             f"unknown keys {unknown} in a parameter group; {type(inner).__name__} in "
-            f"GaLore takes {sorted(known - {'params'})}"
+            f"GaLore takes {sorted(known - {'params'})}{made_for(unknown)}"
         )
     if "rank" not in group:
         misplaced = sorted(set(group) & set(KEYS))
@@ -51,6 +55,22 @@ def check_group(group: dict[str, Any], inner: Optimizer) -> None:
             f"eps={eps} must have a second number above 0: the least size of a parameter to which "
             "a projected step is relative"
         )
+
+
+def check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if a new parameter, maybe named, is there twice or in a group already.
+
+    torch warns only of the one, and tells of the other when a stand-in has been replaced.
+    """
+    seen = {id(param) for group in groups for param in group["params"]}
+    for one in params:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))
 
 
 def check_projected(param: Tensor, rank: int, proj_type: str) -> None:

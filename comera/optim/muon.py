@@ -25,6 +25,9 @@ log = logging.getLogger("comera")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Those of a quintic, steep at zero: singular values end between 0.7 and 1.2 (Jordan)."""
 
+_LEAST_NORM = 1e-16
+"""Matrices of a smaller norm get smaller steps: squares of their entries are no float32."""
+
 STEP_SIZE = 0.6
 """Root mean square of a step of full rank, in learning rates.
 
@@ -52,8 +55,9 @@ class MuonAdamW(torch.optim.AdamW):
         ``step``, float32 ``()``.
         Steps are three times those of :class:`torch.optim.Muon` with
         ``adjust_lr_fn="match_rms_adamw"``, so that AdamW's learning rate serves both, and do not
-        depend on the scale of the gradient. Cores of equal shape are stepped in the
-        same calls, in float32 on a CPU and in bfloat16 elsewhere, as :class:`torch.optim.Muon`.
+        depend on the scale of the gradient, as long as the norm of its average is above 1e-16.
+        Cores of equal shape are stepped in the same calls, in float32 on a CPU and in bfloat16
+        elsewhere, as :class:`torch.optim.Muon`.
 
     Raises:
         ValueError: If a setting is out of range, or a Muon group holds a vector or what
@@ -249,7 +253,8 @@ def orthogonalize(matrices_brc: Tensor, steps: int) -> Tensor:
     on_cpu = matrices_brc.device.type == "cpu"
     dtype = torch.promote_types(matrices_brc.dtype, torch.float32) if on_cpu else torch.bfloat16
     x = (matrices_brc if wide else matrices_brc.mT).to(dtype)
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # so that no singular value exceeds 1
+    # So that no singular value exceeds 1.
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)
     with without_autocast(x):
         for _ in range(steps):
             gram = x @ x.mT

@@ -1,6 +1,6 @@
-"""Step one parameter by an optimizer that has many."""
+"""Step one parameter by an optimizer that has many, if its groups are settings and no more."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
@@ -33,12 +33,35 @@ def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
         plain_step(type(optimizer))(optimizer)
     finally:
         optimizer.param_groups = groups
-    written = [k for k, v in alone.items() if k != "params" and v is not group.get(k)]
+    check_keeps_no_count(optimizer, group, alone, "call its step() after backward")
+
+
+def check_keeps_no_count(
+    optimizer: Optimizer,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    instead: str,
+    but: Container[str] = (),
+) -> None:
+    """Raise ``TypeError`` if a step has changed settings of a group: it keeps count there.
+
+    Args:
+        optimizer: Whose step it was.
+        before: The group before the step.
+        after: The group after it.
+        instead: What to do, for the error.
+        but: Settings that others may change.
+    """
+    written = [
+        key
+        for key, value in after.items()
+        if key != "params" and key not in but and value is not before.get(key)
+    ]
     if written:
         raise TypeError(
             f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
-            "groups in every step, which is a sum over all parameters and cannot be had from one: "
-            "call its step() after backward"
+            "groups in every step, which is a sum over all parameters and cannot be had from "
+            f"one, nor from a subspace: {instead}"
         )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import comera
 
 from ..states import assert_equal
+from .updating import Counting
 
 
 def make_layer():
@@ -78,6 +79,30 @@ def test_the_state_of_an_optimizer_that_projects_other_groups_is_refused(project
     assert not torch.equal(layer.weight, weight)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam",
+        "RMSprop", "SGD",
+    ],
+)  # fmt: skip
+def test_weight_decay_is_that_of_every_optimizer_of_torch(inner, maximize):
+    kind = getattr(torch.optim, inner)
+    settings = {"lr": 1e-2, "weight_decay": 0.5}
+    if maximize and inner != "Muon":
+        settings["maximize"] = True
+    if inner == "ASGD":
+        settings["lambd"] = 30.0  # else its rate hardly differs from that which decays the weight
+    layer, twin = make_layer(), make_layer()
+    plain = kind([twin.weight], **settings)
+    optimizer = comera.GaLore([{"params": [layer.weight], "rank": 32}], kind, **settings)
+    train(layer, optimizer, 0, 4)
+    train(twin, plain, 0, 4)
+    assert optimizer.stand_in(layer.weight) is None  # all of its directions are in the rank
+    torch.testing.assert_close(layer.weight, twin.weight)
+
+
 def test_schedules_that_change_the_momentum_too():
     layer = make_layer()
     optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
@@ -111,3 +136,109 @@ def test_parameters_may_have_names():
     train(twin, comera.GaLoreAdamW(groups_of(twin, rank=4), lr=1e-3), 0, 3)
     assert torch.equal(layer.weight, twin.weight)
     assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+def test_a_group_that_is_refused_leaves_no_trace():
+    layer, twin = make_layer(), make_layer()
+    optimizer, other = (
+        comera.GaLoreAdamW([{"params": [one.weight], "rank": 4}], lr=1e-2) for one in (layer, twin)
+    )
+    new = nn.Parameter(torch.randn(20, 20))
+    bent = nn.Parameter(torch.randn(20, 20)) * 2  # no leaf: the base class refuses it
+    for group, message in (
+        ({"params": [new, layer.weight], "rank": 4, "lr": 1.0}, "in more than one parameter group"),
+        ({"params": [layer.weight]}, r"of shape \(64, 32\). Give GaLore each parameter once"),
+        ({"params": [new, new], "rank": 4}, "or twice in one"),
+        ({"params": [new, nn.Parameter(torch.zeros(3))], "rank": 4}, "only matrices"),
+        ({"params": [new, bent], "rank": 4}, "non-leaf"),
+        ({"params": [("new", new)], "rank": 4}, "with/without names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
+        assert optimizer.stand_in(new) is None
+    train(layer, optimizer, 0, 3)
+    train(twin, other, 0, 3)
+    assert torch.equal(layer.weight, twin.weight)
+    assert_equal(optimizer.state_dict(), other.state_dict())
+    optimizer.add_param_group({"params": [new], "rank": 4})
+    assert optimizer.stand_in(new) is not None
+
+
+@pytest.mark.parametrize("rank", [{}, {"rank": 4}], ids=str)
+def test_a_parameter_that_is_given_twice_is_refused(rank):
+    weight = make_layer().weight
+    for groups in (
+        [{"params": [weight, weight], **rank}],
+        [{"params": [weight], **rank}, {"params": [weight]}],
+    ):
+        with pytest.raises(ValueError, match=r"\(64, 32\). Give GaLore each parameter once"):
+            comera.GaLoreAdamW(groups)
+
+
+def test_optimizers_that_keep_count_in_their_groups_are_refused():
+    layer = make_layer()
+    optimizer = comera.GaLore(groups_of(layer, rank=4), Counting, lr=1e-2)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"Counting changes 'k' .* use Counting without GaLore"):
+        train(layer, optimizer, 0, 1)
+    assert torch.equal(layer.weight, before)
+    with comera.OptimizerInBackward(optimizer), pytest.raises(TypeError, match="changes 'k'"):
+        layer(torch.randn(8, 32)).square().mean().backward()
+
+
+def test_a_scheduler_of_the_inner_optimizer_is_no_count():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer.inner, max_lr=0.1, total_steps=10)
+    optimizer.inner.register_step_post_hook(lambda *_: schedule.step())
+    train(layer, optimizer, 0, 3)
+    assert schedule.last_epoch == 3
+
+
+def test_hooks_see_the_whole_state_and_change_what_is_loaded():
+    layer = make_layer()
+    source = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=0.5)
+    train(layer, source, 0, 3)
+    state = source.state_dict()
+    wanted = copy.deepcopy(state)
+    for entries in wanted["state"].values():
+        entries["exp_avg"].zero_()
+    twin = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(twin, rank=4))
+    seen = []
+
+    def zeroed(_, given):
+        assert given["param_groups"][0]["rank"] == 4
+        parts = given["state"].items()
+        return given | {"state": {k: e | {"exp_avg": e["exp_avg"] * 0} for k, e in parts}}
+
+    optimizer.register_load_state_dict_pre_hook(zeroed)
+    optimizer.register_load_state_dict_post_hook(
+        lambda one: seen.append(copy.deepcopy(one.state_dict()))
+    )
+    optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), wanted)
+    assert len(seen) == 1
+    assert_equal(seen[0], wanted)
+    assert state["state"][0]["exp_avg"].any()
+
+
+def test_a_hook_that_raises_leaves_all_as_it_was():
+    layer = make_layer()
+    optimizer = comera.GaLoreAdamW(groups_of(layer, rank=4), lr=0.5)
+    train(layer, optimizer, 0, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(layer, optimizer, 1, 3)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def refuse(*_):
+        raise RuntimeError("not this one")
+
+    handle = optimizer.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
+        optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), before)
+    handle.remove()
+    optimizer.load_state_dict(state)
+    assert_equal(optimizer.state_dict(), state)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from comera import OptimizerInBackward
 
-from .updating import OPTIMIZERS, assert_same, loss_of, make_model, train
+from .updating import OPTIMIZERS, Counting, assert_same, loss_of, make_model, train
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -199,15 +199,6 @@ def test_gradient_scalers_are_refused(fused):
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.scale(loss_of(model, 1)).backward()
     off.step(optimizer)
-
-
-class Counting(torch.optim.SGD):
-    """As schedule-free optimizers and D-Adaptation do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
 
 
 def test_what_needs_all_gradients_is_refused():

@@ -50,6 +50,23 @@ def test_singular_values_become_one_and_vectors_stay(shape, device):
     torch.testing.assert_close(inside, torch.diag_embed(diagonal), atol=close, rtol=0)
 
 
+@pytest.mark.parametrize("scale", [1e-4, 1e-8, 1e-12, 1e-15])
+@pytest.mark.parametrize("shape", [(4, 8, 4), (1, 8, 4, 6, 4), (512, 512)], ids=str)
+def test_steps_do_not_depend_on_the_scale_of_small_gradients(shape, scale, device):
+    grad = torch.randn(shape)
+    found = []
+    for factor in (1.0, scale, 1e-30, 0.0):
+        param = nn.Parameter(torch.zeros(shape, device=device))
+        optimizer = comera.MuonAdamW([{"params": [param], "muon": True}], lr=1e-2)
+        param.grad = (grad * factor).to(device)
+        optimizer.step()
+        found.append(param.detach().cpu())
+    close = 1e-6 if device == "cpu" else 1e-3  # bfloat16 elsewhere
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=close)
+    assert found[2].abs().max() < 1e-6  # below the least norm, and finite
+    assert found[3].eq(0).all()
+
+
 def test_a_zero_matrix_stays_zero_and_scale_does_not_matter():
     x = torch.randn(1, 8, 5)
     together = orthogonalize(torch.cat([x, 0 * x, 1e4 * x]), 5)

@@ -101,3 +101,12 @@ OPTIMIZERS = {
     "GaLore around SGD": lambda m: comera.GaLore(galore_groups(m), torch.optim.SGD, momentum=0.9),
     "GaLore around CAME": lambda m: comera.GaLore(galore_groups(m), comera.CAME),
 }
+
+
+class Counting(torch.optim.SGD):
+    """As schedule-free optimizers and D-Adaptation do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
