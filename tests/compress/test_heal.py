@@ -127,3 +127,9 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(dtype, monkeypatch):
     torch.testing.assert_close(found, expected)
     (grad,) = torch.autograd.grad(3 * found, mine)
     torch.testing.assert_close(grad, torch.autograd.grad(3 * expected, mine)[0])
+
+
+def test_a_model_is_not_its_own_teacher():
+    model = nn.Sequential(TTLinear(8, 8, rank=2))
+    with pytest.raises(ValueError, match="dense is the model itself"):
+        comera.heal_(model, model, [torch.randn(2, 8)], outputs=lambda m, x: m(x))

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from comera.nn import linear
 from comera.nn.fused import feed_forward, gated_feed_forward, linears, self_attention
 from comera.ops.dispatch import TABLE
 from comera.ops.factors import last_of_each
+from comera.ops.kernels import choose
 
 
 def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):
@@ -216,3 +219,12 @@ def test_each_layer_joins_its_cores_once(monkeypatch):
     monkeypatch.setattr(linear, "contract_cores", lambda *a: joined.append(1) or original(*a))
     self_attention(x, *modules, 2, torch.ones(2, 5, dtype=torch.bool), 0.0)
     assert len(joined) == 4
+
+
+def test_no_kernel_is_missed_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(choose, "_said", set())
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    comera.tensorize_(model, comera.TTConfig(rank=8, init="orthogonal"))
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("error")
+        model(torch.randn(64, 64)).sum().backward()

@@ -277,3 +277,12 @@ def test_activation_checkpointing(use_reentrant):
         torch.testing.assert_close([p.grad for p in layer.parameters()], list(want))
     else:
         torch.testing.assert_close(gradients(checkpointed), gradients(layer))
+
+
+def test_what_a_layer_says_of_its_size_counts_all_of_it():
+    table = TTEmbedding(2000, 32, rank=8, hot_rows=100)
+    stored = sum(param.numel() for param in table.parameters())
+    assert f"{2000 * 32 / stored:.1f}x smaller" in repr(table)
+    layer = TTLinear(128, 64, rank=10_000)
+    assert layer.num_stored > 128 * 64
+    assert f"{layer.num_stored / (128 * 64):.1f}x larger" in repr(layer)

@@ -27,7 +27,8 @@ def make_model(dtype=torch.float32, dropout=0.0):
 
 def groups(model, **settings):
     settings = {"rank": RANK, "update_proj_gap": 10, **settings}
-    return comera.galore_param_groups(model, 1e-3, settings.pop("rank"), **settings)
+    rank = settings.pop("rank")
+    return comera.galore_param_groups(model, 1e-3, rank, weight_decay=0.0, **settings)
 
 
 def backward(model, k):
@@ -242,7 +243,7 @@ def test_bad_gradients():
 
 def test_convolutions_are_matrices_of_their_filters():
     conv = nn.Conv2d(6, 12, 3)
-    optimizer = GaLoreAdamW(comera.galore_param_groups(conv, 1e-2, 4))
+    optimizer = GaLoreAdamW(comera.galore_param_groups(conv, 1e-2, 4, weight_decay=0.0))
     conv(torch.randn(2, 6, 8, 8)).square().mean().backward()
     before = conv.weight.detach().clone()
     optimizer.step()

@@ -54,3 +54,36 @@ def test_groups_for_muon_are_for_muonadamw(model):
     with pytest.raises(ValueError, match=r"keys \['muon'\] .* are made for comera.MuonAdamW"):
         comera.GaLoreAdamW(groups())
     assert trained(model, comera.GaLore(groups(), comera.MuonAdamW))
+
+
+def decays(optimizer):
+    return {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize("make", [comera.MuonAdamW, torch.optim.AdamW])
+def test_the_optimizers_weight_decay_is_that_of_dense_matrices(make):
+    model = nn.Sequential(comera.TTLinear(16, 16, rank=2), nn.Linear(16, 16))
+    none = {"cores": 0.0, "gates": 0.0, "vectors": 0.0}
+    optimizer = make(comera.param_groups(model, 1e-3), weight_decay=0.1)
+    assert decays(optimizer) == {**none, "dense": 0.1}
+    optimizer = make(comera.param_groups(model, 1e-3, weight_decay=0.2), weight_decay=0.1)
+    assert decays(optimizer) == {**none, "dense": 0.2}
+    groups = comera.galore_param_groups(model, 1e-3, 4)
+    optimizer = comera.GaLoreAdamW(groups, weight_decay=0.1)
+    assert decays(optimizer) == {**none, "galore": 0.1}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1}, {"lr": None}, {"lr": "1e-3"}, {"gate_lr": "x"}, {"core_lr": float("nan")},
+              {"weight_decay": -0.1}],
+)  # fmt: skip
+def test_what_is_no_rate_is_refused(wrong):
+    """torch looks at the numbers of an optimizer, not at those of its groups."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"^{name}={value!r} must be a number from 0"):
+        comera.param_groups(comera.TTLinear(8, 8, rank=2), **{"lr": 1e-3, **wrong})
+
+
+def test_groups_are_of_a_model():
+    with pytest.raises(TypeError, match="takes a model, not a generator"):
+        comera.param_groups(nn.Linear(2, 2).parameters(), 1e-3)

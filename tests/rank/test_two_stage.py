@@ -420,3 +420,12 @@ def test_a_target_that_cannot_be_reached_is_refused_and_nothing_changes(model):
     with pytest.raises(ValueError, match="leaves 5 of 10 entries"):
         ranks.load_state_dict(state)
     assert (ranks.steps_done, ranks.start_size > 10) == (0, True)
+
+
+@BOTH
+def test_a_loss_may_be_a_number(model, method):
+    ranks, numbers = method(model), method(model)
+    for loss in (2.0, 1.0):
+        ranks.step(torch.tensor(loss))
+        numbers.step(loss)
+    assert_equal(ranks.state_dict(), numbers.state_dict())
