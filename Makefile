@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without --no-compile pip would also compile the four fifths of all modules that nothing imports.
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Else pip compiles all modules, most of which nothing ever imports.
+AS_NEEDED := --no-compile
 
 # What tests start would else compile the package anew, each time.
 export PYTHONDONTWRITEBYTECODE :=
@@ -89,17 +90,18 @@ clean:
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "comera needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
-	$(INSTALL) -e '.[cli]'
+	$(INSTALL) $(AS_NEEDED) torch
+	$(INSTALL) $(AS_NEEDED) -e '.[cli]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) $(AS_NEEDED) -e '.[dev]'
 	touch $@
 
 # What the tests compare with, at once or, where that fails, one by one: tests of a package that
 # cannot be had are skipped, and it is tried again the next time. galore-torch comes without
-# bitsandbytes, which the tests do not need.
+# bitsandbytes, which the tests do not need. All is compiled here: Python warns of torchao's source
+# then, and in tests warnings are errors.
 PEERS := accelerate came-pytorch onnxruntime onnxscript optuna peft pytorch-lightning ray submitit tensorly-torch torchao transformers "--no-deps galore-torch"
 AT_ONCE := $(filter-out "% %",$(PEERS))
 
