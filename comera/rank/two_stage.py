@@ -140,6 +140,7 @@ class TwoStage(RankLearning):
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
         self._goal_is_new = False  # set by the step that is under way
+        self._was_told = False  # that the objective is missing
 
     @property
     def stage(self) -> Stage:
@@ -187,6 +188,16 @@ class TwoStage(RankLearning):
         if self._least_loss is None:
             self._least_loss = _SMALLEST_SHARE * self._late_goal.abs()
         return self._late_goal, self._least_loss
+
+    def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
+        """Count one optimizer step, see :meth:`~comera.rank.learning.RankLearning.step`."""
+        if self._live is None and self.stage != "done" and not self._was_told:
+            self._was_told = True
+            log.warning(
+                "a step of TwoStage was counted without its objective: nothing closes gates where "
+                "the loss alone is differentiated; ranks.objective(loss).backward()"
+            )
+        super().step(loss, optimizer)
 
     @torch.no_grad()
     def follow_(self, loss: Tensor) -> None:

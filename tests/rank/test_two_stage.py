@@ -429,3 +429,13 @@ def test_a_loss_may_be_a_number(model, method):
         ranks.step(torch.tensor(loss))
         numbers.step(loss)
     assert_equal(ranks.state_dict(), numbers.state_dict())
+
+
+def test_steps_without_the_objective_are_said_once(model, batch, caplog):
+    ranks = comera.TwoStage(model, 0.5, 2, 2)
+    ranks.objective(loss_fn(model, batch)).backward()
+    ranks.step(1.0)
+    assert "without its objective" not in caplog.text
+    for _ in range(3):  # the last of them after the late stage
+        ranks.step(1.0)
+    assert caplog.text.count("without its objective") == 1
