@@ -216,9 +216,8 @@ class RankLearning(ABC):
             target_size = target_entries(layers, self.target, start_size, self.min_rank)
             if target_size != state["target_size"]:
                 log.warning(
-                    "%s goes on with a target of %d entries (target=%g of %d at the start); the "
-                    "state that was loaded had one of %d",
-                    self.method, target_size, self.target, start_size, state["target_size"],
+                    "%s goes on with a target of %d entries, the state had one of %d",
+                    self.method, target_size, state["target_size"],
                 )  # fmt: skip
         self.steps_done, self.forced = state["steps_done"], state["forced"]
         self.start_size, self.target_size = start_size, target_size

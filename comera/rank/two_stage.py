@@ -140,7 +140,6 @@ class TwoStage(RankLearning):
         self._late_goal: Tensor | None = None
         self._least_loss: Tensor | None = None  # follows from it
         self._goal_is_new = False  # set by the step that is under way
-        self._was_told = False  # that the objective is missing
 
     @property
     def stage(self) -> Stage:
@@ -191,11 +190,10 @@ class TwoStage(RankLearning):
 
     def step(self, loss: Tensor | float, optimizer: AnyOptimizer | None = None) -> None:
         """Count one optimizer step, see :meth:`~comera.rank.learning.RankLearning.step`."""
-        if self._live is None and self.stage != "done" and not self._was_told:
-            self._was_told = True
+        if self._live is None and self.steps_done == 0:
             log.warning(
-                "a step of TwoStage was counted without its objective: nothing closes gates where "
-                "the loss alone is differentiated; ranks.objective(loss).backward()"
+                "TwoStage counts a step without its objective: nothing closes gates where the loss "
+                "alone is differentiated, instead of ranks.objective(loss)"
             )
         super().step(loss, optimizer)
 

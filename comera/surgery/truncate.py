@@ -54,7 +54,8 @@ def truncate_(
     check_finite(trains)
     unwrapped = unwrap_separable(optimizer)
     check_state(cores_and_gates(trains), unwrapped)
-    _name_other_optimizers(trains, unwrapped)
+    if unwrapped is not None:
+        _name_other_optimizers(trains, unwrapped)
     changed = {}
     for name, layer in trains.items():
         before = layer.ranks
@@ -105,12 +106,8 @@ def _truncate_layer(
             gate.fill_(1)
 
 
-def _name_other_optimizers(
-    named: Mapping[str, TensorTrainModule], optimizer: Optimizer | None
-) -> None:
+def _name_other_optimizers(named: Mapping[str, TensorTrainModule], optimizer: Optimizer) -> None:
     """Warn where another optimizer than the one whose state is cut may hold some parameters."""
-    if optimizer is None:
-        return
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     training = [param for param in cores_and_gates(named) if param.requires_grad]
     without = sum(id(param) not in held for param in training)
