@@ -1,7 +1,7 @@
 """What the planner says about the layers of a model: which way each runs, and against dense."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -210,7 +210,7 @@ def plan(
             )
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         machine = machine_of(device)
-        model = tensorize_(_without_values(model), config)
+        model = tensorize_(_without_values(model), replace(config, tokens=tokens))
         report = CompressionReport(model, tokens) if tensor_trains(model) else None
     if isinstance(model, TensorTrainModule):
         return _plan_layer(model, tokens, 1, machine)
