@@ -252,6 +252,7 @@ def _read_index(reader: StreamReader, max_bytes: int) -> tuple[Any, list[Record]
 
 
 def _checked(index: Any) -> tuple[Any, list[Record]]:
+    """Return the skeleton and the records of an index; ``DamagedError`` if it is none."""
     match index:
         case {"skeleton": skeleton, "records": list(records)}:
             checked = [Record.of_json(record) for record in records]

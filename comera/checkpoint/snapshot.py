@@ -234,7 +234,8 @@ def _moments(snapshot: Snapshot) -> list[MomentNames]:
         shape = snapshot.rest[first].shape
         weight, second = f"model.{parameter}", f"optimizer.{parameter}.{_SECOND_MOMENT}"
         weighed = weight in snapshot.lossy and snapshot.model[weight].shape == shape
-        paired = second in snapshot.lossy.difference(taken) and snapshot.rest[second].shape == shape
+        free = second in snapshot.lossy and second not in taken
+        paired = free and snapshot.rest[second].shape == shape
         found.append(MomentNames(weight if weighed else None, first, second if paired else None))
         if paired:
             taken.add(second)

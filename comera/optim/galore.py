@@ -45,7 +45,7 @@ from comera.optim.step_param import check_keeps_no_count, step_param
 _eagerly = torch._disable_dynamo
 
 _SCHEDULED = ("lr", "betas", "momentum")
-"""What a scheduler in a hook of the inner optimizer's step may change: that is no count."""
+"""Settings that a scheduler may change within a step; others change where an optimizer counts."""
 
 _COUPLED = (
     torch.optim.Adadelta,

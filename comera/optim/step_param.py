@@ -49,7 +49,7 @@ def check_keeps_no_count(
         optimizer: Whose step it was.
         before: The group before the step.
         after: The group after it.
-        instead: What to do, for the error.
+        instead: The advice that ends the error: what the user can do instead.
         but: Settings that others may change.
     """
     written = [

@@ -132,7 +132,7 @@ class RankLearning(ABC):
         """Count one optimizer step whose mean loss was ``loss`` (detached).
 
         Args:
-            loss: Loss of the batch, or the mean of several's.
+            loss: Loss of the batch; the mean loss where a step has several batches.
             optimizer: The one that has stepped. Its state is cut along with the ranks, and starts
                 anew for cores that are brought into canonical form; without it such a state is left
                 as it was, which costs some steps.

@@ -1,4 +1,4 @@
-"""How much the tests of the kernels look at: a part, or with COMERA_ALL_KERNELS=1 everything.
+"""Choose how much tests of kernels look at: a part, or with COMERA_ALL_KERNELS=1 everything.
 
 Kernels seldom change, and to compile each with each bug and for each architecture takes minutes:
 ``make kernels`` does that.

@@ -104,7 +104,7 @@ OPTIMIZERS = {
 
 
 class Counting(torch.optim.SGD):
-    """As schedule-free optimizers and D-Adaptation do."""
+    """SGD that counts steps in its groups, as schedule-free optimizers and D-Adaptation do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
