@@ -27,11 +27,12 @@ def plain_factors(group: Chains) -> tuple[Tensor, Tensor]:
     with without_autocast(cores[0]):
         stacked = stack_chains(cores, group.num_layers)
         gated = [*_gated(stacked[:-1], group), stacked[-1]]
-        left_GIR, right_GRO = _from_left(gated[:split]), _from_right(gated[split:])
+        right_GRO = _from_right(gated[split:])
         more = group.width - right_GRO.shape[1]
-        if more:
-            left_GIR = F.pad(left_GIR, (0, more))
+        if more:  # of the left factor its last core is padded, which is smaller
+            gated[split - 1] = F.pad(gated[split - 1], (0, more))
             right_GRO = torch.cat([right_GRO, _rows_below(right_GRO, more, group.biases)], 1)
+        left_GIR = _from_left(gated[:split])
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
 
 
