@@ -27,6 +27,7 @@ from comera.nn.embedding import TTEmbedding
 from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.model_size import model_size
+from comera.nn.module import check_model
 from comera.nn.swap import swap_layers_
 from comera.planning.printing import show_bytes, table_html
 from comera.shapes import TTShape
@@ -148,6 +149,7 @@ def compress_(
         ValueError: If the budget or the loss is out of range or out of reach, no layer matches,
             there is no batch, a loss is not finite, a targeted layer is never called, or what is
             kept or was found before is of other weights. The model is then unchanged.
+        TypeError: If ``model`` is no module.
 
     Example::
 
@@ -156,6 +158,7 @@ def compress_(
 
     Source: SVD-LLM (arXiv 2403.07378), with gradients and one budget for all layers.
     """
+    check_model(model)
     if (budget is None) == (max_loss is None):
         which = "one of them must be given" if budget is None else "give one of them, not both"
         raise ValueError(f"budget={budget!r} and max_loss={max_loss!r}: {which}")

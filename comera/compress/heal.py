@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.evaluation_mode import evaluation_mode
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, check_model
 
 log = logging.getLogger("comera")
 
@@ -85,6 +85,7 @@ def heal_(
         ValueError: If the model has no tensor-train layer that may be trained, an option is out of
             range, the teacher is the model itself, there is no batch, the answers have other
             shapes, or a distance is not finite.
+        TypeError: If either model is no module.
 
     Example::
 
@@ -94,6 +95,8 @@ def heal_(
 
     Source: distillation, arXiv 1503.02531, at temperature 1 and without labels.
     """
+    for each in (model, dense):
+        check_model(each)
     if dense is model:
         raise ValueError(
             "dense is the model itself, which learns nothing from its own answers: give a copy of "

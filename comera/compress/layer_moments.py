@@ -6,6 +6,7 @@ Shape suffixes: N = rows, I = input width, O = output width.
 import itertools
 import json
 import logging
+import reprlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,8 +116,8 @@ def gather_moments(
         LayerMoments in float32 or wider, by name.
 
     Raises:
-        ValueError: If there is no batch, a loss is no finite number, a layer is never called, or
-            the file is of other layers or weights.
+        ValueError: If there is no batch, a loss is no finite number or has no gradient, a layer is
+            never called, or the file is of other layers or weights.
     """
     found = {name: _empty(layer) for name, layer in layers.items()}
     seen, complete = _read(keep, layers, found) if keep and Path(keep).exists() else (0, False)
@@ -127,9 +128,15 @@ def gather_moments(
         for batch in _shown(itertools.islice(batches, seen, None), batches, seen, progress):
             with _watched(layers, found) as first:
                 loss = loss_fn(model, batch)
+                if not isinstance(loss, Tensor) or (first and not loss.requires_grad):
+                    raise ValueError(
+                        f"loss_fn gave {loss!r} for batch {seen}, which has no gradient: it must "
+                        "return a tensor, as the loss is before .item(), and not under no_grad"
+                    )
                 if loss.numel() != 1 or not bool(torch.isfinite(loss)):
                     raise ValueError(
-                        f"loss_fn gave {loss!r} for batch {seen}; it must be one finite number"
+                        f"loss_fn gave {reprlib.repr(loss.tolist())} for batch {seen}; it must be "
+                        "one finite number"
                     )
                 if first:
                     torch.autograd.grad(loss, first, allow_unused=True)

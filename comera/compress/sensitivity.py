@@ -120,8 +120,8 @@ class Sensitivity:
             smallest = smallest_budget(least, total, isinstance(share, int))
             raise ValueError(
                 f"budget={budget!r}: {other:,} of {total:,} {unit} are in layers that are no "
-                f"target, and the targets hold {least - other:,} at their smallest; {smallest} is "
-                "the smallest that is possible"
+                "target, as those are that were compressed before, and the targets hold "
+                f"{least - other:,} at their smallest; {smallest} is the smallest that is possible"
             )
         choices = [
             Choice(layer.whitened.losses_K.cpu(), size(layer, None), size(layer, 1))

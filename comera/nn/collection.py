@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         ``(bags, width)`` by name.
 
     Raises:
+        TypeError: If ``tables`` are not by name.
         ValueError: If other tables are asked for than there are, or offsets do not fit.
         IndexError: If an index is no row; says of which table.
 
@@ -53,6 +55,11 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
     """
 
     def __init__(self, tables: Mapping[str, nn.Module] | None = None) -> None:
+        if not isinstance(tables, Mapping | None):
+            raise TypeError(
+                f"tables={reprlib.repr(tables)} must be bags by name: "
+                '{"user": nn.EmbeddingBag(1000, 64, mode="sum")}'
+            )
         super().__init__(tables)
         self._at: dict[tuple[str, ...], tuple[Any, Tensor]] = {}  # see _places
 

@@ -1,6 +1,6 @@
 """Which layers :func:`~comera.tensorize_` picks, and how it shapes them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
@@ -8,7 +8,7 @@ from comera.misspelt import did_you_mean, names_misspelt
 from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW
-from comera.shapes import check_whole_numbers, is_number, whole_number
+from comera.shapes import check_whole_numbers, is_number, only_one, whole_number
 
 Rank = int | list[int]
 
@@ -94,6 +94,8 @@ class TTConfig:
                 f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
                 "shape_pattern says how many"
             )
+        for name in ("target_modules", "exclude_modules"):
+            _check_names(name, getattr(self, name))
         for name in ("rank_pattern", "shape_pattern", "hot_pattern"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(
@@ -119,6 +121,7 @@ class TTConfig:
                 f"tolerance={self.tolerance} is an error against the present weight: "
                 f'it needs init="svd", not init={init!r}'
             )
+        only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
 
     def _check_numbers(self) -> None:
         """Refuse what no layer can have where it is written, rather than at the first layer."""
@@ -162,6 +165,18 @@ class TTConfig:
                 yield name, getattr(self, name)
         for pattern, rank in self.rank_pattern.items():
             yield f"rank_pattern[{pattern!r}]", rank
+
+
+def _check_names(name: str, given: object) -> None:
+    """Refuse what names no layer, as a class does, which would leave a list without effect."""
+    names = [] if name == "exclude_modules" and given is None else given
+    if isinstance(names, str):
+        return
+    if not isinstance(names, Collection) or not all(isinstance(each, str) for each in names):
+        raise ValueError(
+            f"{name}={given!r} must be a string or a list of names of layers; kinds of layers are "
+            '"all-linear" and "all-embedding"'
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from comera.nn.forms import as_torch, form_of, from_torch
 from comera.nn.init import Init
 from comera.nn.linear import TTLinear
 from comera.nn.linear_base import CompressedLinear
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, check_model
 from comera.nn.output_error import input_moments, output_error
 from comera.nn.pointwise import TTPointwise
 from comera.nn.swap import swap_layers_
@@ -84,8 +84,9 @@ def tensorize_(
         ValueError: If no module matches, or a rank or shape does not fit one; the message names
             the module. Or if ``calibration`` is given without ``init="svd"``, is empty, or misses
             a targeted layer. The model is then unchanged.
-        TypeError: If ``config`` is something else.
+        TypeError: If ``model`` is no module, or ``config`` something else.
     """
+    check_model(model)
     config = TTConfig() if config is None else config
     if not isinstance(config, TTConfig):
         raise TypeError(f"config={config!r} must be a comera.TTConfig")
@@ -149,7 +150,11 @@ def densify_(model: nn.Module) -> nn.Module:
 
     Returns:
         The model; if it is itself a tensor-train layer, the dense layer that replaces it.
+
+    Raises:
+        TypeError: If ``model`` is no module.
     """
+    check_model(model)
     replacements: dict[int, nn.Module] = {}
     heads: list[TiedTTLinear] = []
     weights: dict[int, Any] = {}

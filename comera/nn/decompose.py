@@ -6,6 +6,7 @@ randomised factorisation for wide layers, and no process-wide choice of backend.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,37 @@ _OVERSAMPLE = 10
 _POWER_ITERATIONS = 3
 _RANDOMISED_BELOW = 0.2
 """A rank under this share of the smaller side is found by a randomised range finder."""
+
+
+def check_weight(weight: Any, size: tuple[int, int], cut: bool) -> None:
+    """Refuse what a layer cannot be given as its dense weight.
+
+    Args:
+        weight: What the caller gave.
+        size: Shape of the layer's weight.
+        cut: Whether it would have to be held at ranks that are all zero.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ValueError: If its shape is another one, or all ranks were cut.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight={weight!r} must be a tensor")
+    if tuple(weight.shape) != size:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, that of this layer is {size}")
+    if cut:
+        raise ValueError(
+            "all ranks of this layer were cut, its weight is zero: give a tolerance, by which new "
+            "ones are chosen"
+        )
+
+
+def relative_error(made: Tensor, weight: Tensor) -> float:
+    """Return the Frobenius norm of the difference, in units of the weight's."""
+    exact = weight.double()
+    size = float(exact.norm())
+    off = float((made.double() - exact).norm())
+    return off / size if size else off
 
 
 def decompose_matrix(

@@ -1,6 +1,7 @@
 """What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,8 +96,11 @@ class TensorTrainModule(WeightByAssignment):
         """Refuse a batch where cores have no numbers: torch computes with whatever lies there.
 
         Raises:
+            TypeError: If the batch is no tensor.
             RuntimeError: If the cores are on the meta device and the batch is not.
         """
+        if not hasattr(input, "is_meta"):
+            raise TypeError(f"{type(self).__name__} takes a tensor, not {reprlib.repr(input)}")
         cores: Any = self._modules["cores"]
         core = cores._parameters.get("0")
         if core is not None and core.is_meta and not input.is_meta:
@@ -207,13 +211,15 @@ class TensorTrainModule(WeightByAssignment):
             ValueError: If the shape is another one, an entry is not finite, or all ranks were cut.
             TypeError: If ``weight`` is no tensor.
         """
-        self._check_weight(weight, tolerance)
+        from comera.nn.decompose import check_weight, relative_error  # few layers ever need it
+
+        check_weight(weight, self._weight_size(), cut=tolerance is None and 0 in self.ranks)
         with torch.no_grad():
             exact = self._as_read(weight.detach().to(self.cores[0].device))
             self._decompose_(exact, tolerance)
             if tolerance is not None:
                 self.start_ranks = self.ranks
-            return _relative_error(self.dense_weight(), exact)
+            return relative_error(self.dense_weight(), exact)
 
     def _as_read(self, weight: Tensor) -> Tensor:
         """Return what of a dense weight the module can ever give back."""
@@ -222,20 +228,6 @@ class TensorTrainModule(WeightByAssignment):
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
         """Set all parameters that make up the weight."""
         raise NotImplementedError
-
-    def _check_weight(self, weight: Any, tolerance: float | None) -> None:
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"weight={weight!r} must be a tensor")
-        expected = self._weight_size()
-        if tuple(weight.shape) != expected:
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}, that of this layer is {expected}"
-            )
-        if tolerance is None and 0 in self.ranks:
-            raise ValueError(
-                "all ranks of this layer were cut, its weight is zero: give a tolerance, by which "
-                "new ones are chosen"
-            )
 
     def _weight_size(self) -> tuple[int, int]:
         """Return the shape of :attr:`weight`."""
@@ -367,19 +359,21 @@ class TensorTrainModule(WeightByAssignment):
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {size}"
 
 
-def _relative_error(made: Tensor, weight: Tensor) -> float:
-    """Return the Frobenius norm of the difference, in units of the weight's."""
-    exact = weight.double()
-    size = float(exact.norm())
-    off = float((made.double() - exact).norm())
-    return off / size if size else off
+def check_model(model: Any) -> None:
+    """Raise ``TypeError`` for what is no module, such as the class of one."""
+    if isinstance(model, type):
+        raise TypeError(f"{model.__name__} is a class; a model is wanted: {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{reprlib.repr(model)} is no model, but of type {type(model).__name__}")
 
 
 def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
     """Find the tensor-train layers of a model by name, in the order of ``named_modules``.
 
-    Layers that share one set of cores are one tensor train: only the first is listed.
+    Layers that share one set of cores are one tensor train: only the first is listed. What is no
+    module raises ``TypeError``.
     """
+    check_model(model)
     found: dict[int, tuple[str, TensorTrainModule]] = {}
     for name, module in model.named_modules():
         if isinstance(module, TensorTrainModule):

@@ -53,12 +53,10 @@ def param_groups(
         ValueError: If a rate or the decay is no number from 0, ``muon_modules`` names no dense
             layer, or ``scale_rates`` is something else.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"param_groups takes a model, not a {type(model).__name__}")
+    layers = tensor_trains(model).values()
     _check(lr=lr, gate_lr=gate_lr, core_lr=core_lr, weight_decay=weight_decay)
     if scale_rates not in ("contracted", None):
         raise ValueError(f"scale_rates={scale_rates!r} must be 'contracted', or None for one rate")
-    layers = tensor_trains(model).values()
     kind = {id(gate): "gates" for layer in layers for gate in layer.gates}
     kind |= {id(core): "cores" for layer in layers for core in layer.cores}
     if muon_modules is not None:

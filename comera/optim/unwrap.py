@@ -9,6 +9,7 @@ to find out:
     Why a CUDA graph cannot hold its step, in the same way.
 """
 
+import reprlib
 from typing import Any, Protocol
 
 import torch
@@ -49,11 +50,16 @@ def unwrap(optimizer: AnyOptimizer) -> Optimizer:
     """Return the optimizer that holds the state of parameters.
 
     Some that wrap another one are themselves of torch's class, as that of accelerate.
+
+    Raises:
+        TypeError: If there is none.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return unwrap(inner)
-    assert isinstance(optimizer, Optimizer), "what is no optimizer wraps one"
+    if not isinstance(optimizer, Optimizer):
+        shown = optimizer if isinstance(optimizer, type) else reprlib.repr(optimizer)
+        raise TypeError(f"{shown} is given where an optimizer is wanted, or what wraps one")
     return optimizer
 
 

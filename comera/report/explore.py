@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from comera.compress.linear_targets import linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
 from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
+from comera.nn.module import check_model
 from comera.nn.targets import find_targets
 from comera.report.exploration import WHOLE, Exploration
 from comera.report.explored_points import Explorer, Make
@@ -76,6 +78,7 @@ def explore(
     Raises:
         ValueError: If there is nothing to try, a setting is wrong, ``evaluate`` gives no finite
             number for the dense model, or what is kept is of another model or of other ``tokens``.
+        TypeError: If an argument is of the wrong kind.
 
     Example::
 
@@ -83,6 +86,11 @@ def explore(
         explored.pareto().to_pandas()
         explored.plot()
     """
+    check_model(model)
+    if not callable(evaluate):
+        raise TypeError(
+            f"evaluate={evaluate!r} must be a function of the model that gives its loss"
+        )
     _check(calibration, budgets, configs, loss_fn, tokens)
     if budgets is None and calibration is not None:
         budgets = BUDGETS
@@ -117,6 +125,8 @@ def _check(
 ) -> None:
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
+    if isinstance(budgets, str | Real):
+        raise TypeError(f"budgets={budgets!r} must be a list of such, as [{budgets!r}]")
     if calibration is None and (budgets or loss_fn is not None):
         what = f"budgets={budgets!r}" if budgets else f"loss_fn={loss_fn!r}"
         raise ValueError(f"{what} needs calibration: batches, or what sensitivity found")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from comera.nn.module import check_model
 from comera.optim.galore import GaLore
 from comera.optim.state_layout import stored_bytes
 from comera.optim.state_size import state_bytes
@@ -109,12 +110,14 @@ def memory_report(
 
     Raises:
         ValueError: If the optimizer's step does not run there and has not been run for real.
+        TypeError: If ``model`` is no module, or ``optimizer`` none.
 
     Example::
 
         optimizer = comera.CAME(comera.param_groups(model, lr=3e-4))
         print(comera.memory_report(model, optimizer))
     """
+    check_model(model)
     optimizer = unwrap(optimizer)
     states = state_bytes(optimizer)
     members: dict[str, list[Tensor]] = {}

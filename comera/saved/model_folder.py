@@ -131,12 +131,14 @@ def load_model(
         ValueError: If a file is damaged, of another program or of a later version, or the model
             given was made otherwise than the saved one: the message says where. The model is then
             unchanged.
-        TypeError: If ``model`` is neither a module nor makes one.
+        TypeError: If ``model`` is neither a module nor makes one, or is given first.
 
     Example::
 
         model = comera.load_model("small", lambda: MyTransformer())
     """
+    if isinstance(folder, nn.Module):
+        raise TypeError("a model is given where the folder is wanted: load_model(folder, model)")
     folder = Path(folder).expanduser()
     described, tensors = _read(folder)
     model = _made(model, described)

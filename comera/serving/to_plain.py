@@ -10,7 +10,7 @@ from comera.names import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.experts import split_names
 from comera.nn.forms import from_torch
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, check_model
 from comera.nn.swap import swap_layers_
 from comera.nn.tied import TiedTTLinear
 from comera.serving.freeze import contracted
@@ -45,12 +45,14 @@ def to_plain_(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If a layer is sharded.
+        TypeError: If ``model`` is no module.
 
     Example::
 
         comera.to_plain_(model)
         torch.export.save(torch.export.export(model.eval(), (tokens,)), "model.pt2")
     """
+    check_model(model)
     apart = split_names(model)
     if apart:
         log.warning(

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.names import listed
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import pack_state_, unpack_state_
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
@@ -42,12 +43,19 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
         ValueError: If the table has no hot rows, there is not one count for each index, the
             optimizer is an LBFGS that has stepped, or processes of a ``DistributedDataParallel``
             around the table would choose different rows. Nothing is changed.
+        TypeError: If it is no table.
 
     Example::
 
         counts = torch.bincount(all_indices, minlength=table.num_embeddings)
         comera.update_hot_rows_(table, counts, optimizer)
     """
+    if not isinstance(table, TTTable):
+        inside = [f"model.{name}" for name, m in table.named_modules() if isinstance(m, TTTable)]
+        raise TypeError(
+            f"update_hot_rows_ takes a table, not a {type(table).__name__}; "
+            f"its tables are {listed(inside) or 'none'}"
+        )
     if table.hot is None:
         raise ValueError("the table has no hot rows: make it with hot_rows=")
     if counts.shape != (table.num_embeddings,):

@@ -11,18 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
+from comera.nn.module import check_model
 from comera.nn.unsharded import check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.unwrap import AnyOptimizer
+from comera.optim.unwrap import AnyOptimizer, unwrap
 from comera.rank.learning import RankLearning, check_holds_cores
+from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription
 from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel, decisions_of, mean_over
 from comera.train.graphs import graphs_on
@@ -76,6 +79,7 @@ class TrainStep:
         Exception: What ``loss_fn``, backward or the optimizer raised, Ctrl-C included. Gradients
             are dropped and rank learning is as before the call, so that the next one starts clean;
             what the optimizer had changed by then stays changed.
+        TypeError: If an argument is of the wrong kind.
         ValueError: If a setting is out of range, per-layer updates cannot go with it, or a tensor
             train is sharded, as by ``fully_shard``.
 
@@ -109,12 +113,14 @@ class TrainStep:
         graph: bool | None = None,
         watch: int = EVERY,
     ) -> None:
+        _check_kinds(model, loss_fn, optimizer)
+        check_whole_numbers(watch=watch, accumulate=accumulate)
         if watch < 0:
             raise ValueError(f"watch={watch} must be a number of steps, or 0 for no looks")
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate} must be at least 1")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm} must be above 0, or None for no clipping")
+        if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+            raise ValueError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping")
         if isinstance(optimizer, OptimizerInBackward):
             _check_in_backward(model, clip_norm)
         if graph not in (None, True, False):
@@ -321,6 +327,22 @@ class TrainStep:
             )
 
 
+def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
+    """Refuse arguments in another order, and classes where objects of them are wanted."""
+    check_model(model)
+    if not callable(loss_fn):
+        kind = type(loss_fn).__name__
+        raise TypeError(
+            f"loss_fn is no function, but of type {kind}: TrainStep(model, loss_fn, optimizer)"
+        )
+    if isinstance(loss_fn, _Loss):
+        raise TypeError(
+            f"loss_fn={loss_fn} would be called with the model and a batch: give a function of "
+            f"these, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    unwrap(optimizer)
+
+
 def _check_loss(loss: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -359,6 +381,8 @@ def _check_in_backward(model: nn.Module, clip_norm: float | None) -> None:
 
 
 def _check_learns_ranks(ranks: RankLearning, model: nn.Module) -> None:
+    if not isinstance(ranks, RankLearning):
+        raise TypeError(f"ranks={ranks!r} must be a comera.TwoStage or comera.ImportancePruning")
     there = {id(param) for param in model.parameters()}
     if not any(id(gate) in there for gate in ranks.size.gates):
         raise ValueError(

@@ -77,7 +77,7 @@ def test_what_is_wrong_is_named():
     net = Net()
     with pytest.raises(ValueError, match="calibration has no batch"):
         gather_moments(net, layers(net), [], loss_fn)
-    with pytest.raises(ValueError, match=r"loss_fn gave tensor\(nan.* for batch 0"):
+    with pytest.raises(ValueError, match="loss_fn gave nan for batch 0"):
         gather_moments(net, layers(net), batches(), lambda m, b: loss_fn(m, b) * float("nan"))
     spare = {**layers(net), "spare": nn.Linear(2, 2)}
     with pytest.raises(ValueError, match="loss_fn never called spare"):

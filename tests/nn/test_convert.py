@@ -109,7 +109,7 @@ def test_nothing_matched_lists_the_layers(settings):
         ({"tied": "yes"}, "tied='yes' must be one of 'skip', 'share', 'untie'"),
         ({"scatter_rows": True, "init": "svd"}, r"scatter_rows=True"),
         ({"tolerance": 0.1}, r"tolerance=0\.1 .* needs init=\"svd\", not init='orthogonal'"),
-        ({"compression": 4}, r"embedding: rank=3 and compression=4"),
+        ({"compression": 4}, "rank=3 and compression=4 say the same thing twice"),
     ],
 )
 def test_wrong_settings_are_repeated(settings, message):

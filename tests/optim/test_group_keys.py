@@ -85,5 +85,5 @@ def test_what_is_no_rate_is_refused(wrong):
 
 
 def test_groups_are_of_a_model():
-    with pytest.raises(TypeError, match="takes a model, not a generator"):
+    with pytest.raises(TypeError, match="is no model, but of type generator"):
         comera.param_groups(nn.Linear(2, 2).parameters(), 1e-3)
