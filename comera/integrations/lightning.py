@@ -102,7 +102,7 @@ class RankCallback(Callback):
         """Differentiate the objective from now on."""
         self._taken = trainer.global_step
         left = trainer.estimated_stepping_batches - trainer.global_step
-        self._steps.begin(trainer.optimizers[0], left)
+        self._steps.begin(left)
         backward = trainer.strategy.backward
 
         def of_objective(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

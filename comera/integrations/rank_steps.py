@@ -31,8 +31,8 @@ class RankSteps:
         self._parts = 0, 0  # of it that came, and of a whole step
         self._group: Any = None
 
-    def begin(self, optimizer: Any, steps_left: float) -> None:
-        """Begin or go on, with so many optimizer steps to come; warn of what cannot work out."""
+    def begin(self, steps_left: float) -> None:
+        """Begin or go on, with so many optimizer steps to come; warn where they are too few."""
         self._seen, self._parts = None, (0, 0)
         given = self.ranks.process_group
         self._group = processes_of(self.ranks.model) if given == "auto" else given
@@ -42,7 +42,6 @@ class RankSteps:
                 "early_steps and late_steps fewer, or let the trainer take more",
                 self.ranks.steps_left, steps_left,
             )  # fmt: skip
-        self.ranks.check_schedule(unwrap(optimizer))
 
     def objective(self, loss: Tensor, parts: int) -> Tensor:
         """Return what to differentiate instead of a loss that is one of the parts of a step's.

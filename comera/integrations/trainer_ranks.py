@@ -91,7 +91,7 @@ class RankCallback(TrainerCallback, ExportableState):
                 "without learn_ranks_, and ranks cannot go on from there"
             )
         self.ranks.load_state_dict(_tensors(saved["attributes"]["ranks"]))
-        self._steps.begin(self._trainer.optimizer, state.max_steps - state.global_step)
+        self._steps.begin(state.max_steps - state.global_step)
         self._trainer.accelerator.backward = self._backward
         if args.device.type == "cpu":
             reuse_by_default()

@@ -138,7 +138,7 @@ class RankLearning(ABC):
                 as it was, which costs some steps.
 
         Raises:
-            ValueError: If the optimizer holds no core, as one that was built before ``tensorize_``.
+            ValueError: If the optimizer holds no core, or keeps state that cannot be cut with them.
         """
         if not isinstance(loss, Tensor):
             loss = torch.as_tensor(loss, device=self.size.gates[0].device)
@@ -149,6 +149,8 @@ class RankLearning(ABC):
         """Do the part of :meth:`step` that is the host's, between two steps."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
+            check_state(cores_and_gates(tensor_trains(self.model)), unwrap_separable(optimizer))
+            self.check_schedule(optimizer)
         self.steps_done += 1
         self._optimizer = optimizer
 
@@ -177,10 +179,8 @@ class RankLearning(ABC):
 
     def identity(self) -> tuple[object, ...]:
         """Return what a step depends on beside the numbers in tensors; these by their addresses."""
-        return (
-            self.method, self.stage, self.target_size, self.start_size, self.min_rank,
-            self._reached.data_ptr(),
-        )  # fmt: skip
+        sizes = self.target_size, self.start_size, self.min_rank
+        return self.method, self.stage, *sizes, self._reached.data_ptr()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs; tensors and plain values only."""

@@ -216,6 +216,33 @@ def test_a_schedule_too_short_to_prune_is_warned_about(model, caplog):
     assert "does not train the rank gates" in caplog.text
 
 
+class KeepsItFlat(torch.optim.SGD):
+    """Keeps a vector of each parameter, which says nothing of its ranks."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["flat"] = torch.zeros(param.numel())
+        return super().step(closure)
+
+
+def test_what_cannot_work_out_is_said_after_the_first_step(model, batch, caplog):
+    def step_of(optimizer, ranks):
+        loss = loss_fn(model, batch)
+        ranks.objective(loss).backward()
+        optimizer.step()
+        ranks.step(loss.detach(), optimizer)
+
+    ranks = comera.TwoStage(model, 0.3, 5, 5)
+    with pytest.raises(ValueError, match=r"state 'flat' of KeepsItFlat has shape .* cannot be cut"):
+        step_of(KeepsItFlat(comera.param_groups(model, 1e-3)), ranks)
+    assert not ranks.steps_done
+    optimizer = optimizer_for(model, gate_lr=0.001)
+    for _ in range(2):
+        step_of(optimizer, ranks)
+    assert caplog.text.count("none can be pruned") == 1
+
+
 @pytest.mark.parametrize("steps", [2, 5, 14])
 def test_state_goes_on_where_it_was(batch, steps):
     """Early, late, and late with a target that has been reached."""
