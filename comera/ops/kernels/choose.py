@@ -12,9 +12,6 @@ import warnings
 import torch
 from torch import Tensor
 
-LOOKUP = "ttm_lookup"
-"""The source of lookups, without its suffix."""
-
 MODES = ("auto", "ref", "emulate")
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Which dtypes kernels take, and what the names of their functions end in."""
@@ -30,7 +27,6 @@ CONTRACT = {
 
 OLDEST = (8, 0)
 """Compute capability from which kernels run."""
-
 
 ON_CPU = "the tensors are on a CPU"
 NO_CARD = "the tensors are not on a card"
@@ -74,6 +70,11 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
     if not like.is_cpu:
         return NO_CARD
     return REF if mode() == "ref" else ON_CPU
+
+
+def off_card(file: str, like: Tensor) -> str | None:
+    """Refuse as :func:`kernel_refuses`, but nothing on a card, where sizes are looked at first."""
+    return None if like.is_cuda else kernel_refuses(file, like)
 
 
 def warn_of(what: str, reason: str) -> None:

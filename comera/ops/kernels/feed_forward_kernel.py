@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import kernel_refuses
+from comera.ops.kernels.choose import kernel_refuses, off_card
 from comera.ops.kernels.feed_forward_tiles import (
     BOND,
     ENDINGS,
@@ -47,10 +47,9 @@ def refuses(
     x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, activation: str
 ) -> str | None:
     """Say why no kernel computes a feed-forward of these factors, or None."""
-    if not x.is_cuda:  # there no size is in the way of a kernel
-        off_card = kernel_refuses("feed_forward", x)
-        if off_card is not None:
-            return off_card
+    elsewhere = off_card("feed_forward", x)
+    if elsewhere is not None:
+        return elsewhere
     if activation not in ACTIVATIONS:
         return f"there is no kernel with {activation} in it"
     ranks, widths = (left1.shape[1], left2.shape[1]), (left1.shape[0], *left2.shape[:1])

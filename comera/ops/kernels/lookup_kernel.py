@@ -11,8 +11,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, LOOKUP, kernel_refuses
+from comera.ops.kernels.choose import DTYPES, kernel_refuses
 from comera.ops.kernels.launch import launch
+
+_FILE = "ttm_lookup"
 
 # As in ttm_lookup.cu.
 _DEPTH, _PIECE, _CHUNK = 32, 32, 16
@@ -37,7 +39,7 @@ def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str 
         right_WRQ: Right factor.
         others: What is read along: hot rows, their basis, weights.
     """
-    return kernel_refuses(LOOKUP, left_VPR) or _unfit(left_VPR, right_WRQ, *others)
+    return kernel_refuses(_FILE, left_VPR) or _unfit(left_VPR, right_WRQ, *others)
 
 
 def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
@@ -85,11 +87,11 @@ def read(
     if offsets_B is not None and bags and pieces > 0:
         partial = torch.empty(pieces, embedding_dim, device=out.device)
         launch(
-            LOOKUP, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given,
+            _FILE, f"ttm_pieces_{kind}", out.device, pieces, threads, shared, table, *given,
             partial, entries, bags,
         )  # fmt: skip
     launch(
-        LOOKUP, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
+        _FILE, f"ttm_rows_{kind}", out.device, bags, threads, shared, table, *given, partial, out,
         keys_N, order_N, entries, bags,
     )  # fmt: skip
     return out, keys_N, order_N
@@ -108,7 +110,7 @@ def weight_grads(
     bags, width = grad_BD.shape
     out = grad_BD.new_empty(indices_N.shape[0])
     launch(
-        LOOKUP, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
+        _FILE, f"ttm_back_weights_{DTYPES[out.dtype]}", out.device, out.shape[0],
         _threads(left_VPR, right_WRQ), _shared_of_rows(left_VPR, right_WRQ),
         _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width),
         indices_N, *map(_dense, (offsets_B, grad_BD, left_VPR, right_WRQ, hot_HD)), out, bags,
@@ -137,7 +139,7 @@ def row_grads(
     keys_N, at_N = keys_N.sort()
     grads = _zeros_like(left_VPR, right_WRQ, hot_HD)
     launch(
-        LOOKUP, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
+        _FILE, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
         keys_N, at_N, order_N,
         *map(_dense, (offsets_B, weights_N, grad_BD, left_VPR, right_WRQ)), *grads, entries, bags,

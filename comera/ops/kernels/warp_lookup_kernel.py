@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses
+from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses, off_card
 from comera.ops.kernels.launch import dense, launch
 
 _FILE = "ttm_warps"
@@ -37,12 +37,11 @@ def refuses(
     left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
 ) -> str | None:
     """Say why no warp reads a row of such a table here, or None; arguments as of :func:`unfit`."""
-    if not left_VPR.is_cuda:  # there no size is in the way of a kernel
-        off_card = kernel_refuses(_FILE, left_VPR)
-        if off_card is not None:
-            return off_card
-    reason = unfit(left_VPR, right_WRQ, embedding_dim, *others)
-    return reason or kernel_refuses(_FILE, left_VPR)
+    return (
+        off_card(_FILE, left_VPR)
+        or unfit(left_VPR, right_WRQ, embedding_dim, *others)
+        or kernel_refuses(_FILE, left_VPR)
+    )
 
 
 def unfit(

@@ -85,10 +85,9 @@ _FORWARD = Ways("gated_hidden", _sample, _TIMES)
 
 
 def _kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
-    if not t_gate.is_cuda:
-        reason = choose.kernel_refuses("feed_forward_gated", t_gate)
-        if reason is not None:
-            return reason
+    elsewhere = choose.off_card("feed_forward_gated", t_gate)
+    if elsewhere is not None:
+        return elsewhere
     from comera.ops.kernels import gated_kernel  # where a kernel may run
 
     return gated_kernel.refuses(t_gate, *given[:4])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comera.ops.cores import contract_chain, rank_gate
 from comera.ops.dispatch import Ways, with_values
-from comera.ops.kernels.choose import LOOKUP, kernel_refuses
+from comera.ops.kernels.choose import kernel_refuses
 from comera.ops.table.indices import check_range
 from comera.ops.table.lookup import lookup
 from comera.ops.table.table_factors import contract_tables
@@ -133,7 +133,8 @@ def _not_in_part(indices_N: Tensor, factor: Sequence[Tensor]) -> str | None:
     saved = _rows(factor) - _DEARER * indices_N.shape[0]
     if saved * _slice_size(factor) < _WORTH_IT:
         return "many of its slices are read"
-    return "a kernel reads whole factors" if kernel_refuses(LOOKUP, factor[0]) is None else None
+    by_kernel = kernel_refuses("ttm_lookup", factor[0]) is None
+    return "a kernel reads whole factors" if by_kernel else None
 
 
 @_FACTOR.way("the slices that are read", _not_in_part)
