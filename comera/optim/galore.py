@@ -7,7 +7,6 @@ an inner optimizer, and its state is that of the stand-in.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 
 from comera.optim import state_layout
 from comera.optim.galore_parts import (
-    KEYS,
     OURS,
     as_groups,
     as_list,
@@ -24,21 +22,18 @@ from comera.optim.galore_parts import (
     check_group,
     check_not_left_out,
     check_once,
-    check_projected,
     check_projects_alike,
     check_subspaces,
     joined,
     merged,
     parted,
-    replaced,
 )
 from comera.optim.projection import (
     add_out_of_,
     into,
-    low_shape,
-    matrix_shape,
     new_bases,
 )
+from comera.optim.stand_ins import for_inner, release
 from comera.optim.step_param import check_keeps_no_count, step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
@@ -124,7 +119,7 @@ class GaLore(Optimizer):
         check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
-        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
+        self._inner = inner([for_inner(g, self._stand_ins) for g in groups], **settings)
         self._inner_keys = set(self._inner.defaults)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
@@ -160,7 +155,7 @@ class GaLore(Optimizer):
         theirs = self._inner.param_groups
         count = len(theirs)
         try:
-            self._inner.add_param_group(_for_inner(group, stand_ins))
+            self._inner.add_param_group(for_inner(group, stand_ins))
             super().add_param_group(merged(group, theirs[-1]))
         except BaseException:
             del theirs[count:]
@@ -332,7 +327,7 @@ class GaLore(Optimizer):
         for one in begun:
             if one is not None and one.stand_in is not None:
                 add_out_of_(one.param, one.stand_in.data * one.factor, self._bases(one.param))
-                _release(one.stand_in)
+                release(one.stand_in)
 
     def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:
         """Find the subspace anew when it is time."""
@@ -450,37 +445,6 @@ class GaLore(Optimizer):
         check_subspaces(param, group, found)
 
 
-def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
-    """Return the inner optimizer's group: stand-ins for what is projected, no keys of ours.
-
-    Args:
-        group: The group as the user wrote it.
-        stand_ins: Takes up the new stand-ins by their parameters.
-    """
-    own = {key: value for key, value in group.items() if key not in KEYS}
-    if "rank" not in group:
-        return own
-    make = partial(_make_stand_in, group=group, stand_ins=stand_ins)
-    return {**own, "params": replaced(group["params"], make)}
-
-
-def _make_stand_in(
-    param: Tensor, group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]
-) -> Tensor:
-    """Return what the inner optimizer is to train: the parameter itself if it is not projected."""
-    proj_type = group.get("proj_type", "std")
-    check_projected(param, group["rank"], proj_type)
-    shape = matrix_shape(param)
-    if group["rank"] >= min(shape):
-        return param
-    size = low_shape(shape, group["rank"], proj_type)
-    wide = torch.promote_types(param.dtype, torch.float32)
-    stand_in = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
-    _release(stand_in)
-    stand_ins[param] = stand_in
-    return stand_in
-
-
 def _captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
@@ -490,9 +454,3 @@ def _give_back(begun: list[_Begun | None]) -> None:
     for one in begun:
         if one is not None and one.full_grad is not None:
             one.param.grad = one.full_grad
-
-
-def _release(stand_in: nn.Parameter) -> None:
-    """Keep nothing between two steps but its shape, and what the optimizer keeps."""
-    stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
-    stand_in.grad = None
