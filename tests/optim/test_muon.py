@@ -51,7 +51,7 @@ def test_singular_values_become_one_and_vectors_stay(shape, device):
 
 
 @pytest.mark.parametrize("power", [-13, -27, -40, -50])
-@pytest.mark.parametrize("shape", [(4, 8, 4), (1, 8, 4, 6, 4), (512, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 8, 4), (1, 8, 4, 6, 4), (128, 96)], ids=str)
 def test_steps_do_not_depend_on_the_scale_of_small_gradients(shape, power, device):
     """Powers of two, by which bfloat16 rounds alike."""
     grad = torch.randn(shape)
