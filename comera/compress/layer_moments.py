@@ -248,7 +248,8 @@ def _watched(
 ) -> Iterator[list[Tensor]]:
     """Add what passes each layer to its moments; yields where the graph of autograd begins.
 
-    No parameter asks for a gradient: the first layers' outputs are made to ask for one.
+    No parameter asks for a gradient: to the first layers' outputs zeros are added that do. The
+    outputs themselves are no leaves of the graph then, and models may write into them.
     """
     first: list[Tensor] = []
     squares = _Squares()
@@ -268,8 +269,10 @@ def _watched(
                 moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
             if not output.requires_grad:
-                first.append(output.requires_grad_())
-            output.register_hook(take)
+                first.append(output.new_zeros((), requires_grad=True))
+                output.add_(first[-1])
+            if output.requires_grad:  # else it is under no_grad, which is told later
+                output.register_hook(take)
 
         return after
 
