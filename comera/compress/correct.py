@@ -116,7 +116,8 @@ def _recorded(layers: Mapping[str, nn.Module], outputs: Mapping[str, list[Tensor
     """Collect what layers answer, call by call."""
 
     def note(name: str) -> Callable[..., None]:
-        return lambda layer, args, output: outputs[name].append(output)
+        # Copies: models may write into what layers return, as nn.ReLU(inplace=True) does.
+        return lambda layer, args, output: outputs[name].append(output.clone())
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     try:
