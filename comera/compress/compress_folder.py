@@ -229,7 +229,7 @@ def _compress_block_(
 
 def _output(block: nn.Module, call: Any) -> Tensor:
     state, (args, kwargs) = call
-    output = block(state, *args, **kwargs)
+    output = block(state.clone(), *args, **kwargs)  # it may write into what it is given
     return output[0] if isinstance(output, tuple) else output
 
 
