@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from comera.compress.linear_targets import Layer, weight_OI
 from comera.files import replacing
 from comera.nn.evaluation_mode import evaluation_mode
+from comera.nn.every_layer_called import every_layer_called
 
 log = logging.getLogger("comera")
 
@@ -232,7 +233,7 @@ def _empty(layer: Layer) -> LayerMoments:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Have the model evaluate, with parameters that ask for no gradient."""
     wanted = {param: param.requires_grad for param in model.parameters()}
-    with evaluation_mode(model):
+    with evaluation_mode(model), every_layer_called():
         for param in wanted:
             param.requires_grad_(False)
         try:
