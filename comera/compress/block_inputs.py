@@ -100,7 +100,7 @@ def record_calls(
                 )
             found.others[k].append((args[1:], kwargs))
             if not k:
-                found.states.append(state)
+                found.states.append(state.clone())  # a block may write into what it is given
                 if not form:
                     del blocks[0].forward
                     with filled(blocks[0]):

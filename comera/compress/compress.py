@@ -174,7 +174,7 @@ def compress_(
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
         unused = None if again is not None else loss_fn
-        _check_unused(unused, target_modules, exclude_modules, keep)
+        check_unused(unused, target_modules, exclude_modules, keep)
         found = calibration
         check_order(order, all(layer.moments is not None for layer in found.layers))
     else:
@@ -258,7 +258,8 @@ def _correction(
     return calibration if correct else None  # type: ignore[return-value]
 
 
-def _check_unused(loss_fn: object, targets: object, exclude: object, keep: object) -> None:
+def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:
+    """Raise ``ValueError`` for what was said of a calibration that ``sensitivity`` has done."""
     said = {"loss_fn": loss_fn, "exclude_modules": exclude, "keep": keep}
     said["target_modules"] = None if targets == "all-linear" else targets
     wrong = [name for name, value in said.items() if value is not None]

@@ -24,6 +24,7 @@ from comera.compress.unfinished_blocks import UnfinishedBlocks
 from comera.files import replacing
 from comera.names import listed
 from comera.nn.evaluation_mode import evaluation_mode
+from comera.nn.every_layer_called import every_layer_called
 from comera.nn.model_size import model_size
 from comera.saved.description import describe
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
@@ -129,7 +130,7 @@ def compress_folder(
     outside = [name for name in targets if not name.startswith(f"{where}.")]
     if outside:
         log.warning("compress_folder leaves %s dense: outside %s", listed(outside), where)
-    with evaluation_mode(model):
+    with evaluation_mode(model), every_layer_called():
         calls = _calls(model, filler, list(parts.values()), calibration)
         about = {
             "budget": budget, "seed": seed, "blocks": where, "targets": sorted(targets),
@@ -229,7 +230,7 @@ def _compress_block_(
 
 def _output(block: nn.Module, call: Any) -> Tensor:
     state, (args, kwargs) = call
-    output = block(state, *args, **kwargs)
+    output = block(state.clone(), *args, **kwargs)  # it may write into what it is given
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from comera.compress.layer_moments import LossFn, evaluating
 from comera.compress.whitened import WhitenedSVD
 from comera.names import listed
+from comera.ops.context import without_autocast
 
 log = logging.getLogger("comera")
 
@@ -51,6 +52,11 @@ class FittedLayer:
 
     def __call__(self, x: Tensor, wanted: Tensor | None) -> Tensor:
         """Return the layer's output, ``(*, O)``, fitted to what is wanted as well, if that is."""
+        with without_autocast(x):
+            made = self._fitted(x, wanted)
+        return made.to(x.dtype if wanted is None else wanted.dtype)
+
+    def _fitted(self, x: Tensor, wanted: Tensor | None) -> Tensor:
         z_NR = F.linear(x.to(self.right_RI.dtype), self.right_RI).flatten(0, -2)
         if wanted is not None:
             missing_NO = wanted.flatten(0, -2).to(z_NR.dtype) - z_NR @ self.first_OR.T
@@ -66,7 +72,7 @@ class FittedLayer:
         made = z_NR @ self.left_OR.T
         if self.bias is not None:
             made += self.bias.to(made.dtype)
-        return made.unflatten(0, x.shape[:-1]).to(x.dtype)
+        return made.unflatten(0, x.shape[:-1])
 
 
 @torch.no_grad()
@@ -116,7 +122,8 @@ def _recorded(layers: Mapping[str, nn.Module], outputs: Mapping[str, list[Tensor
     """Collect what layers answer, call by call."""
 
     def note(name: str) -> Callable[..., None]:
-        return lambda layer, args, output: outputs[name].append(output)
+        # Copies: models may write into what layers return, as nn.ReLU(inplace=True) does.
+        return lambda layer, args, output: outputs[name].append(output.clone())
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.evaluation_mode import evaluation_mode
+from comera.nn.every_layer_called import every_layer_called
 from comera.nn.module import TensorTrainModule, check_model
 
 log = logging.getLogger("comera")
@@ -129,7 +130,7 @@ def heal_(
     for param in params:
         param.requires_grad_(True)
     try:
-        with evaluation_mode(model), evaluation_mode(dense):
+        with evaluation_mode(model), evaluation_mode(dense), every_layer_called():
             for batch, done in _until(batches, seconds, begun, progress):
                 with torch.no_grad():
                     theirs = answers(dense, batch)

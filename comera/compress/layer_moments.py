@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from comera.compress.linear_targets import Layer, weight_OI
 from comera.files import replacing
 from comera.nn.evaluation_mode import evaluation_mode
+from comera.nn.every_layer_called import every_layer_called
 
 log = logging.getLogger("comera")
 
@@ -232,7 +233,7 @@ def _empty(layer: Layer) -> LayerMoments:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Have the model evaluate, with parameters that ask for no gradient."""
     wanted = {param: param.requires_grad for param in model.parameters()}
-    with evaluation_mode(model):
+    with evaluation_mode(model), every_layer_called():
         for param in wanted:
             param.requires_grad_(False)
         try:
@@ -248,7 +249,8 @@ def _watched(
 ) -> Iterator[list[Tensor]]:
     """Add what passes each layer to its moments; yields where the graph of autograd begins.
 
-    No parameter asks for a gradient: the first layers' outputs are made to ask for one.
+    No parameter asks for a gradient: to the first layers' outputs zeros are added that do. The
+    outputs themselves are no leaves of the graph then, and models may write into them.
     """
     first: list[Tensor] = []
     squares = _Squares()
@@ -268,8 +270,10 @@ def _watched(
                 moments.add_grads(grad.flatten(0, -2).to(moments.grads_OO.dtype))
 
             if not output.requires_grad:
-                first.append(output.requires_grad_())
-            output.register_hook(take)
+                first.append(output.new_zeros((), requires_grad=True))
+                output.add_(first[-1])
+            if output.requires_grad:  # else it is under no_grad, which is told later
+                output.register_hook(take)
 
         return after
 

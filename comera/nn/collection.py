@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.module import is_hooked
+from comera.nn.own_pass import is_as_noted, passes_of
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
@@ -148,9 +148,14 @@ def _named(table: str) -> Iterator[None]:
         raise type(problem)(f"table {table!r}: {problem}") from problem
 
 
+_PASSES = passes_of(TTEmbeddingBag)
+
+
 def _kind(table: nn.Module) -> Any:
     """Return what tables must agree in to be read together; None for one that cannot be."""
-    if not isinstance(table, TTEmbeddingBag) or table.mode == "max" or is_hooked(table):
+    if not isinstance(table, TTEmbeddingBag) or not is_as_noted(table, _PASSES):
+        return None
+    if table.mode == "max":
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):
         return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import is_hooked
+from comera.nn.own_pass import is_as_noted, passes_of
 from comera.ops.attention import attend
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Times, Ways
@@ -23,6 +23,8 @@ from comera.ops.linear.gated_feed_forward import gated_feed_forward as gated_by_
 from comera.ops.linear.thin import times_left
 from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.product import affine
+
+_PASSES = passes_of(TTLinear)
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -204,13 +206,15 @@ def _attention_of_heads(
 
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
-    """Return the layers if all are tensor trains, better left factorized and without hooks."""
-    trains = [layer for layer in layers if type(layer) is TTLinear]
+    """Return the layers if all are tensor trains, better left factorized and not hooked."""
+    trains = [layer for layer in layers if isinstance(layer, TTLinear)]
     if not trains or len(trains) < len(layers):
         return None
     bias = trains[0].bias is not None
     for layer in trains:
-        if is_hooked(layer) or (layer.bias is not None) != bias or not layer.is_factorized(x):
+        if not is_as_noted(layer, _PASSES):
+            return None
+        if (layer.bias is not None) != bias or not layer.is_factorized(x):
             return None
     if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
         return None  # a frozen layer needs fewer products by itself

@@ -33,18 +33,6 @@ _WRITTEN = (
 )
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Check for hooks on a module's passes: it must then run by itself, or they are skipped.
-
-    A forward pass of its own counts as one, as accelerate hooks its modules.
-    """
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks,
-        module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
-    return any(hooks) or "forward" in vars(module)
-
-
 class Gates(nn.ParameterList):
     """One trainable vector a bond. They stay float32 or wider whatever the module is cast to."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.evaluation_mode import evaluation_mode
+from comera.nn.every_layer_called import every_layer_called
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def input_moments(
     handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     count = 0
     try:
-        with evaluation_mode(model):
+        with evaluation_mode(model), every_layer_called():
             for batch in batches:
                 count += 1
                 if isinstance(batch, Mapping):

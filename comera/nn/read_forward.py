@@ -20,13 +20,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import is_hooked
+from comera.nn.own_pass import is_as_noted, is_hooked, passes_of
 
 _ACTIVATIONS: dict[Any, str] = {
     nn.GELU: "gelu", F.gelu: "gelu",
     nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu",
     nn.SiLU: "silu", F.silu: "silu",
 }  # fmt: skip
+
+_PASSES = passes_of(nn.GELU, nn.ReLU, nn.SiLU, nn.Identity, nn.Dropout)
+_FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+"""What the modules above call, by the name of the activation."""
 
 
 class _UnreadableError(Exception):
@@ -44,6 +48,7 @@ class _Opened:
         function: That method, of the class.
         children: Names of the modules inside, where the method calls all of them.
         functions: Activations that it holds as functions, by name.
+        outside: Activations that the method calls by names outside of it, by these.
     """
 
     name: str
@@ -52,6 +57,7 @@ class _Opened:
     function: Any
     children: tuple[str, ...] | None = None
     functions: tuple[tuple[str, Any], ...] = ()
+    outside: tuple[tuple[tuple[str, ...], Any], ...] = ()
 
     def is_there(self, whole: Any) -> bool:
         module = inside(whole, self.name)
@@ -67,6 +73,7 @@ class _Opened:
             getattr(kind, self.method) is self.function
             and (self.children is None or self.children == tuple(module._modules))
             and all(held.get(name) is function for name, function in self.functions)
+            and all(_outside(self.function, path) is found for path, found in self.outside)
         )
 
 
@@ -115,13 +122,17 @@ class Part:
 
     def is_there(self, module: nn.Module) -> bool:
         """Say whether the module still computes this, and no hook or change goes unnoticed."""
+        if getattr(F, str(self.activation)) is not _FUNCTIONS[str(self.activation)]:
+            return False
         for name, kind in self.skipped:
             found = inside(module, name)
-            if type(found) is not kind or is_hooked(found) or not _is_exact(found):
+            if type(found) is not kind or not is_as_noted(found, _PASSES) or not _is_exact(found):
                 return False
         for name in self.between:
             found = inside(module, name)
-            if type(found) is not nn.Dropout or is_hooked(found) or (found.training and found.p):
+            if type(found) is not nn.Dropout or not is_as_noted(found, _PASSES):
+                return False
+            if found.training and found.p:
                 return False
         called = (*self.before, *self.layers, *(step for step in self.after if step is not None))
         return all(inside(module, name) is not None for name in called) and all(
@@ -187,10 +198,11 @@ class _Reader:
         if source is None:
             raise _UnreadableError
         names = [arg.arg for arg in source.args.args]
-        frame = _Frame(self, name, module, function.__globals__, names[0])
+        frame = _Frame(self, name, module, function, names[0])
         frame.known = dict(zip(names[1:], _exactly(len(names) - 1, given), strict=True))
         result = frame.result(source.body)
-        self.opened.append(replace(opened, functions=tuple(frame.functions)))
+        functions, outside = tuple(frame.functions), tuple(frame.outside)
+        self.opened.append(replace(opened, functions=functions, outside=outside))
         return result
 
     def called_on(self, name: str, given: Sequence[Part]) -> Part:
@@ -234,13 +246,14 @@ class _Frame:
         reader: _Reader,
         name: str,
         module: nn.Module,
-        outside: dict[str, Any],
+        function: Any,
         own: str,
     ) -> None:
         self.reader, self.name, self.module = reader, name, module
-        self.outside, self.own = outside, own
+        self.function, self.own = function, own
         self.known: dict[str, Part] = {}
         self.functions: list[tuple[str, Any]] = []
+        self.outside: list[tuple[tuple[str, ...], Any]] = []
 
     def result(self, body: Sequence[ast.stmt]) -> Part:
         for statement in body[:-1]:
@@ -276,13 +289,10 @@ class _Frame:
         if root == self.own and (not rest or hasattr(type(self.module), rest[0])):
             raise _UnreadableError
         if root != self.own:
-            if root in self.known or root not in self.outside:
-                raise _UnreadableError
-            try:
-                found = functools.reduce(getattr, rest, self.outside[root])
-            except AttributeError:
-                raise _UnreadableError from None
-            return _activated(_activation_of(found), given)
+            found = None if root in self.known else _outside(self.function, path)
+            activation = _activation_of(found)
+            self.outside.append((tuple(path), found))
+            return _activated(activation, given)
         if len(rest) == 1 and rest[0] in vars(self.module):  # a function that the module holds
             found = vars(self.module)[rest[0]]
             self.functions.append((rest[0], found))
@@ -327,6 +337,15 @@ def _exactly(count: int, given: Sequence[Part]) -> Sequence[Part]:
     if len(given) != count:
         raise _UnreadableError
     return given
+
+
+def _outside(function: Any, path: Sequence[str]) -> Any:
+    """Return what a function gets at by ``a.b.c`` outside of it; None if nothing is there."""
+    root, *rest = path
+    try:
+        return functools.reduce(getattr, rest, function.__globals__[root])
+    except (KeyError, AttributeError):
+        return None
 
 
 def _below(name: str, child: str) -> str:

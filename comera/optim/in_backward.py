@@ -240,6 +240,8 @@ class OptimizerInBackward:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._lock.locked():
+            for param in self._waiting:  # else the next iteration would add to what is stepped
+                param.grad = None
             self._stepped.clear()
             self._waiting.clear()
 

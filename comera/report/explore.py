@@ -4,13 +4,14 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from comera.compress.compress import compress_
+from comera.compress.compress import check_unused, compress_
 from comera.compress.layer_moments import LossFn
 from comera.compress.linear_targets import linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
@@ -55,7 +56,7 @@ def explore(
         evaluate: Takes a model and returns its loss on data of your choice, in the mode that it
             puts the model into; lower is better. It is called once a point, without gradients.
         calibration: Batches as :func:`~comera.compress_` takes them, or what
-            :func:`~comera.sensitivity` found.
+            :func:`~comera.sensitivity` found; ``loss_fn`` and the layers were then said to it.
         budgets: For :func:`~comera.compress_`: shares of parameters, or bytes with a unit. Seven
             from 0.9 to 0.3 if None and there is calibration data.
         configs: For :func:`~comera.tensorize_`. If None and there is no calibration data, orders 1
@@ -92,6 +93,8 @@ def explore(
             f"evaluate={evaluate!r} must be a function of the model that gives its loss"
         )
     _check(calibration, budgets, configs, loss_fn, tokens)
+    if isinstance(calibration, Sensitivity):
+        check_unused(loss_fn, target_modules, exclude_modules)
     if budgets is None and calibration is not None:
         budgets = BUDGETS
     if configs is None:
@@ -106,6 +109,8 @@ def explore(
         found = None
         if budgets:
             found = _look(model, calibration, loss_fn, target_modules, exclude_modules, progress)
+        if isinstance(calibration, Sensitivity):
+            target_modules = _targets_of(model, calibration)
         which = _settings(TTConfig(target_modules=target_modules, exclude_modules=exclude_modules))
         tries = _tries(model, found, budgets or (), which, configs, each_layer)
         planned += len(tries)
@@ -162,6 +167,16 @@ def _look(
         return calibration
     layers = linear_targets(model, targets, exclude, "explore")
     return look_at(model, layers, calibration, loss_fn, progress=progress)
+
+
+def _targets_of(model: nn.Module, found: Sensitivity) -> str | list[str]:
+    """Return the ``target_modules`` by which ``sensitivity`` has found its layers."""
+    names = [layer.name for layer in found.layers]
+    for targets in ("all-linear", "all"):
+        with suppress(ValueError):  # there are none of this kind
+            if set(linear_targets(model, targets, None, None)) == set(names):
+                return targets
+    return names
 
 
 def _tries(

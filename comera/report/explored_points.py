@@ -178,10 +178,10 @@ def _error(model: nn.Module, layers: Mapping[str, CompressedLinear | TTTable]) -
 
 
 def _digest(model: nn.Module) -> int:
-    """Return a checksum of names and bytes of all parameters."""
+    """Return a checksum of names and bytes of all parameters and buffers."""
     found = 0
-    for name, param in model.named_parameters():
-        data = param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         found = zlib.crc32(data, zlib.crc32(name.encode(), found))
     return found
 

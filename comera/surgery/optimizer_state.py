@@ -17,6 +17,7 @@ from comera.params import set_data_
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
 """State that says where a step goes; the other says how large it is."""
 
+AVERAGES = {"ax"}  # of the parameter, ASGD's
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
 _GOES_WITH_SQUARE = {
     "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var",
@@ -36,8 +37,8 @@ def slice_state_(
         param: Changed in place to ``param[keep] * scale``; its identity stays.
         keep: The indices that stay, by dimension, int64 on the parameter's device.
         scale: Factor applied after the cut, broadcast against it. A gradient, which is measured
-            per unit of the parameter, is divided by it, and a second moment by its square. Where
-            it is zero they become zero.
+            per unit of the parameter, is divided by it, a second moment by its square, and an
+            average of the parameter multiplied. Where it is zero they become zero.
         optimizer: The optimizer whose state for ``param`` is cut too, if there is one.
 
     Raises:
@@ -59,8 +60,8 @@ def slice_state_(
     }
     for key, value in cut_state.items():
         power = _power_of_gradient(key, state)
-        if inverse is not None and power and _spans(value, inverse):
-            value = value * inverse**power
+        if scale is not None and inverse is not None and power and _spans(value, inverse):
+            value = value * (scale if power < 0 else inverse**power)
         state[key] = value.to(state[key].dtype)
     grad = param.grad
     new = _cut("the parameter", param.data, old_shape, keep)
@@ -72,10 +73,10 @@ def slice_state_(
 
 
 def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
-    """Return 1 for state that is measured like a gradient, 2 like its square, 0 for the rest."""
+    """Return 1 for state measured like a gradient, 2 like its square, -1 like the parameter."""
     if key == "momentum_buffer" and "square_avg" in state:
         return 0  # RMSprop's momentum sums steps, already divided by the size of the gradient
-    return 2 if key in _GOES_WITH_SQUARE else int(key in _GOES_WITH_GRADIENT)
+    return 2 * (key in _GOES_WITH_SQUARE) + (key in _GOES_WITH_GRADIENT) - (key in AVERAGES)
 
 
 def _spans(value: Tensor, scale: Tensor) -> bool:

@@ -12,7 +12,7 @@ from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import pack_state_, unpack_state_
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
 from comera.params import set_data_
-from comera.surgery.optimizer_state import FIRST_MOMENTS, follows
+from comera.surgery.optimizer_state import AVERAGES, FIRST_MOMENTS, follows
 from comera.surgery.replicas import wrappers_of
 
 
@@ -24,7 +24,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
     on their basis where they have a ``hot_rank``. It changes places with one that becomes cold,
     whose row is what the tensor train has at that place. All other rows stay as they are, bit for
     bit, and so does the optimizer's state of the rows that stay hot. Of new ones the state by which
-    steps are divided is the mean of all rows, and the rest is zero.
+    steps are divided is the mean of all rows, ASGD's average is the row, and the rest is zero.
 
     An average of weights, such as ``torch.optim.swa_utils.AveragedModel`` keeps, is begun anew
     afterwards: what it holds is of the rows before. Processes that train together give the same
@@ -122,7 +122,9 @@ def _set_rows_(
             continue
         if value.shape[dim] != param.shape[dim]:  # nothing for each row
             continue
-        if key in FIRST_MOMENTS:
+        if key in AVERAGES:
+            value.index_copy_(dim, places, param.data.index_select(dim, places).to(value.dtype))
+        elif key in FIRST_MOMENTS:
             value.index_fill_(dim, places, 0)
         else:  # what steps are divided by: from zero the first ones would be far too large
             mean = value.mean(dim, keepdim=True).expand_as(value)

@@ -29,8 +29,8 @@ def truncate_(
     """Cut pruned ranks out of the cores, in place; the function of the model does not change.
 
     Parameters stay the same objects. Their gradients and the optimizer's state are cut with them,
-    so training goes on as if nothing had happened. A ``DistributedDataParallel`` around the model
-    is told of the new shapes; all of its processes make the same cut.
+    so training goes on; averages of weights, as of ``AveragedModel``, must be made anew. A
+    ``DistributedDataParallel`` is told of the new shapes; all its processes make the same cut.
 
     Args:
         model: Its tensor-train layers are truncated.

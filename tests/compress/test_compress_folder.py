@@ -148,6 +148,29 @@ def test_it_is_what_the_whole_model_in_memory_gives(trained, how, tmp_path):
     assert not (tmp_path / "small" / "unfinished").exists()
 
 
+class WritingBlock(Block):
+    def forward(self, x, mask, scale=1.0):
+        x += scale * self.down(F.gelu(self.up(self.norm(x)))) * mask
+        return x, None
+
+
+def test_blocks_may_write_into_what_they_are_given(trained, tmp_path):
+    model, batches = trained
+    source = shard(model, tmp_path / "large")
+
+    def writing():
+        made = Model()
+        made.layers = nn.ModuleList(WritingBlock() for _ in range(DEPTH))
+        return made
+
+    small = []
+    for number, make in enumerate((Model, writing)):
+        folder = tmp_path / f"small-{number}"
+        comera.compress_folder(source, folder, make, batches, budget=0.6)
+        small.append(comera.load_model(folder, make).state_dict())
+    assert all(torch.equal(tensor, small[1][name]) for name, tensor in small[0].items())
+
+
 def test_only_one_block_has_its_numbers_at_a_time(trained, tmp_path):
     model, batches = trained
     held = []

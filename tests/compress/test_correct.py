@@ -119,3 +119,36 @@ def test_what_cannot_be_read_again_is_named():
     with pytest.raises(ValueError, match="there is no batch to correct"):
         comera.compress_(model, batch, budget=0.5, loss_fn=loss_fn, correct=[])
     assert type(model[0]) is nn.Linear
+
+
+def test_layers_are_corrected_alike_where_the_model_writes_into_what_they_return():
+    made = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 24),
+            nn.ReLU(inplace),
+            nn.Linear(24, 24),
+            nn.ReLU(inplace),
+            nn.Linear(24, 4),
+        )
+        comera.compress_(model, data(4, 1), budget=0.6, loss_fn=loss_fn, correct=True)
+        made.append(model.state_dict())
+    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
+
+
+def test_under_autocast_layers_are_corrected_in_their_own_numbers():
+    def narrow_loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(model(batch).float(), batch[:, :4])
+
+    batches, ranks = data(8, 1), {"0": 8, "2": 8}
+    found = []
+    for loss in (loss_fn, narrow_loss):
+        model = make_model()
+        layers, fitted = fitted_layers(model, batches, ranks)
+        correct_factors(model, layers, fitted, batches, loss)
+        found.append([product(one) for one in fitted.values()])
+    for wide, narrow in zip(*found, strict=True):
+        assert narrow.dtype == torch.float32
+        torch.testing.assert_close(narrow, wide, rtol=0.01, atol=0.003)

@@ -171,3 +171,19 @@ def test_of_a_table_it_is_how_often_rows_are_read():
     rows = [r for r in indices.flatten().tolist() if r != 1]
     grads = 2 * (net[1](net[0](torch.tensor(rows)))) @ net[1].weight
     torch.testing.assert_close(found.grads_OO, (grads.T @ grads / 8).detach())
+
+
+def test_models_that_write_into_what_layers_return_have_the_same_moments():
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 7), nn.Linear(7, 3)
+    data = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (4, 6)]
+    found = []
+    for inplace in (False, True):
+        net = nn.Sequential(first, nn.ReLU(inplace), second, nn.ReLU(inplace))
+        watched = {"first": first, "second": second}
+        found.append(
+            gather_moments(net, watched, data, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+        )
+    for name, moments in found[0].items():
+        torch.testing.assert_close(found[1][name].inputs_II, moments.inputs_II, rtol=0, atol=0)
+        torch.testing.assert_close(found[1][name].grads_OO, moments.grads_OO, rtol=0, atol=0)

@@ -240,6 +240,24 @@ def test_hooks_of_a_table_are_called():
     assert called == ["mean"]
 
 
+class Halved(comera.TTEmbeddingBag):
+    def forward(self, *bags):
+        return super().forward(*bags) / 2
+
+
+def test_a_pass_of_a_table_of_ones_own_is_called(monkeypatch):
+    plain = [bag(50), bag(60), Halved(50, WIDTH, mode="sum", rank=4)]
+    collection = TTEmbeddingBagCollection(
+        {f"t{k}": table.double() for k, table in enumerate(plain)}
+    )
+    asked = ask(collection)
+    compare(collection, asked)
+    forward, before = comera.TTEmbeddingBag.forward, collection(asked)
+    monkeypatch.setattr(comera.TTEmbeddingBag, "forward", lambda *args: 2 * forward(*args))
+    compare(collection, asked)
+    torch.testing.assert_close(collection(asked)["t0"], 2 * before["t0"])
+
+
 def test_a_table_asked_by_a_mask_is_named():
     names = ("user", "item")
     tables = comera.TTEmbeddingBagCollection(

@@ -274,6 +274,34 @@ def test_a_class_that_is_patched_computes_what_it_says_then(monkeypatch):
     torch.testing.assert_close(model(x), model.out(model.inner(x)).cos())
 
 
+def doubled(function):
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+PATCHES = [
+    ("mlp", nn.GELU, "forward"), ("mlp", nn.GELU, "__call__"), ("mlp", nn.Module, "__call__"),
+    ("mlp", comera.TTLinear, "forward"), ("gated", comera.TTLinear, "forward"), ("mlp", F, "gelu"),
+    ("gated", F, "silu"), ("sequential", nn.Dropout, "forward"), ("nested", Inner, "__call__"),
+    ("sequential", nn.Identity, "forward"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "holder", "name"), PATCHES)
+def test_what_is_patched_for_all_is_called(kind, holder, name, monkeypatch):
+    model, x = converted(MAKERS[kind]).eval(), batch()
+    layers, before = by_layers(model), model(x)
+    monkeypatch.setattr(holder, name, doubled(getattr(holder, name)))
+    got = model(x)
+    assert not torch.allclose(got, before)
+    torch.testing.assert_close(got, layers(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_name_that_means_another_function_since(monkeypatch):
+    model, x = converted(MAKERS["residual"]).eval(), batch()
+    monkeypatch.setitem(globals(), "F", types.SimpleNamespace(relu=torch.tanh))
+    torch.testing.assert_close(model(x), by_layers(model)(x), rtol=0, atol=0)
+
+
 def test_slices_and_new_ones_of_the_class():
     model, x = converted(sequential).eval(), batch()
     torch.testing.assert_close(model[:2](x), model[1](model[0](x)))

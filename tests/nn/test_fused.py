@@ -204,6 +204,13 @@ def test_hooks_on_a_layer_are_called():
     assert len(seen) == 3 + 2 + 4
 
 
+def test_a_class_that_was_patched_is_called(monkeypatch):
+    x, modules = torch.randn(2, 4, 24, dtype=torch.float64), layers(3)
+    forward = comera.TTLinear.forward
+    monkeypatch.setattr(comera.TTLinear, "forward", lambda self, x: 2 * forward(self, x))
+    torch.testing.assert_close(linears(x, modules), [2 * forward(m, x) for m in modules])
+
+
 def test_a_frozen_layer_gets_no_gradient():
     x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
     modules = layers(3)

@@ -123,6 +123,25 @@ def test_budgets_for_some_layers_say_so(trained, evaluate):
     assert explored.points[1].setting == "budget=0.8, target_modules=['2']"
 
 
+def test_points_of_other_layers_that_sensitivity_looked_at_are_others(trained, evaluate, tmp_path):
+    model, batches = trained
+    file = tmp_path / "points.json"
+    settings, params = [], []
+    for targets in (["2"], "all-linear", ["0"], "all"):
+        found = comera.sensitivity(model, batches, loss_fn=loss_fn, target_modules=targets)
+        explored = comera.explore(model, evaluate, found, budgets=(0.8,), keep=file)
+        settings.append(explored.points[1].setting)
+        params.append(explored.points[1].params)
+        small = copy.deepcopy(model)
+        assert comera.compress_(small, found, budget=0.8).params == params[-1]
+    assert settings == [
+        "budget=0.8, target_modules=['2']", "budget=0.8", "budget=0.8, target_modules=['0']",
+        "budget=0.8",  # there is no table
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"target_modules=\['0'\]: with what sensitivity found"):
+        comera.explore(model, evaluate, found, budgets=(0.8,), target_modules=["0"])
+
+
 def test_what_fails_is_noted_and_the_others_go_on(trained, evaluate):
     model, batches = trained
 
@@ -165,6 +184,11 @@ def test_a_file_is_gone_on_from_and_failures_are_tried_again(trained, evaluate, 
     other = copy.deepcopy(model)
     with torch.no_grad():
         other[0].weight[0, 0] += 1
+    with pytest.raises(ValueError, match="is of another model or other weights"):
+        comera.explore(other, evaluate, configs=CONFIGS, keep=file)
+    with torch.no_grad():
+        other[0].weight.copy_(model[0].weight)
+    other.register_buffer("shift", torch.zeros(1))
     with pytest.raises(ValueError, match="is of another model or other weights"):
         comera.explore(other, evaluate, configs=CONFIGS, keep=file)
     file.write_text(json.dumps({"points": []}))

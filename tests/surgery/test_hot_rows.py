@@ -87,6 +87,20 @@ def test_state_of_new_rows_is_zero_and_of_others_kept(kind, hot_rank):
     assert after[4].any()
 
 
+@pytest.mark.parametrize("hot_rank", [None, 3])
+def test_an_average_of_new_rows_is_the_rows(hot_rank):
+    table = make(hot_rank)
+    optimizer = torch.optim.ASGD(table.parameters(), lr=1e-2, t0=0)
+    train(table, optimizer)
+    param = table.hot if hot_rank is None else table.hot.cores[0]
+    dim = 0 if hot_rank is None else 1
+    before = optimizer.state[param]["ax"].clone()
+    comera.update_hot_rows_(table, counts_of(0, 1, 2, 3, 20), optimizer)
+    after = optimizer.state[param]["ax"]
+    assert torch.equal(after.narrow(dim, 0, 4), before.narrow(dim, 0, 4))
+    assert torch.equal(after.narrow(dim, 4, 1), param.narrow(dim, 4, 1))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, comera.CAME])
 def test_state_is_the_same_with_updates_in_backward(kind):
     tables = [make(3), make(3)]

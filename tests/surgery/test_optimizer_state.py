@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import (
+    ASGD,
     SGD,
     Adadelta,
     Adafactor,
@@ -13,7 +14,9 @@ from torch.optim import (
     AdamW,
     NAdam,
     Optimizer,
+    RAdam,
     RMSprop,
+    Rprop,
 )
 
 from comera.surgery.optimizer_state import slice_state_
@@ -33,6 +36,9 @@ OPTIMIZERS = {
     "adagrad": lambda p: Adagrad(p, 0.1),
     "adadelta": lambda p: Adadelta(p, 0.1),
     "adafactor": lambda p: Adafactor(p, 0.1),
+    "radam": lambda p: RAdam(p, 0.1),
+    "rprop": lambda p: Rprop(p, 0.1),
+    "asgd": lambda p: ASGD(p, 0.1, t0=1),
 }
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "col_var"}
 POWER = dict.fromkeys(["exp_avg", "momentum_buffer", "grad_avg", "exp_inf"], 1)
@@ -124,6 +130,8 @@ def test_gradient_and_moments_are_scaled_with_the_parameter(build, keep):
         summed_steps = key == "momentum_buffer" and "square_avg" in state  # RMSprop's, without unit
         if key in POWER and not summed_steps:
             want = want * inverse ** POWER[key]
+        if key == "ax":  # ASGD's average of the parameter
+            want = want * scale
         torch.testing.assert_close(optimizer.state[param][key], want, msg=key)
 
 
