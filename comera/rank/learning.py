@@ -142,6 +142,8 @@ class RankLearning(ABC):
         """
         if not isinstance(loss, Tensor):
             loss = torch.as_tensor(loss, device=self.size.gates[0].device)
+        if optimizer is not None and optimizer is not self._optimizer:
+            self.check_schedule(optimizer)  # TrainStep does so before the first step
         self.follow_(loss)
         self.count_(optimizer)
 
@@ -150,7 +152,6 @@ class RankLearning(ABC):
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
             check_state(cores_and_gates(tensor_trains(self.model)), unwrap_separable(optimizer))
-            self.check_schedule(optimizer)
         self.steps_done += 1
         self._optimizer = optimizer
 

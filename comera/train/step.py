@@ -161,6 +161,7 @@ class TrainStep:
             self._group = optimizer.process_group
         if ranks is not None:
             _check_learns_ranks(ranks, model)
+            ranks.check_schedule(optimizer)
             if self._group is not None:
                 ranks.process_group = self._group
         speaks = self._group is None or dist.get_rank(self._group) == 0

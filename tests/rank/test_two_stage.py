@@ -237,6 +237,7 @@ def test_what_cannot_work_out_is_said_after_the_first_step(model, batch, caplog)
     with pytest.raises(ValueError, match=r"state 'flat' of KeepsItFlat has shape .* cannot be cut"):
         step_of(KeepsItFlat(comera.param_groups(model, 1e-3)), ranks)
     assert not ranks.steps_done
+    caplog.clear()
     optimizer = optimizer_for(model, gate_lr=0.001)
     for _ in range(2):
         step_of(optimizer, ranks)
