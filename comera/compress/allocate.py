@@ -38,6 +38,10 @@ class Choice:
     def size(self, rank: int | None) -> int:
         return self.dense if rank is None else rank * self.each
 
+    def saved(self, rank: int, more: int | None) -> float:
+        """Return the loss that directions from ``rank`` to ``more``, or all of them, save."""
+        return float(self.losses[rank:more].sum())
+
 
 def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
     """Choose ranks with the lowest sum of losses whose weights hold at most ``budget`` numbers.
@@ -69,20 +73,22 @@ def allocate(choices: Sequence[Choice], budget: int) -> list[int | None]:
 
 
 def _spend(ranks: list[int | None], choices: Sequence[Choice], budget: int) -> list[int | None]:
-    """Give what a jump of the price has left over to the directions that are worth most."""
+    """Give what a jump of the price has left over to what saves most loss for its parameters."""
     left = budget - _size(choices, ranks)
     while True:
-        gains = [
-            (float(one.losses[rank]) / one.each, k)
-            for k, (one, rank) in enumerate(zip(choices, ranks, strict=True))
-            if rank is not None and rank < len(one.losses) and one.each <= left
-            and (rank + 1) * one.each < one.dense
-        ]  # fmt: skip
-        if not gains or max(gains)[0] <= 0:
+        gain, best, rank = 0.0, 0, ranks[0]
+        for k, (one, now) in enumerate(zip(choices, ranks, strict=True)):
+            if now is None:
+                continue
+            for more in (now + 1, None):
+                cost = one.size(more) - one.size(now)
+                fits = cost <= left and (more is None or one.size(more) < one.dense)
+                if fits and one.saved(now, more) / cost > gain:
+                    gain, best, rank = one.saved(now, more) / cost, k, more
+        if not gain:
             return ranks
-        _, best = max(gains)
-        ranks[best] = ranks[best] + 1  # type: ignore[operator]
-        left -= choices[best].each
+        left -= choices[best].size(rank) - choices[best].size(ranks[best])
+        ranks[best] = rank
 
 
 def _size(choices: Sequence[Choice], ranks: Sequence[int | None]) -> int:

@@ -168,8 +168,8 @@ class CAME(Optimizer):
             state = self.state[param]
             if not state:
                 state.update(came_state.empty_state(param, group["state_dtype"]))
-            fresh = "step" not in state
-            kind = (fresh, param.shape, param.dtype, param.device, param.grad.dtype)
+            held = "step" in state, "exp_avg_update_scale" in state
+            kind = (*held, param.shape, param.dtype, param.device, param.grad.dtype)
             kinds.setdefault(kind, []).append(param)
         return [part for params in kinds.values() for part in came_state.parts(params)]
 

@@ -63,3 +63,11 @@ def test_a_budget_that_is_too_small_is_refused():
     choices = [Choice(torch.ones(3), 100, 10), Choice(torch.ones(3), 100, 20)]
     with pytest.raises(ValueError, match=r"hold 30 numbers at their smallest ranks; .* 29"):
         allocate(choices, 29)
+
+
+def test_what_is_left_over_turns_a_weight_dense_where_it_fits():
+    curves = [torch.tensor([9.0, 8.0, 1e-3]), torch.tensor([9.0, 8.0, 7.0, 6.0])]
+    choices = [Choice(curves[0], 25, 10), Choice(curves[1], 1000, 100)]
+    assert allocate(choices, 424) == [2, 4]
+    assert allocate(choices, 425) == [None, 4]
+    assert allocate(choices, 399) == [None, 3]

@@ -47,6 +47,23 @@ class TestEightBits:
         assert not torch.isfinite(back[0, :256]).any()
         assert torch.equal(back[0, 256:], values[0, 256:])
 
+    def test_parameters_of_one_shape_may_be_kept_in_full_and_in_eight_bits(self):
+        params = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+        apart = [nn.Parameter(param.detach().clone()) for param in params]
+        together = comera.CAME(params)
+        alone = [comera.CAME([apart[0]]), comera.CAME([apart[1]], state_dtype="8bit")]
+        params[0].grad = apart[0].grad = torch.randn(64, 64)
+        together.step()
+        alone[0].step()
+        together.param_groups[0]["state_dtype"] = "8bit"  # for those that have no state yet
+        for _ in range(3):
+            for mine, theirs, optimizer in zip(params, apart, alone, strict=True):
+                mine.grad = theirs.grad = torch.randn(64, 64)
+                optimizer.step()
+            together.step()
+        for mine, theirs in zip(params, apart, strict=True):
+            assert torch.equal(mine, theirs)
+
     @pytest.mark.slow
     def test_a_transformer_learns_as_well(self):
         """Within the spread that other orders of the data give."""
