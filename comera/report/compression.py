@@ -127,13 +127,15 @@ class CompressionReport:
 
     def summary(self) -> str:
         """Return lines of totals."""
+        layers = f"{len(self.layers)} tensor-train layer{'s' * (len(self.layers) != 1)}"
         return (
             f"whole model: {self.params:,} parameters ({show_bytes(self.bytes)}), "
             f"dense {self.dense_params:,}: {self.compression:.1f}x smaller\n"
-            f"{len(self.layers)} tensor-train layers: {self.tt_params:,} parameters, "
+            f"{layers}: {self.tt_params:,} parameters, "
             f"dense {self.tt_dense_params:,}: {self.layer_compression:.1f}x smaller\n"
-            f"weights in memory to be run: {show_bytes(self.bytes)} as it is, "
-            f"{show_bytes(self.frozen_bytes)} frozen, {show_bytes(self.dense_bytes)} dense"
+            f"weights to be run: {show_bytes(self.bytes)} as it is, "
+            f"{show_bytes(self.frozen_bytes)} or more frozen, "
+            f"{show_bytes(self.dense_bytes)} dense"
         )
 
     def rows(self) -> tuple[list[str], list[list[str]]]:

@@ -69,7 +69,8 @@ def test_frozen_bytes_are_those_of_the_contracted_model(rank, dtype):
     assert report.dense_bytes == sum(param.nbytes for param in dense.parameters())
     comera.to_plain_(model)
     assert report.frozen_bytes == sum(param.nbytes for param in model.parameters())
-    assert f"frozen, {show_bytes(report.dense_bytes)} dense" in report.summary()
+    frozen, dense = show_bytes(report.frozen_bytes), show_bytes(report.dense_bytes)
+    assert f"{frozen} or more frozen, {dense} dense" in report.summary()
 
 
 def test_a_layer_of_hot_rows_in_a_basis_is_frozen_as_counted():
