@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.checkpoint import snapshot
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 
@@ -335,6 +336,21 @@ def test_saving_returns_once_the_state_is_copied(tmp_path, monkeypatch):
         torch.nn.init.zeros_(model[1].weight)  # training goes on
         release.set()
     assert_equal(chain.load().model, dict(before))
+
+
+def test_a_model_that_is_trained_while_it_is_copied(tmp_path, monkeypatch):
+    model, copied = make_model(), snapshot.check_holdable
+
+    def slow(name, tensor):
+        copied(name, tensor)
+        if name == "model.1.weight":
+            torch.nn.init.zeros_(model[0].weight)
+
+    monkeypatch.setattr(snapshot, "check_holdable", slow)
+    with CheckpointChain(tmp_path) as chain:
+        with pytest.raises(RuntimeError, match=r"being saved: 0\.weight\. "):
+            chain.save(1, model)
+        assert chain.steps() == []
 
 
 def _try_to_save(folder, answer):
