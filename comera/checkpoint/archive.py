@@ -128,7 +128,7 @@ class Archive:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._lock = FileLock(self.folder / ".lock", timeout=0)
+        self._lock = FileLock(self.folder / ".lock", timeout=0, thread_local=False)
 
     def steps(self) -> list[int]:
         """Return steps of all checkpoints, sound or not, ascending."""

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,6 +145,8 @@ class CheckpointChain:
         self._device = None if on_device else "cpu"
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
+        self._calls = threading.RLock()
+        """Held in each call that writes: any thread may make it."""
         self._last: tuple[Manifest, int, dict[str, Tensor]] | None = None
         """The last checkpoint, its place in its chain, and its weights as they will be read."""
 
@@ -183,6 +186,20 @@ class CheckpointChain:
             OSError: If the disk is full or the folder not writable; earlier checkpoints stay.
         """
         step = _checked_step(step)
+        with self._calls:
+            self._begin(step)
+            began = time.perf_counter()
+            snapshot = take_snapshot(
+                model, optimizer, extra, self._policy, self._device, parameters
+            )
+            copying = time.perf_counter() - began
+            if self._thread is None:
+                self._write(step, snapshot, copying)
+            else:
+                self._pending = self._thread.submit(self._write, step, snapshot, copying)
+
+    def _begin(self, step: int) -> None:
+        """Wait for the save before, and check that one of this step may follow."""
         self.wait()
         self.lock()
         if self._last is None:
@@ -193,13 +210,6 @@ class CheckpointChain:
                 f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
                 f"cannot be added: rewind({step - 1}) deletes those after, or choose another folder"
             )
-        began = time.perf_counter()
-        snapshot = take_snapshot(model, optimizer, extra, self._policy, self._device, parameters)
-        copying = time.perf_counter() - began
-        if self._thread is None:
-            self._write(step, snapshot, copying)
-        else:
-            self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
     def lock(self) -> None:
         """Make this the one process that writes to the folder; the first save does it too.
@@ -207,21 +217,24 @@ class CheckpointChain:
         Raises:
             FolderInUseError: If another one does. It is a RuntimeError.
         """
-        self._archive.lock()
+        with self._calls:
+            self._archive.lock()
 
     def wait(self) -> None:
         """Wait until everything is on the disk; raises what went wrong in the background."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        with self._calls:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.result()
 
     def close(self) -> None:
         """Wait, and let other processes write to the folder. Can be used again after."""
-        try:
-            self.wait()
-        finally:
-            self._last = None
-            self._archive.unlock()
+        with self._calls:
+            try:
+                self.wait()
+            finally:
+                self._last = None
+                self._archive.unlock()
 
     def __enter__(self) -> Self:
         return self
@@ -236,10 +249,11 @@ class CheckpointChain:
 
     def rewind(self, step: int) -> None:
         """Delete all checkpoints after a step, to go on from there."""
-        self.wait()
-        self.lock()
-        self._archive.remove([s for s in self.steps() if s > step])
-        self._last = None
+        with self._calls:
+            self.wait()
+            self.lock()
+            self._archive.remove([s for s in self.steps() if s > step])
+            self._last = None
 
     def _write(self, step: int, snapshot: Snapshot, copying: float) -> None:
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from comera.checkpoint.tree import Skeleton, check_holdable, take_apart
+from comera.nn.undisturbed import Undisturbed
 
 Treatment = Literal["exact", "lossy", "skip"]
 
@@ -124,6 +125,7 @@ def take_snapshot(
 
     Raises:
         TypeError: If something is neither a tensor nor a plain value; says which.
+        RuntimeError: If another thread trains the model meanwhile.
     """
     if not isinstance(model, nn.Module | Mapping):
         raise TypeError(
@@ -168,7 +170,9 @@ def take_snapshot(
     parts = {
         "model": weights, "optimizer": states, "extra": extra or {}, "parameters": names
     }  # fmt: skip
+    watched = Undisturbed(weights)
     snapshot.skeleton = take_apart(parts, take)
+    watched.check()
     snapshot.moments = _moments(snapshot)
     return snapshot
 

@@ -29,7 +29,7 @@ class LayersTogether:
         self._calls: list[tuple[list[list[TTLinear]], tuple[Any, ...]]] = []
 
     def have_changed(self) -> bool:
-        """Say whether a parameter was replaced, resized, frozen, cast or moved since."""
+        """Say whether something was done to a parameter, or ``prune_below`` set, since."""
         return self._key != self._identity()
 
     def _identity(self) -> object:

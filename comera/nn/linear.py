@@ -128,9 +128,10 @@ class TTLinear(CompressedLinear):
         return _dense_is_faster(self, input) is None
 
     def identity(self) -> tuple[object, ...]:
-        """Return what changes when a parameter is replaced, resized, frozen, cast or moved."""
+        """Return what changes with ``prune_below``, and with what is done to a parameter."""
         cores, gates = params_of(self.cores), self.gates._parameters.values()
-        kind = [(core.shape, core.requires_grad) for core in cores], cores[0].dtype, cores[0].device
+        sizes = [(core.shape, core.requires_grad) for core in cores]
+        kind = sizes, cores[0].dtype, cores[0].device, self.prune_below
         return *map(id, (*cores, *gates, self._parameters.get("bias"))), *kind
 
     def kind(self) -> tuple[object, ...]:

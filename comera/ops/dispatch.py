@@ -255,5 +255,5 @@ def is_eager() -> bool:
 
 
 def on_this_machine() -> str | None:
-    """Refuse what is best here alone while a graph is exported, which may run anywhere."""
-    return EXPORTING if torch.compiler.is_exporting() else None
+    """Refuse what is best here alone while a graph is exported or traced: it may run anywhere."""
+    return EXPORTING if torch.compiler.is_exporting() or torch.jit.is_tracing() else None

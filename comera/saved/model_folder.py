@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from comera.files import replacing
 from comera.nn.config import TTConfig
 from comera.nn.experts import experts_apart
+from comera.nn.undisturbed import Undisturbed
 from comera.nn.unsharded import check_unsharded
 from comera.saved.description import check_description, describe, origin_in_words
 from comera.saved.rebuild import (
@@ -56,6 +57,7 @@ def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None 
     Raises:
         ValueError: If a layer or a part of the state is nothing that the files can hold: no
             tensor, a sharded one or one on the ``meta`` device.
+        RuntimeError: If another thread trains the model meanwhile; what was there before stays.
         OSError: If the disk is full; the message has the path and what to do.
 
     Example::
@@ -81,12 +83,14 @@ def save_state(
     """
     folder = Path(folder).expanduser()
     described = describe(model, config)
+    watched = Undisturbed(state)
     tensors = _plain_state(state, described["tied"])
     described["tensors"] = {name: note_of(tensor) for name, tensor in tensors.items()}
     text = description_text(described)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, {"format": "pt", _KEY: text})
         _sort_header(temporary)
+        watched.check()
     with replacing(folder / DESCRIPTION) as temporary:
         temporary.write_text(f"{text}\n", encoding="utf-8")
     return folder

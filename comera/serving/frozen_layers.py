@@ -9,12 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comera.nn.dense_weight import read_only
 from comera.nn.pointwise import along
 
 _REFUSED = (
     "this {0} was contracted by comera.freeze_ and has no cores left to train. Train the model "
     "before it is frozen, use it frozen only inside `with comera.frozen(model):`, or call "
     "model.eval() to let gradients pass through it to what comes before"
+)
+
+_WRITTEN = (
+    "the weight of this FrozenLinear is the product of two thin layers, so that an edit in place "
+    "would change nothing. Edit weights, as the merge of an adapter does, before comera.freeze_: "
+    "comera.densify_(model) makes layers whose weight can be edited"
 )
 
 
@@ -72,9 +79,15 @@ class FrozenLinear(nn.Sequential, Frozen):
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, computed in each access."""
+        """The dense ``(out_features, in_features)`` weight, computed where there are two layers.
+
+        Raises:
+            RuntimeError: When it is written in place though it was computed.
+        """
         weight: Any = self[0].weight
-        return weight if self.rank is None else self[1].weight @ weight
+        if self.rank is None:
+            return weight
+        return read_only(lambda: self[1].weight @ weight, _WRITTEN)
 
     @property
     def bias(self) -> Any:

@@ -1,12 +1,16 @@
+import contextlib
 import copy
 import logging
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
 from torch import nn
 
 import comera
+from comera.checkpoint import snapshot
 from comera.checkpoint.chain import CheckpointChain
 from comera.nn.module import tensor_trains
 
@@ -335,6 +339,44 @@ def test_saving_returns_once_the_state_is_copied(tmp_path, monkeypatch):
         torch.nn.init.zeros_(model[1].weight)  # training goes on
         release.set()
     assert_equal(chain.load().model, dict(before))
+
+
+def test_a_model_that_is_trained_while_it_is_copied(tmp_path, monkeypatch):
+    model, copied = make_model(), snapshot.check_holdable
+
+    def slow(name, tensor):
+        copied(name, tensor)
+        if name == "model.1.weight":
+            torch.nn.init.zeros_(model[0].weight)
+
+    monkeypatch.setattr(snapshot, "check_holdable", slow)
+    with CheckpointChain(tmp_path) as chain:
+        with pytest.raises(RuntimeError, match=r"being saved: 0\.weight\. "):
+            chain.save(1, model)
+        assert chain.steps() == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_threads_save_to_one_chain_and_any_of_them_closes_it(tmp_path, background):
+    chain, numbers = CheckpointChain(tmp_path, mode="lossless", background=background), count(2)
+    chain.save(1, {"w": torch.full((20, 20), 1.0)})
+
+    def save():
+        for _ in range(6):
+            with contextlib.suppress(ValueError):  # another has saved a later step meanwhile
+                step = next(numbers)
+                chain.save(step, {"w": torch.full((20, 20), float(step))})
+        chain.wait()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(save) for _ in range(4)]:
+            done.result()
+        pool.submit(chain.close).result()
+    with CheckpointChain(tmp_path) as other:
+        other.lock()
+        assert len(other.steps()) > 1
+        assert set(other.verify().values()) == {None}
+        assert all((other.load(step).model["w"] == step).all() for step in other.steps())
 
 
 def _try_to_save(folder, answer):

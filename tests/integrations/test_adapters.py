@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import comera
+from comera.serving import freeze
 from tests.integrations.tiny import bert, hf, llama, trainer, transformers
 
 peft = pytest.importorskip("peft")
@@ -36,6 +37,15 @@ def test_an_adapter_trains_alone_under_trainer_and_merges(tmp_path):
     merged = adapted.merge_and_unload()
     assert not comera.nn.module.tensor_trains(merged)
     torch.testing.assert_close(merged(WORDS).logits, after)
+
+
+def test_an_adapter_on_a_frozen_model_is_not_merged_into_nothing(monkeypatch):
+    monkeypatch.setattr(freeze, "time_ratio", lambda *_: 0.1)
+    model = torch.nn.Sequential(comera.TTLinear(64, 64, rank=2))
+    adapted = comera.freeze_(peft.get_peft_model(model, settings(["0"])))
+    assert adapted.base_model.model[0].base_layer.rank == 2
+    with pytest.raises(RuntimeError, match=r"comera\.densify_"):
+        adapted.merge_and_unload()
 
 
 def test_an_adapter_is_saved_alone_and_fits_a_base_that_is_loaded(tmp_path):

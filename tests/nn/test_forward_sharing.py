@@ -343,6 +343,19 @@ def test_ranks_are_cut_and_dtypes_change_between_passes():
     assert_alike(model, x.float(), {"rtol": 1e-4, "atol": 1e-4})
 
 
+def test_a_threshold_that_is_set_between_passes_counts():
+    model, x = make(), batch()
+    before = model(x)
+    for layer in tensor_trains(model).values():
+        with torch.no_grad():
+            layer.gates[0][0] = 0.5
+    assert_alike(model, x)
+    for layer in tensor_trains(model).values():
+        layer.prune_below = 0.6
+    assert_alike(model, x)
+    assert not torch.allclose(model(x), before)
+
+
 def test_a_pass_that_breaks_off_leaves_nothing_behind():
     model, x = make(), batch()
     grads(model, x)

@@ -217,6 +217,14 @@ def test_compiles_whole_and_for_any_batch(grad):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_is_traced_for_any_batch_whatever_its_ranks():
+    layer, x = comera.TTLinear(16, 16, rank=16), torch.randn(300, 16)
+    traced = torch.jit.trace(layer, (x[:6],), check_trace=False)
+    torch.testing.assert_close(traced(x), layer(x))
+
+
 def test_exports_for_any_batch():
     layer = TTLinear(24, 18, rank=4).eval()
     batch = torch.export.Dim("batch", min=1)

@@ -41,6 +41,26 @@ def test_killed_at_any_time(tmp_path):
         assert all((core == loaded.ranks[0]).all() for core in loaded.cores)
 
 
+def test_a_model_that_is_trained_meanwhile(tmp_path, monkeypatch):
+    """By another thread: what is noted of a tensor and what is written would not be one."""
+    model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=2, init="orthogonal"))
+    comera.save_model(model, tmp_path)
+    want, real = model.cores[1].detach().clone(), model_folder.save_file
+
+    def slow(*args):
+        with torch.no_grad():
+            model.cores[1].mul_(2)
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_folder, "save_file", slow)
+        with pytest.raises(RuntimeError, match=r"being saved: cores\.1\. .*copy\.deepcopy"):
+            comera.save_model(model, tmp_path)
+    assert torch.equal(comera.load_model(tmp_path, nn.Linear(64, 64)).cores[1], want)
+    comera.save_model(model, tmp_path)
+    assert torch.equal(comera.load_model(tmp_path, nn.Linear(64, 64)).cores[1], 2 * want)
+
+
 @pytest.mark.parametrize("failing", [0, 1], ids=["weights", "description"])
 def test_a_disk_that_is_full(tmp_path, monkeypatch, failing):
     first, second = (

@@ -71,6 +71,17 @@ def test_what_a_layer_becomes(ways, bias):
     assert not any(param.requires_grad for param in served.parameters())
 
 
+def test_a_weight_of_two_layers_refuses_edits_and_one_of_its_own_takes_them(ways):
+    layer, x = comera.freeze_(small())[0], torch.randn(2, 64)
+    want = layer(x) + x.sum(-1, keepdim=True)
+    if ways == "thin":
+        with pytest.raises(RuntimeError, match=r"before comera\.freeze_: comera\.densify_"):
+            layer.weight.data += 1
+    else:
+        layer.weight.data += 1
+        torch.testing.assert_close(layer(x), want)
+
+
 def test_pruned_ranks_are_gone(monkeypatch):
     monkeypatch.setattr(freeze, "time_ratio", lambda *_: 0.1)
     model = small()
