@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from comera.nn.module import TensorTrainModule
+
 _CALL = nn.Module.__call__
 
 
@@ -21,6 +23,14 @@ def is_hooked(module: nn.Module) -> bool:
         module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
     return any(hooks) or "forward" in vars(module) or type(module).__call__ is not _CALL
+
+
+def has_pass_of_its_own(module: nn.Module) -> bool:
+    """Say whether a pass was put on the object, or on a tensor train's class by somebody else."""
+    if "forward" in vars(module):
+        return True
+    ours: Any = type(module).forward
+    return isinstance(module, TensorTrainModule) and not ours.__module__.startswith("comera.")
 
 
 def passes_of(*kinds: Any) -> dict[Any, Any]:

@@ -1,5 +1,6 @@
 """Layers in the place of others, in a model that exists."""
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -8,14 +9,20 @@ from typing import Any
 
 from torch import nn
 
+from comera.names import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
 from comera.nn.forward_sharing import share_in_forward_
+from comera.nn.own_pass import has_pass_of_its_own
+
+log = logging.getLogger("comera")
 
 
 def swap_layers_(
     model: nn.Module, replacements: Mapping[int, nn.Module], *, biases: bool = True
 ) -> nn.Module:
     """Put layers in the place of others, whose hooks they take over, in place.
+
+    Forward passes that the old ones have of their own are lost, and named in the log.
 
     Lists, tuples, dicts, sets and dataclasses that a module of the model keeps as attributes hold
     the new ones, too, however deep, and methods of a layer become those of the new one. Other
@@ -32,6 +39,7 @@ def swap_layers_(
     Returns:
         The model; if it is itself replaced, the layer that replaces it.
     """
+    _name_lost_passes(model, replacements)
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
     seen: set[int] = set()
@@ -51,6 +59,21 @@ def swap_layers_(
     share_in_forward_(model)
     fuse_feed_forwards_(model)
     return model
+
+
+def _name_lost_passes(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
+    lost = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in replacements and has_pass_of_its_own(module)
+    ]
+    if lost:
+        log.warning(
+            "%s: the forward pass of its own, put on the layer or written in its class, is lost: "
+            "what takes its place computes with the weight and the bias alone. Hooks are taken "
+            "over, see register_forward_hook; those of accelerate must be put on anew",
+            listed(lost),
+        )  # fmt: skip
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:

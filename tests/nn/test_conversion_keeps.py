@@ -98,6 +98,38 @@ def test_hooks_are_called_as_before(init):
     assert called == ["before"]
 
 
+class Doubled(comera.TTLinear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def patched(layer):
+    own = layer.forward
+    layer.forward = lambda input: 2 * own(input)
+    return layer
+
+
+CONVERSIONS = (comera.freeze_, comera.to_plain_, comera.densify_)
+
+
+@pytest.mark.parametrize(
+    ("convert", "layer"),
+    [
+        (comera.tensorize_, lambda: patched(nn.Linear(64, 64))),
+        *((convert, lambda: patched(comera.TTLinear(24, 40, rank=2))) for convert in CONVERSIONS),
+        *((convert, lambda: Doubled(24, 40, rank=2)) for convert in CONVERSIONS),
+    ],
+)
+def test_forward_passes_that_are_lost_are_named(convert, layer, caplog):
+    settings = [comera.TTConfig(rank=2)] if convert is comera.tensorize_ else []
+    convert(nn.Sequential(nn.ReLU(), layer()), *settings)
+    assert "1: the forward pass of its own" in caplog.text
+    caplog.clear()
+    plain = nn.Linear if convert is comera.tensorize_ else comera.TTLinear
+    convert(nn.Sequential(plain(64, 64)), *settings)
+    assert "of its own" not in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "make",
