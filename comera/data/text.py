@@ -40,8 +40,8 @@ class TextData:
     """Where the text of a language model comes from.
 
     Args:
-        folder: Text files are taken from here and below; by default the standard library of the
-            running interpreter.
+        folder: Text files are taken from here and below, but for folders that runs have written; by
+            default the standard library of the running interpreter.
         pattern: Which files; those ending in ``.gz`` or ``.xz`` are decompressed.
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
@@ -188,14 +188,19 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match, in a fixed order that does not follow their names."""
+    """Return the files that match, in a fixed order that does not follow their names.
+
+    Logs and settings of runs among them are no text to learn from, and change while it is read.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
     files = [
         path
         for path in folder.glob(pattern)
-        if path.is_file() and not skip & set(path.relative_to(folder).parts)
+        if path.is_file()
+        and not skip & set(path.relative_to(folder).parts)
+        and not _is_of_a_run(path, folder)
     ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
@@ -204,6 +209,12 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
         return hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
 
     return sorted(files, key=scramble)
+
+
+def _is_of_a_run(path: Path, folder: Path) -> bool:
+    """Tell whether a file below the folder is in that of a run or a sweep, which hold a lock."""
+    between = path.relative_to(folder).parents[:-1]
+    return any((folder / part / ".lock").is_file() for part in between)
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
