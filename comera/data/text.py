@@ -70,6 +70,7 @@ class TextData:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
+        _check_shares(self, f"{name}.")
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
 
 
@@ -175,6 +176,19 @@ def _folder(settings: TextData) -> Path:
     return Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
 
 
+def _check_shares(settings: TextData, prefix: str = "") -> None:
+    """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+    if not 0 <= settings.heldout < 1:
+        raise ValueError(
+            f"{prefix}heldout={settings.heldout} must be a share of the text, in [0, 1)"
+        )
+    if not 0 <= settings.test < 1 - settings.heldout:
+        raise ValueError(
+            f"{prefix}test={settings.test} must be a share of the text that leaves some to train "
+            f"on, beside {prefix}heldout={settings.heldout}"
+        )
+
+
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """Cut pieces of a stream from places drawn at random; int64 ``(count, length)``."""
     starts = torch.randint(len(stream) - length, (count,), generator=generator)
@@ -246,11 +260,7 @@ def _read(path: Path) -> str:
 def _parted(texts: list[str], settings: TextData) -> dict[str, list[str]]:
     """Part texts into those to train on, to evaluate on, and to test on; a single one is cut."""
     held, tested = settings.heldout, settings.test
-    if not 0 <= tested < 1 - held:
-        raise ValueError(
-            f"test={tested} must be a share of the text that leaves some to train on, beside "
-            f"heldout={held}"
-        )
+    _check_shares(settings)
     if len(texts) == 1:
         (text,) = texts
         first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))

@@ -127,3 +127,16 @@ def test_what_runs_have_written_is_no_text(tmp_path):
     assert text_digests(data) == before
     (folder / ".lock").touch()  # of the folder itself nothing is left out for that
     assert before.items() <= text_digests(data).items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heldout": -0.5}, r"causal_text.heldout=-0.5 must be a share of the text, in"),
+        ({"heldout": 1.0}, r"causal_text.heldout=1.0 must be a share"),
+        ({"test": 0.95}, r"causal_text.test=0.95 must be .*, beside causal_text.heldout=0.05"),
+    ],
+)
+def test_shares_of_a_text_are_checked_before_it_is_read(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TextData("/there/is/none", **changes).check("causal_text")
