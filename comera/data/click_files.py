@@ -80,6 +80,13 @@ def find_file(source: str) -> Path:
     return path
 
 
+def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
+    """Return the columns of categories as far as the settings tell; none where the file has to."""
+    if format == "criteo":
+        return CRITEO_FIELDS
+    return fields or (["user", "item"] if format == "movielens" else [])
+
+
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
@@ -92,8 +99,9 @@ def columns_of(
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
     names = _MOVIELENS if format == "movielens" else _column_names(path)
+    fields = fields_named(format, fields)
     if format == "movielens":
-        label, fields = label or "rating", fields or ["user", "item"]
+        label = label or "rating"
     if label is None:
         raise ValueError(f"clicks.label names no column of {path}; it has {_listed(names)}")
     if not fields:

@@ -338,6 +338,29 @@ def test_settings_of_a_model_that_is_not_trained_are_named(config, caplog):
     assert clicks.without_effect == ["model.d_model=64", "model.dropout=0.3"]
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"user": 9, "items": 9}, "table_sizes has items, which is no field .*: did you mean item"),
+        ({"user": 9}, "table_sizes has nothing for item: give the rows of every field"),
+    ],
+)
+def test_tables_are_those_of_the_fields(tmp_path, monkeypatch, named, sizes, message):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "log.csv"
+    file.write_text("click,user,item,age\n" + "0,a,b,3\n1,c,d,4\n" * 20)
+    fields = ["user", "item"] if named else []
+    config = RunConfig(
+        str(tmp_path / "run"),
+        clicks=ClickData(str(file), label="click", fields=fields, continuous=["age"]),
+        dlrm=DlrmConfig(4, [4], [4], table_sizes=sizes),
+        train=TrainConfig(steps=1, batch_size=8),
+    )
+    with pytest.raises(ValueError, match=message):
+        plan(config) if named else quiet_run(config)
+
+
 @pytest.mark.parametrize(
     ("method", "section"),
     [(comera.TwoStage, TwoStageConfig), (comera.ImportancePruning, ImportancePruningConfig)],
