@@ -297,10 +297,13 @@ def _pandas() -> Any:
 
 
 def _codes(values: "pd.Series") -> np.ndarray:
-    """Return uint64: whole numbers as they are, all else by a hash of 64 bits."""
+    """Return uint64: whole numbers as they are, all else by a hash of 64 bits of its text.
+
+    What is not there, NaN in a column of numbers, is an empty text, as the empty cell of a .csv is.
+    """
     if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
-    return codes_of_text(values.to_numpy(dtype=object))
+    return codes_of_text(values.astype(object).where(values.notna(), "").to_numpy(dtype=object))
 
 
 def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:
