@@ -391,6 +391,11 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         for name, pairs in splits.items()
     }
     size = tokenizer.get_vocab_size()
+    if not settings.vocab and size > settings.vocab_size:
+        raise ValueError(
+            f"nli.vocab_size={settings.vocab_size} must be at least {size} with these sentences: "
+            "so many are their characters and the special tokens"
+        )
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
     number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
     arrays: dict[str, np.ndarray] = {

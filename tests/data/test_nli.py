@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import json
 import sys
@@ -198,3 +199,9 @@ def test_a_broken_cache_is_made_anew(settings, tmp_path, caplog):
     cache.write_bytes(b"half a file")
     assert np.array_equal(NliPairs.prepare(settings).train.tokens, want)
     assert "unreadable" in caplog.text
+
+
+def test_a_vocabulary_that_characters_exceed_is_refused(settings):
+    few = dataclasses.replace(settings, vocab_size=10)
+    with pytest.raises(ValueError, match=r"nli.vocab_size=10 must be at least \d\d with these"):
+        NliPairs.prepare(few)
