@@ -5,6 +5,7 @@ of the Criteo challenges as distributed, and the ratings of MovieLens.
 """
 
 import contextlib
+import csv
 import gzip
 import io
 import itertools
@@ -80,6 +81,13 @@ def find_file(source: str) -> Path:
     return path
 
 
+def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
+    """Return the columns of categories as far as the settings tell; none where the file has to."""
+    if format == "criteo":
+        return CRITEO_FIELDS
+    return fields or (["user", "item"] if format == "movielens" else [])
+
+
 def columns_of(
     path: Path, format: str, label: str | None, continuous: Sequence[str], fields: Sequence[str]
 ) -> Columns:
@@ -92,8 +100,9 @@ def columns_of(
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
     names = _MOVIELENS if format == "movielens" else _column_names(path)
+    fields = fields_named(format, fields)
     if format == "movielens":
-        label, fields = label or "rating", fields or ["user", "item"]
+        label = label or "rating"
     if label is None:
         raise ValueError(f"clicks.label names no column of {path}; it has {_listed(names)}")
     if not fields:
@@ -138,6 +147,9 @@ def read_chunks(
         yield from itertools.islice(_whole(path, columns, skip_bad), first, None)
         return
     names, separator, header = _layout(path, format)
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{path} has more than one column {twice[0]!r}: give each its own name")
     with _open(path) as file:
         start = 1
         if header:
@@ -162,20 +174,24 @@ def _parse(
     pd = _pandas()
     mark, cells = separator.encode(), len(names)
     numbers = np.arange(start, start + len(lines))
-    good = np.array([line.count(mark) == cells - 1 for line in lines])
+    counts = np.array([_count(line, mark) for line in lines])
+    good = counts == cells
     if not good.all() and not skip_bad:
         first = int(np.flatnonzero(~good)[0])
+        found = f"{counts[first]} values" if counts[first] else "quotes that do not close"
         raise ValueError(
-            f"line {numbers[first]} of {path} has {lines[first].count(mark) + 1} values, expected "
-            f"{cells}: {lines[first][:80]!r}; clicks.skip_bad_lines=true leaves such lines out"
+            f"line {numbers[first]} of {path} has {found}, expected {cells} values: "
+            f"{lines[first][:80]!r}; clicks.skip_bad_lines=true leaves such lines out"
         )
     kept = [line for line, fine in zip(lines, good, strict=True) if fine]
     numbers = numbers[good]
-    text = b"".join(kept).replace(b"::", b"\t") if separator == "::" else b"".join(kept)
+    text = b"".join(kept).replace(b"\r\n", b"\n")
+    text = text.replace(b"::", b"\t") if separator == "::" else text
     try:
         frame = pd.read_csv(
             io.BytesIO(text), sep="\t" if separator == "::" else separator, header=None,
-            names=list(names), dtype=str, keep_default_na=False, quoting=3, skip_blank_lines=False,
+            names=list(names), dtype=str, keep_default_na=False, skip_blank_lines=False,
+            quoting=csv.QUOTE_MINIMAL if separator == "," else csv.QUOTE_NONE, lineterminator="\n",
         )  # fmt: skip
     except UnicodeDecodeError:
         for number, line in zip(numbers, kept, strict=True):
@@ -201,6 +217,21 @@ def _parse(
         np.zeros(len(fields), bool),
         skipped=len(lines) - int(keep.sum()),
     )
+
+
+def _count(line: bytes, mark: bytes) -> int:
+    """Count the values of a line; 0 where quotes around one of a .csv do not close in it."""
+    if mark != b"," or b'"' not in line:
+        return line.count(mark) + 1
+    try:
+        return len(_cells(line.decode("latin-1")))  # bytes one by one: no text is made of them
+    except csv.Error:
+        return 0
+
+
+def _cells(line: str) -> list[str]:
+    """Part a line of a .csv, in which values in quotes may have commas."""
+    return next(csv.reader([line], strict=True), [""])
 
 
 def _holds(values: np.ndarray) -> np.ndarray:
@@ -266,10 +297,13 @@ def _pandas() -> Any:
 
 
 def _codes(values: "pd.Series") -> np.ndarray:
-    """Return uint64: whole numbers as they are, all else by a hash of 64 bits."""
+    """Return uint64: whole numbers as they are, all else by a hash of 64 bits of its text.
+
+    What is not there, NaN in a column of numbers, is an empty text, as the empty cell of a .csv is.
+    """
     if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
-    return codes_of_text(values.to_numpy(dtype=object))
+    return codes_of_text(values.astype(object).where(values.notna(), "").to_numpy(dtype=object))
 
 
 def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:
@@ -299,7 +333,11 @@ def _column_names(path: Path) -> list[str]:
             raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from None
         with _naming_a_damaged(path):
             return list(pyarrow.parquet.read_schema(path).names)
-    return _first_line(path).split(_separator(path))
+    separator, first = _separator(path), _first_line(path)
+    try:
+        return _cells(first) if separator == "," else first.split(separator)
+    except csv.Error as problem:
+        raise ValueError(f"line 1 of {path}, which names the columns: {problem}") from None
 
 
 def _separator(path: Path) -> str:
@@ -311,9 +349,8 @@ def _separator(path: Path) -> str:
 
 
 def _first_line(path: Path) -> str:
-    with _open(path) as file:
-        line = file.readline().decode("utf-8-sig", errors="replace")  # Excel begins with a mark
-        return line.rstrip("\r\n")
+    with _open(path) as file, naming_what_is_no_text(f"line 1 of {path}"):
+        return file.readline().decode("utf-8-sig").rstrip("\r\n")  # Excel begins with a mark
 
 
 @contextlib.contextmanager

@@ -61,15 +61,15 @@ class Field:
         Raises:
             ValueError: If it is none.
         """
-        if isinstance(value, bool | list | dict):
+        if isinstance(value, list | dict):
             raise ValueError(f"{self.name} is {value!r}, expected a text or a number")
         if not self.integers:
             return codes_of_text(["" if value is None else str(value)])[0]
         try:
-            number = np.int64(value if type(value) is int else int(str(value)))
+            number = int(str(value))  # of true and false that fails, too
+            return np.uint64(number) if number >= 0 else np.int64(number).astype(np.uint64)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} is {value!r}, expected a whole number") from None
-        return number.astype(np.uint64)
 
 
 @dataclass

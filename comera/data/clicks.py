@@ -134,7 +134,7 @@ class Clicks:
         path = find_file(settings.file)
         digests = click_digests(settings) if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
-        folder = cache_folder() / f"clicks-{short_digest([3, relevant])}"
+        folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"
         if not (folder / _FACTS).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):  # another run may be preparing the same

@@ -8,6 +8,7 @@ import csv
 import gzip
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ from comera.data.vocabulary import (
 )
 from comera.files import cache_folder
 from comera.text_files import naming_what_is_no_text
+
+log = logging.getLogger("comera")
 
 _SHORTEST = 5
 """Tokens of a pair: ``[CLS]``, one of each sentence, ``[SEP]`` after both."""
@@ -146,6 +149,7 @@ class NliPairs:
             ValueError: If a row has no label or sentence, or no file is named.
         """
         digests = nli_digests(settings) if digests is None else digests
+        _say_what_is_shared(settings, digests)
         relevant = vars(settings) | {
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
@@ -270,6 +274,19 @@ def nli_digests(settings: NliData) -> dict[str, str]:
     return found
 
 
+def _say_what_is_shared(settings: NliData, digests: Mapping[str, str]) -> None:
+    """Warn where the same file is to train on and to evaluate on, or to choose by and to test."""
+    first: dict[str, tuple[str, str]] = {}
+    for part, sources in settings.splits.items():
+        for source in sources:
+            other, same = first.setdefault(digests[source], (part, source))
+            if other != part:
+                log.warning(
+                    "nli.%s=%s is what nli.%s=%s is: its figures are not of data kept apart",
+                    part, source, other, same,
+                )  # fmt: skip
+
+
 def _digest(source: str) -> str:
     if not _is_on_hub(source):
         return content_digest(_find(source))
@@ -391,6 +408,11 @@ def _encode(settings: NliData) -> dict[str, np.ndarray]:
         for name, pairs in splits.items()
     }
     size = tokenizer.get_vocab_size()
+    if not settings.vocab and size > settings.vocab_size:
+        raise ValueError(
+            f"nli.vocab_size={settings.vocab_size} must be at least {size} with these sentences: "
+            "so many are their characters and the special tokens"
+        )
     seen = np.concatenate([*encoded["train"][0], *encoded["train"][1]])
     number = frequency_order(tokenizer, np.bincount(seen, minlength=size))
     arrays: dict[str, np.ndarray] = {

@@ -40,8 +40,8 @@ class TextData:
     """Where the text of a language model comes from.
 
     Args:
-        folder: Text files are taken from here and below; by default the standard library of the
-            running interpreter.
+        folder: Text files are taken from here and below, but for folders that runs have written; by
+            default the standard library of the running interpreter.
         pattern: Which files; those ending in ``.gz`` or ``.xz`` are decompressed.
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
         vocab_size: Tokens of the byte-pair tokenizer, trained on the text.
@@ -70,6 +70,7 @@ class TextData:
             raise ValueError(f"{name}.max_megabytes={self.max_megabytes} must be above 0")
         if self.length < 2:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
+        _check_shares(self, f"{name}.")
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
 
 
@@ -175,6 +176,19 @@ def _folder(settings: TextData) -> Path:
     return Path(settings.folder or sysconfig.get_paths()["stdlib"]).expanduser()
 
 
+def _check_shares(settings: TextData, prefix: str = "") -> None:
+    """Raise ``ValueError`` for shares of the text that leave nothing to train on."""
+    if not 0 <= settings.heldout < 1:
+        raise ValueError(
+            f"{prefix}heldout={settings.heldout} must be a share of the text, in [0, 1)"
+        )
+    if not 0 <= settings.test < 1 - settings.heldout:
+        raise ValueError(
+            f"{prefix}test={settings.test} must be a share of the text that leaves some to train "
+            f"on, beside {prefix}heldout={settings.heldout}"
+        )
+
+
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """Cut pieces of a stream from places drawn at random; int64 ``(count, length)``."""
     starts = torch.randint(len(stream) - length, (count,), generator=generator)
@@ -188,14 +202,19 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match, in a fixed order that does not follow their names."""
+    """Return the files that match, in a fixed order that does not follow their names.
+
+    Logs and settings of runs among them are no text to learn from, and change while it is read.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
     files = [
         path
         for path in folder.glob(pattern)
-        if path.is_file() and not skip & set(path.relative_to(folder).parts)
+        if path.is_file()
+        and not skip & set(path.relative_to(folder).parts)
+        and not _is_of_a_run(path, folder)
     ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
@@ -204,6 +223,12 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
         return hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
 
     return sorted(files, key=scramble)
+
+
+def _is_of_a_run(path: Path, folder: Path) -> bool:
+    """Tell whether a file below the folder is in that of a run or a sweep, which hold a lock."""
+    between = path.relative_to(folder).parents[:-1]
+    return any((folder / part / ".lock").is_file() for part in between)
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
@@ -235,11 +260,7 @@ def _read(path: Path) -> str:
 def _parted(texts: list[str], settings: TextData) -> dict[str, list[str]]:
     """Part texts into those to train on, to evaluate on, and to test on; a single one is cut."""
     held, tested = settings.heldout, settings.test
-    if not 0 <= tested < 1 - held:
-        raise ValueError(
-            f"test={tested} must be a share of the text that leaves some to train on, beside "
-            f"heldout={held}"
-        )
+    _check_shares(settings)
     if len(texts) == 1:
         (text,) = texts
         first, second = (round(share * len(text)) for share in (1 - held - tested, 1 - held))

@@ -326,6 +326,17 @@ class RunConfig:
         """What an evaluation measures, the most telling metric first."""
         return METRICS[self.task]
 
+    @property
+    def without_effect(self) -> list[str]:
+        """Settings of the model that is not the one of the data, where they are no defaults."""
+        name, other = ("model", self.model) if self.clicks is not None else ("dlrm", self.dlrm)
+        default = type(other)()
+        return [
+            f"{name}.{key}={value}"
+            for key, value in vars(other).items()
+            if value != getattr(default, key)
+        ]
+
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)

@@ -90,6 +90,28 @@ def test_what_is_missing_is_an_empty_cell(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        np.array([2**63 + 5, 7], np.uint64),
+        np.array([-4, 7]),
+        np.array([True, False]),
+        np.array([1.5, np.nan]),
+        np.array([b"a", b"b"]),
+    ],
+    ids=lambda values: str(values.dtype),
+)
+def test_typed_values_are_found_again(tmp_path, values):
+    path = tmp_path / "clicks.npz"
+    np.savez(path, rating=np.arange(40) % 5, user=np.resize(values, 40), age=np.ones(40))
+    data = Clicks.prepare(settings(path))
+    plain = [v.decode() if isinstance(v, bytes) else v for v in values.tolist()]
+    rows = [{"user": None if v != v else v} for v in plain]  # NaN is what JSON has null for
+    _, fields, unknown = data.categories.encode(rows)
+    assert unknown == [[], []]
+    assert torch.equal(fields, data._rows(np.arange(2))["fields"])
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"user": 1}, "'city' is missing: a row has user, city, and may have age"),

@@ -1,3 +1,4 @@
+import csv
 import gzip
 
 import numpy as np
@@ -279,6 +280,49 @@ def test_a_line_that_is_no_text_is_named(tmp_path):
         ValueError, match=r"line 7 of .*a\.csv must be text in UTF-8: the byte 0xe9"
     ):
         Clicks.prepare(ClickData(str(path), label="y"))
+
+
+def test_values_of_a_csv_may_be_in_quotes(tmp_path):
+    """As pandas and most others write what has commas or quotes in it."""
+    frame = table().assign(city=np.resize(["Bonn, am Rhein", 'the "Ulm"', "Köln", ""], 400))
+    for name, quoting in (("some", csv.QUOTE_MINIMAL), ("every", csv.QUOTE_ALL)):
+        frame.to_csv(tmp_path / f"{name}.csv", index=False, quoting=quoting)
+    some, every = (Clicks.prepare(settings(tmp_path / f"{n}.csv")) for n in ("some", "every"))
+    assert len(some._arrays["labels"]) == 400
+    assert some.prepared == every.prepared
+    row = {"user": "1", "city": "Bonn, am Rhein", "age": 30}
+    _, _, (unknown,) = some.categories.encode([row])
+    assert unknown == []
+
+
+def test_quotes_that_do_not_close_are_named_and_those_inside_are_kept(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n" + '12" pipe,1\nz,0\n' * 5 + '"open,1\n')
+    with pytest.raises(ValueError, match=r"line 12 of .*a\.csv has quotes that do not close"):
+        Clicks.prepare(ClickData(str(path), label="y"))
+    data = Clicks.prepare(ClickData(str(path), label="y", skip_bad_lines=True))
+    assert data.skipped == 1
+    assert data.categories.encode([{"x": '12" pipe'}])[2] == [[]]
+
+
+def test_a_carriage_return_inside_a_line_ends_no_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"x,y\r\n" + b"a,1\r\nb\r1,0\r\n" * 10)
+    data = Clicks.prepare(ClickData(str(path), label="y"))
+    assert len(data._arrays["labels"]) == 20
+    assert data.categories.encode([{"x": "b\r1"}])[2] == [[]]
+
+
+def test_what_names_the_columns_is_checked(tmp_path):
+    path = tmp_path / "a.csv"
+    for head, message in (
+        (b"x,x,y", r"a\.csv has more than one column 'x': give each its own name"),
+        ("é,z,y".encode("latin-1"), r"line 1 of .*a\.csv must be text in UTF-8: the byte 0xe9"),
+        (b'"x,z,y', r"line 1 of .*a\.csv, which names the columns: unexpected end"),
+    ):
+        path.write_bytes(head + b"\na,b,1\n")
+        with pytest.raises(ValueError, match=message):
+            Clicks.prepare(ClickData(str(path), label="y", fields=["x"]))
 
 
 def test_a_real_sample_of_criteo_is_read():

@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import json
 import sys
@@ -198,3 +199,18 @@ def test_a_broken_cache_is_made_anew(settings, tmp_path, caplog):
     cache.write_bytes(b"half a file")
     assert np.array_equal(NliPairs.prepare(settings).train.tokens, want)
     assert "unreadable" in caplog.text
+
+
+def test_a_vocabulary_that_characters_exceed_is_refused(settings):
+    few = dataclasses.replace(settings, vocab_size=10)
+    with pytest.raises(ValueError, match=r"nli.vocab_size=10 must be at least \d\d with these"):
+        NliPairs.prepare(few)
+
+
+def test_pairs_that_are_not_kept_apart_are_noticed(settings, tmp_path, caplog):
+    NliPairs.prepare(settings)
+    assert not caplog.text
+    (tmp_path / "copy.jsonl.gz").write_bytes((tmp_path / "dev.jsonl.gz").read_bytes())
+    test = str(tmp_path / "copy.jsonl.gz")
+    NliPairs.prepare(dataclasses.replace(settings, test=test))
+    assert f"nli.test={test} is what nli.dev={settings.dev[0]} is" in caplog.text

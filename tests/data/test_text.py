@@ -4,7 +4,7 @@ import lzma
 import pytest
 import torch
 
-from comera.data.text import TextData, TextStreams
+from comera.data.text import TextData, TextStreams, text_digests
 from comera.data.token_batches import CausalText, MaskedText
 from comera.data.vocabulary import CLS, MASK, PAD
 from tests.texts import write_functions
@@ -112,3 +112,31 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path, monkeypat
     write_functions(tmp_path / "text", 4, 10)
     with pytest.raises(ValueError, match="vocab_size=100 must be at least 261"):
         TextStreams.prepare(TextData(str(tmp_path / "text"), vocab_size=100))
+
+
+def test_what_runs_have_written_is_no_text(tmp_path):
+    folder = tmp_path / "text"
+    write_functions(folder, 3, 5)
+    data = TextData(str(folder), pattern="**/*")
+    before = text_digests(data)
+    assert len(before) == 3
+    seed = folder / "sweep" / "a" / "seed-0"
+    seed.mkdir(parents=True)
+    (folder / "sweep" / ".lock").touch()
+    (seed / "log.txt").write_text("what a run has said")
+    assert text_digests(data) == before
+    (folder / ".lock").touch()  # of the folder itself nothing is left out for that
+    assert before.items() <= text_digests(data).items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heldout": -0.5}, r"causal_text.heldout=-0.5 must be a share of the text, in"),
+        ({"heldout": 1.0}, r"causal_text.heldout=1.0 must be a share"),
+        ({"test": 0.95}, r"causal_text.test=0.95 must be .*, beside causal_text.heldout=0.05"),
+    ],
+)
+def test_shares_of_a_text_are_checked_before_it_is_read(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TextData("/there/is/none", **changes).check("causal_text")

@@ -21,7 +21,7 @@ from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml, section_of, wanted
 from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
-from comera.recipes.run import plan, run
+from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
     ModelConfig,
@@ -324,6 +324,41 @@ def test_positions_that_a_model_has_not_are_named(config):
     )
     with pytest.raises(ValueError, match=r"position_std=0\.006: the model of causal_text has no"):
         config.check()
+
+
+def test_settings_of_a_model_that_is_not_trained_are_named(config, caplog):
+    planned_memory(config)
+    assert "no effect" not in caplog.text
+    planned_memory(dataclasses.replace(config, dlrm=DlrmConfig(top=[8])))
+    assert (
+        "dlrm.top=[8] has no effect: the model of masked_text is described by the section model"
+    ) in caplog.text
+    dlrm = DlrmConfig(table_sizes={"user": 9})
+    clicks = RunConfig(clicks=ClickData(), dlrm=dlrm, model=ModelConfig(64, dropout=0.3))
+    assert clicks.without_effect == ["model.d_model=64", "model.dropout=0.3"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"user": 9, "items": 9}, "table_sizes has items, which is no field .*: did you mean item"),
+        ({"user": 9}, "table_sizes has nothing for item: give the rows of every field"),
+    ],
+)
+def test_tables_are_those_of_the_fields(tmp_path, monkeypatch, named, sizes, message):
+    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "log.csv"
+    file.write_text("click,user,item,age\n" + "0,a,b,3\n1,c,d,4\n" * 20)
+    fields = ["user", "item"] if named else []
+    config = RunConfig(
+        str(tmp_path / "run"),
+        clicks=ClickData(str(file), label="click", fields=fields, continuous=["age"]),
+        dlrm=DlrmConfig(4, [4], [4], table_sizes=sizes),
+        train=TrainConfig(steps=1, batch_size=8),
+    )
+    with pytest.raises(ValueError, match=message):
+        plan(config) if named else quiet_run(config)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CRITEO_CONTINUOUS, find_file
+from comera.data.click_files import CRITEO_CONTINUOUS, fields_named, find_file
 from comera.data.click_rows import CATEGORIES
 from comera.data.clicks import ClickData, Clicks, click_digests
+from comera.misspelt import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
 from comera.recipes.data_record import DataRecord
@@ -53,9 +54,11 @@ class ClicksKind(TaskKind):
         if self.is_told_by_data(config):
             with torch.device("cpu"):
                 return _sizes(config, Clicks.prepare(self._data(config)))
-        data = self._data(config)
+        data, given = self._data(config), config.dlrm.table_sizes
+        assert given is not None, "else the data tell them"
+        _check_fields(given, fields_named(data.format, data.fields) or list(given))
         continuous = CRITEO_CONTINUOUS if data.format == "criteo" else data.continuous
-        return {"table_sizes": config.dlrm.table_sizes, "num_continuous": len(continuous)}
+        return {"table_sizes": given, "num_continuous": len(continuous)}
 
     def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
         model = config.dlrm
@@ -153,11 +156,28 @@ def _sizes(config: RunConfig, data: Clicks) -> dict[str, Any]:
     found = dict(zip(data.field_names, data.table_sizes, strict=True))
     given = config.dlrm.table_sizes
     if given is not None:
+        _check_fields(given, list(found))
         for name, size in found.items():
-            if given.get(name, 0) < size:
+            if given[name] < size:
                 raise ValueError(
-                    f"dlrm.table_sizes has {given.get(name, 'nothing')} for {name}, whose "
+                    f"dlrm.table_sizes has {given[name]} for {name}, whose "
                     f"categories in {data.settings.file} take {size} rows"
                 )
         found = {name: given[name] for name in found}
     return {"table_sizes": found, "num_continuous": data.num_continuous}
+
+
+def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:
+    """Make sure that table sizes are given for all fields of the data, and no others."""
+    for name in given:
+        if name not in fields:
+            raise ValueError(
+                f"dlrm.table_sizes has {name}, which is no field of the data"
+                f"{did_you_mean(name, fields)}"
+            )
+    for name in fields:
+        if name not in given:
+            raise ValueError(
+                f"dlrm.table_sizes has nothing for {name}: give the rows of every field, or null "
+                "for those of the data"
+            )
