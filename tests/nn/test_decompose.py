@@ -9,12 +9,7 @@ from comera.ops.linear.tt_linear import tt_to_dense
 from comera.ops.table.tt_embedding import ttm_to_dense
 from comera.shapes import TTMShape, TTShape
 
-
-@pytest.fixture(autouse=True)
-def _on_numpy():
-    """tensorly-torch, which another test may have imported, has tensorly compute with torch."""
-    with tensorly.backend_context("numpy"):
-        yield
+pytestmark = pytest.mark.usefixtures("tensorly_on_numpy")
 
 
 def decaying(*sizes, dtype=torch.float64):

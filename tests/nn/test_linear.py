@@ -53,6 +53,7 @@ def test_gradients_equal_those_through_the_dense_weight(layer, device):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.usefixtures("tensorly_on_numpy")
 def test_weight_equals_that_of_tensorly(layer):
     arrays = [core.detach().cpu().numpy() for core in layer.gated_cores()]
     want = tensorly.tt_to_tensor(arrays).reshape(layer.in_features, layer.out_features).T
@@ -82,6 +83,7 @@ def low_rank(out_features, in_features, rank=4, dtype=torch.float32):
     return linear
 
 
+@pytest.mark.usefixtures("tensorly_on_numpy")
 @pytest.mark.parametrize("rank", [1, 3, 8, [4, 12, 8]], ids=str)
 def test_decomposes_as_well_as_tensorly(rank):
     linear = low_rank(48, 60)

@@ -187,11 +187,11 @@ def test_a_vanished_table_is_zero():
     assert all(core.grad.shape == core.shape for core in cores)
 
 
+@pytest.mark.usefixtures("tensorly_on_numpy")
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_dense_table_equals_that_of_tensorly(name):
     problem = Problem(name)
-    with tensorly.backend_context("numpy"):
-        want = tensorly.tt_matrix_to_matrix([core.detach().numpy() for core in problem.cores])
+    want = tensorly.tt_matrix_to_matrix([core.detach().numpy() for core in problem.cores])
     got = ttm_to_dense(problem.cores).detach()
     torch.testing.assert_close(got, torch.from_numpy(want.copy()), **CLOSE)
 

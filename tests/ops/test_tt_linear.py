@@ -214,6 +214,7 @@ def test_a_vanished_layer_is_its_bias(bias):
     assert bias_O is None or torch.equal(bias_O.grad, torch.full((6,), 4.0))
 
 
+@pytest.mark.usefixtures("tensorly_on_numpy")
 def test_the_dense_matrix_equals_that_of_tensorly():
     problem = Problem("4+4")
     arrays = [core.detach().numpy() for core in problem.cores]

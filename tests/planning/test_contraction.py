@@ -95,6 +95,7 @@ def test_a_look_up_row_by_row(shape):
     check(network, find_tree(network.without("gy")))
 
 
+@pytest.mark.usefixtures("tensorly_on_numpy")
 def test_against_the_tensor_that_tensorly_reconstructs():
     shape = TTShape((3, 2), (2, 4), (3, 4, 2))
     network = linear_network(shape, 5)
