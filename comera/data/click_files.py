@@ -110,6 +110,11 @@ def columns_of(
     for name in (label, *continuous, *fields):
         if name not in names:
             raise ValueError(f"{path} has no column {name!r}; it has {_listed(names)}")
+    if not fields:
+        raise ValueError(
+            f"{path} has no column of categories beside {label} and clicks.continuous="
+            f"{list(continuous)}: a model of clicks needs at least one"
+        )
     for kind, chosen in (("continuous", continuous), ("fields", fields)):
         if label in chosen:
             raise ValueError(
@@ -258,6 +263,11 @@ def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
         with _naming_a_damaged(path):
             frame = pd.read_parquet(path, columns=wanted)
         table = {name: frame[name].to_numpy() for name in wanted}
+    for name in wanted:
+        if table[name].ndim != 1:
+            raise ValueError(
+                f"{path}: {name} has the shape {table[name].shape}, expected one value a row"
+            )
     rows = len(table[columns.label])
     for name in wanted:
         if len(table[name]) != rows:

@@ -218,7 +218,7 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
         ValueError: If a word stands for none, or one that stays needs the time of one that goes.
     """
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
-    known = {name for both in names.values() for name in both}
+    known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
     for word in skip:
         if word not in known:
             raise ValueError(

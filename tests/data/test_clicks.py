@@ -240,6 +240,22 @@ def test_wrong_settings_are_named(tmp_path, more, message):
         Clicks.prepare(ClickData(str(path), **{"label": "rating", **more}))
 
 
+def test_a_log_has_a_column_of_categories(tmp_path):
+    path = tmp_path / "a.csv"
+    table()[["rating", "age"]].to_csv(path, index=False)
+    with pytest.raises(ValueError, match=r"no column of categories beside rating and .*\['age'\]"):
+        Clicks.prepare(settings(path))
+
+
+@pytest.mark.parametrize("odd", [np.zeros((40, 2), int), np.int64(3)], ids=["2-d", "0-d"])
+@pytest.mark.parametrize("name", ["rating", "user", "age"])
+def test_columns_of_an_archive_have_a_value_a_row(tmp_path, name, odd):
+    columns = {key: np.arange(40) % 5 for key in ("rating", "user", "age")}
+    np.savez(tmp_path / "a.npz", **columns | {name: odd})
+    with pytest.raises(ValueError, match=rf"a\.npz: {name} has the shape \(.*\), expected one"):
+        Clicks.prepare(settings(tmp_path / "a.npz"))
+
+
 def test_labels_of_one_kind_are_noticed(tmp_path, caplog):
     path = tmp_path / "a.csv"
     table().assign(rating=5).to_csv(path, index=False)

@@ -62,6 +62,10 @@ def test_a_dry_run_leaves_out_what_is_skipped(capsys):
     command = ["reproduce", "came-shapes", "--dry_run=true", f"--set=[{changes}]"]
     assert main([*command, "--skip=[came,adamw]"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["adafactor"]
+    assert main([*command, "--skip=[zzzz]"]) == 1
+    said = capsys.readouterr().err.partition("; there are ")[2].strip().split(", ")
+    runs = [name for name in said if "/" in name]
+    assert said == [*dict.fromkeys(name.partition("/")[0] for name in runs), *runs]
     assert main([*command, "--skip=[cam]"]) == 1
     assert "did you mean came?" in capsys.readouterr().err
 
