@@ -17,7 +17,9 @@ from comera.params import set_data_
 FIRST_MOMENTS = {"exp_avg", "exp_avg_update", "momentum_buffer", "grad_avg", "prev"}
 """State that says where a step goes; the other says how large it is."""
 
-AVERAGES = {"ax"}  # of the parameter, ASGD's
+AVERAGES = {"ax"}
+"""State that is an average of the parameter itself; only ASGD keeps one."""
+
 _GOES_WITH_GRADIENT = {"exp_avg", "momentum_buffer", "grad_avg", "exp_inf"}
 _GOES_WITH_SQUARE = {
     "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var",
