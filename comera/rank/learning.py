@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from comera.names import listed
 from comera.nn.module import tensor_trains
 from comera.nn.unsharded import check_unsharded
-from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.optim.unwrap import AnyOptimizer
 from comera.params import is_sharded
 from comera.rank.agreement import agreed, check_alike, processes_of
 from comera.rank.prune import prune_to_
 from comera.rank.settings import check_target, target_entries
 from comera.rank.size import AllGates, SizeOfRanks
-from comera.surgery.optimizer_state import check_state
-from comera.surgery.truncate import cores_and_gates, kept_ranks, truncate_
+from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,7 +150,7 @@ class RankLearning(ABC):
         """Do the part of :meth:`step` that is the host's, between two steps."""
         if optimizer is not None and optimizer is not self._optimizer:
             check_holds_cores(optimizer, self.model)
-            check_state(cores_and_gates(tensor_trains(self.model)), unwrap_separable(optimizer))
+            check_can_be_cut(tensor_trains(self.model), optimizer)
         self.steps_done += 1
         self._optimizer = optimizer
 
@@ -286,7 +285,7 @@ class RankLearning(ABC):
 
         def close() -> dict[str, list[list[int]]]:
             # These raise where its state could not be cut.
-            check_state(cores_and_gates(tensor_trains(self.model)), unwrap_separable(optimizer))
+            check_can_be_cut(tensor_trains(self.model), optimizer)
             closed.extend(
                 prune_to_(
                     self.size.layers, self.target_size,

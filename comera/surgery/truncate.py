@@ -52,8 +52,7 @@ def truncate_(
     check_unsharded(model, "truncate_")
     trains = tensor_trains(model)
     check_finite(trains)
-    unwrapped = unwrap_separable(optimizer)
-    check_state(cores_and_gates(trains), unwrapped)
+    unwrapped = check_can_be_cut(trains, optimizer)
     if unwrapped is not None:
         _name_other_optimizers(trains, unwrapped)
     changed = {}
@@ -117,6 +116,15 @@ def _name_other_optimizers(named: Mapping[str, TensorTrainModule], optimizer: Op
             "rest, make it anew after this cut, since its state keeps the shapes of before",
             len(training) - without, len(training),
         )  # fmt: skip
+
+
+def check_can_be_cut(
+    named: Mapping[str, TensorTrainModule], optimizer: AnyOptimizer | None
+) -> Optimizer | None:
+    """Return the optimizer that holds the state, sure that its state can be cut with the ranks."""
+    unwrapped = unwrap_separable(optimizer)
+    check_state(cores_and_gates(named), unwrapped)
+    return unwrapped
 
 
 def cores_and_gates(named: Mapping[str, TensorTrainModule]) -> list[Tensor]:
