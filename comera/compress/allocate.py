@@ -76,19 +76,19 @@ def _spend(ranks: list[int | None], choices: Sequence[Choice], budget: int) -> l
     """Give what a jump of the price has left over to what saves most loss for its parameters."""
     left = budget - _size(choices, ranks)
     while True:
-        gain, best, rank = 0.0, 0, ranks[0]
-        for k, (one, now) in enumerate(zip(choices, ranks, strict=True)):
-            if now is None:
-                continue
-            for more in (now + 1, None):
-                cost = one.size(more) - one.size(now)
-                fits = cost <= left and (more is None or one.size(more) < one.dense)
-                if fits and one.saved(now, more) / cost > gain:
-                    gain, best, rank = one.saved(now, more) / cost, k, more
-        if not gain:
+        offers = [
+            (one.saved(now, more) / cost, k, more, cost)
+            for k, (one, now) in enumerate(zip(choices, ranks, strict=True))
+            if now is not None
+            for more in (now + 1, None)
+            if (cost := one.size(more) - one.size(now)) <= left
+            and (more is None or one.size(more) < one.dense)
+        ]
+        gain, best, rank, cost = max(offers, key=lambda offer: offer[0], default=(0.0, 0, None, 0))
+        if gain <= 0:
             return ranks
-        left -= choices[best].size(rank) - choices[best].size(ranks[best])
         ranks[best] = rank
+        left -= cost
 
 
 def _size(choices: Sequence[Choice], ranks: Sequence[int | None]) -> int:
