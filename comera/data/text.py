@@ -5,6 +5,7 @@ input that every machine has.
 """
 
 import codecs
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Mapping
@@ -209,12 +210,18 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     skip = {"site-packages", "dist-packages", "__pycache__"}
+
+    @functools.cache  # most files share their folders
+    def is_of_a_run(inner: Path) -> bool:
+        """Tell whether a folder below is that of a run or a sweep, which hold a lock, or in one."""
+        return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
+
     files = [
         path
         for path in folder.glob(pattern)
         if path.is_file()
         and not skip & set(path.relative_to(folder).parts)
-        and not _is_of_a_run(path, folder)
+        and not is_of_a_run(path.parent)
     ]
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r} under {folder}")
@@ -223,12 +230,6 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
         return hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
 
     return sorted(files, key=scramble)
-
-
-def _is_of_a_run(path: Path, folder: Path) -> bool:
-    """Tell whether a file below the folder is in that of a run or a sweep, which hold a lock."""
-    between = path.relative_to(folder).parents[:-1]
-    return any((folder / part / ".lock").is_file() for part in between)
 
 
 def _encode(files: Iterable[Path], settings: TextData) -> dict[str, np.ndarray]:
