@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.names import listed
+from comera.nn.module import check_model
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import pack_state_, unpack_state_
 from comera.optim.unwrap import AnyOptimizer, unwrap_separable
@@ -50,6 +51,7 @@ def update_hot_rows_(table: TTTable, counts: Tensor, optimizer: AnyOptimizer | N
         counts = torch.bincount(all_indices, minlength=table.num_embeddings)
         comera.update_hot_rows_(table, counts, optimizer)
     """
+    check_model(table)
     if not isinstance(table, TTTable):
         inside = [f"model.{name}" for name, m in table.named_modules() if isinstance(m, TTTable)]
         raise TypeError(
