@@ -20,6 +20,8 @@ from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 _RANKS_ALIKE = 8
 """Ranks within so many of each other are padded to one."""
 
+_PASSES = passes_of(TTEmbeddingBag)
+
 Bags = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
@@ -146,9 +148,6 @@ def _named(table: str) -> Iterator[None]:
         yield
     except (IndexError, ValueError, TypeError) as problem:
         raise type(problem)(f"table {table!r}: {problem}") from problem
-
-
-_PASSES = passes_of(TTEmbeddingBag)
 
 
 def _kind(table: nn.Module) -> Any:

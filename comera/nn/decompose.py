@@ -23,9 +23,9 @@ def check_weight(weight: Any, size: tuple[int, int], cut: bool) -> None:
     """Refuse what a layer cannot be given as its dense weight.
 
     Args:
-        weight: What the caller gave.
+        weight: The new dense weight, of whatever type the caller gave.
         size: Shape of the layer's weight.
-        cut: Whether it would have to be held at ranks that are all zero.
+        cut: Whether the ranks of the layer are all zero and stay so: it could hold nothing.
 
     Raises:
         TypeError: If it is no tensor.

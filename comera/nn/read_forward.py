@@ -29,8 +29,8 @@ _ACTIVATIONS: dict[Any, str] = {
 }  # fmt: skip
 
 _PASSES = passes_of(nn.GELU, nn.ReLU, nn.SiLU, nn.Identity, nn.Dropout)
-_FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-"""What the modules above call, by the name of the activation."""
+_FUNCTIONS = {name: getattr(F, name) for name in _ACTIVATIONS.values()}
+"""The function of torch that the modules among them call, by the name of the activation."""
 
 
 class _UnreadableError(Exception):

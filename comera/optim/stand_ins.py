@@ -1,4 +1,4 @@
-"""What GaLore's inner optimizer trains in the place of a projected matrix: a smaller parameter."""
+"""Make the smaller parameters that GaLore's inner optimizer trains instead of matrices."""
 
 from functools import partial
 from typing import Any

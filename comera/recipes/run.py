@@ -262,10 +262,11 @@ def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
         ValueError: If the optimizer or the target of rank learning does not suit them, or they
             cannot be split among ``count`` processes as the run asks for.
     """
-    if config.without_effect:
+    unused = config.without_effect
+    if unused:
         _log.warning(
             "%s has no effect: the model of %s is described by the section %s",
-            ", ".join(config.without_effect), config.task, "model" if config.text else "dlrm",
+            ", ".join(unused), config.task, "model" if config.text else "dlrm",
         )  # fmt: skip
     found = []
     for name, settings in _jobs(config):

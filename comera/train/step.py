@@ -338,7 +338,7 @@ def _check_kinds(model: object, loss_fn: object, optimizer: Any) -> None:
     if isinstance(loss_fn, _Loss):
         raise TypeError(
             f"loss_fn={loss_fn} would be called with the model and a batch: give a function of "
-            f"these, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
+            "these, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
         )
     unwrap(optimizer)
 

@@ -299,7 +299,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path):
 
 
 def test_values_of_a_csv_may_be_in_quotes(tmp_path):
-    """As pandas and most others write what has commas or quotes in it."""
+    """Pandas and most other programs write values so that have commas or quotes in them."""
     frame = table().assign(city=np.resize(["Bonn, am Rhein", 'the "Ulm"', "Köln", ""], 400))
     for name, quoting in (("some", csv.QUOTE_MINIMAL), ("every", csv.QUOTE_ALL)):
         frame.to_csv(tmp_path / f"{name}.csv", index=False, quoting=quoting)
