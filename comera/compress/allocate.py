@@ -33,7 +33,8 @@ class Choice:
         """Return the best rank if a parameter costs so much loss; None for the dense weight."""
         rank = max(self.least, int((self.losses > price * self.each).sum()))
         rest = float(self.losses[rank:].sum())
-        return None if price * self.dense <= rest + price * rank * self.each else rank
+        # The sizes are subtracted first: equal ones then differ by nothing at any price.
+        return None if price * (self.dense - rank * self.each) <= rest else rank
 
     def size(self, rank: int | None) -> int:
         return self.dense if rank is None else rank * self.each

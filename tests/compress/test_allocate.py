@@ -71,3 +71,13 @@ def test_what_is_left_over_turns_a_weight_dense_where_it_fits():
     assert allocate(choices, 424) == [2, 4]
     assert allocate(choices, 425) == [None, 4]
     assert allocate(choices, 399) == [None, 3]
+
+
+def test_a_weight_whose_least_rank_is_as_large_stays_dense():
+    """At prices that round the two sizes differently, too."""
+    for each in (7, 11):
+        for least in (3, 5):
+            alike = Choice(torch.ones(5, dtype=torch.float64), each * least, each, least)
+            other = Choice(torch.ones(2, dtype=torch.float64), 7, 3)
+            for budget in range(each * least + 3, 3 * each * least + 6):
+                assert allocate([alike, other], budget)[0] is None
