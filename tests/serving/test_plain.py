@@ -39,7 +39,7 @@ def check_plain(model: nn.Module) -> None:
 
 def pickled(module: nn.Module) -> bytes:
     file = io.BytesIO()
-    torch.save(module, file, _use_new_zipfile_serialization=False)
+    torch.save(module, file)
     return file.getvalue()
 
 
