@@ -33,7 +33,6 @@ from comera.ops.table import tt_embedding  # noqa: F401
 
 if TYPE_CHECKING:
     from comera.allocator import reuse_freed_memory
-    from comera.block_shape import BTTShape
     from comera.checkpoint.chain import CheckpointChain
     from comera.compress.compress import compress_
     from comera.compress.compress_folder import compress_folder
@@ -43,31 +42,28 @@ if TYPE_CHECKING:
     from comera.nn.batched_contraction import BatchedContraction
     from comera.nn.block_linear import BTTLinear
     from comera.nn.collection import TTEmbeddingBagCollection
-    from comera.nn.config import TTConfig
     from comera.nn.convert import densify_, tensorize_
-    from comera.nn.embedding import TTEmbedding
-    from comera.nn.embedding_bag import TTEmbeddingBag
+    from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
     from comera.nn.forms import register_layer
     from comera.nn.linear import TTLinear
+    from comera.nn.targets import TTConfig
     from comera.optim.came import CAME
-    from comera.optim.galore import GaLore
-    from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
+    from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
     from comera.optim.groups import galore_param_groups, param_groups
     from comera.optim.in_backward import OptimizerInBackward
     from comera.optim.muon import MuonAdamW
     from comera.rank.importance_pruning import ImportancePruning
     from comera.rank.two_stage import TwoStage
-    from comera.recipes.swept import load_sweep
-    from comera.recipes.trained import load_run
+    from comera.recipes.trained import load_run, load_sweep
     from comera.report.compression import compression_report
     from comera.report.explore import explore
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
-    from comera.saved.hub import push_to_hub
     from comera.saved.model_folder import load_model, save_model
+    from comera.saved.shards import push_to_hub
     from comera.serving.freeze import freeze_, frozen
     from comera.serving.to_plain import to_plain_
-    from comera.shapes import TTMShape, TTShape
+    from comera.shapes import BTTShape, TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
     from comera.surgery.truncate import truncate_
@@ -77,7 +73,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "comera.allocator": ("reuse_freed_memory",),
-    "comera.block_shape": ("BTTShape",),
     "comera.checkpoint.chain": ("CheckpointChain",),
     "comera.compress.compress": ("compress_",),
     "comera.compress.compress_folder": ("compress_folder",),
@@ -86,18 +81,15 @@ _HOMES = {
     "comera.nn.attention_init": ("init_keys_as_queries_",),
     "comera.nn.block_linear": ("BTTLinear",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
-    "comera.nn.config": ("TTConfig",),
+    "comera.nn.targets": ("TTConfig",),
     "comera.nn.convert": ("densify_", "tensorize_"),
-    "comera.nn.embedding": ("TTEmbedding",),
-    "comera.nn.embedding_bag": ("TTEmbeddingBag",),
+    "comera.nn.embedding": ("TTEmbedding", "TTEmbeddingBag"),
     "comera.nn.forms": ("register_layer",),
-    "comera.recipes.swept": ("load_sweep",),
-    "comera.recipes.trained": ("load_run",),
+    "comera.recipes.trained": ("load_run", "load_sweep"),
     "comera.nn.batched_contraction": ("BatchedContraction",),
     "comera.nn.linear": ("TTLinear",),
     "comera.optim.came": ("CAME",),
-    "comera.optim.galore": ("GaLore",),
-    "comera.optim.galore_named": ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
+    "comera.optim.galore": ("GaLore", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
     "comera.optim.groups": ("galore_param_groups", "param_groups"),
     "comera.optim.in_backward": ("OptimizerInBackward",),
     "comera.optim.muon": ("MuonAdamW",),
@@ -107,11 +99,11 @@ _HOMES = {
     "comera.report.explore": ("explore",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
-    "comera.saved.hub": ("push_to_hub",),
+    "comera.saved.shards": ("push_to_hub",),
     "comera.saved.model_folder": ("load_model", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen"),
     "comera.serving.to_plain": ("to_plain_",),
-    "comera.shapes": ("TTMShape", "TTShape"),
+    "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
     "comera.surgery.truncate": ("truncate_",),

@@ -1,7 +1,16 @@
-"""Packages that ``pip install comera`` does not bring, and what to install where one is missing."""
+"""Packages that ``pip install comera`` does not bring, and what to install where one is missing.
 
-from collections.abc import Iterator
+Names that do not exist, and the ones that were most likely meant.
+
+Names of modules in a sentence.
+"""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 _EXTRAS = {
     "accelerate": "hf",
@@ -49,3 +58,40 @@ def needed_by(what: str) -> Iterator[None]:
         raise MissingPackageError(
             f"{what} needs {name}: pip install 'comera[{_EXTRAS[name]}]'", name=missing.name
         ) from None
+
+
+Config = TypeVar("Config")
+
+
+def did_you_mean(word: object, known: Collection[str]) -> str:
+    """Return words to add to an error: the nearest of the known names, or all of them."""
+    near = difflib.get_close_matches(str(word), known, n=1)
+    return f": did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+
+
+def names_misspelt(cls: type[Config]) -> type[Config]:
+    """Have a dataclass name the field that was meant where a keyword is none of its fields.
+
+    It raises a TypeError as before, of which Python's own names no other.
+    """
+    plain: Any = cls.__init__
+    known = [each.name for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in known:
+                raise TypeError(
+                    f"{name}={settings[name]!r} is not a setting of {cls.__name__}"
+                    f"{did_you_mean(name, known)}"
+                )
+        plain(self, *args, **settings)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """List the first ``most`` names in words, and say how many more there are."""
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -5,16 +5,113 @@ A *mode* is a factor of a width, a *bond* (or rank) connects two neighbouring co
 last cores carry the output modes, ``TTMShape`` for an embedding table, each of whose cores
 carries one factor of the row count and one of the width, and ``BTTShape`` (``block_shape.py``)
 for a linear layer that is a grid of blocks.
+
+Factors of widths and row counts for the cores of a tensor train. Pure Python, without torch.
+
+Mode and rank arithmetic of block tensor trains. Pure Python, as ``shapes.py``.
 """
 
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Self, TypeVar
 
-from comera.modes import balanced_modes, order_for, table_modes
+_GOOD_BALANCE = 1.25
+"""An exact factorisation is kept when its modes sum to at most this times the ideal sum."""
+_LEFT_SLICES = 8
+"""Left slices of a table for each right one. Rows of one right slice are made in groups: of few
+right slices the groups of a batch fill, and what is gathered row by row, left slices, is narrow."""
+_MOST_RIGHT_SLICES = 2000
+"""Right slices of a table at most, however large it is: of the left factor, which then has more,
+only the slices that a batch reads are contracted."""
+_LEFT_COLS = 1 / 3
+"""Exponent of a table's width that the left factor gets."""
+
+
+def balanced_modes(width: int, order: int) -> tuple[int, ...]:
+    """Split ``width`` into ``order`` factors as equal as possible, smallest first.
+
+    A width without a good factorisation is rounded up to the next one that has it: the result
+    then multiplies to a little more than ``width``.
+
+    >>> balanced_modes(768, 3)
+    (8, 8, 12)
+    >>> balanced_modes(30522, 4)
+    (12, 13, 14, 14)
+
+    Raises:
+        ValueError: If ``width`` or ``order`` is below one.
+    """
+    if width < 1 or order < 1:
+        raise ValueError(f"cannot split a width of {width} into {order} modes")
+    ideal_sum = order * width ** (1 / order)
+    exact = min(_factorisations(width, order), key=sum)
+    if sum(exact) <= _GOOD_BALANCE * ideal_sum:
+        return exact
+
+    def cost(modes: tuple[int, ...]) -> float:
+        return sum(modes) / ideal_sum * (math.prod(modes) / width) ** 2
+
+    return min((exact, *_roundings(width, order)), key=cost)
+
+
+def order_for(width: int, order: int) -> int:
+    """Return fewer modes for a narrow side: splitting 10 into 1 x 2 x 5 saves nothing."""
+    if order < 1:
+        raise ValueError(f"order={order} must be at least 1")
+    return min(order, max(1, int(math.log2(max(2, width)) / 2)))
+
+
+def table_modes(rows: int, width: int, order: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choose row and column modes of a table for fast lookups, the large ones at the ends."""
+    left, right = order // 2, order - order // 2
+    right_slices = min(max(1, round(math.sqrt(rows / _LEFT_SLICES))), _MOST_RIGHT_SLICES)
+    right_rows = balanced_modes(right_slices, right)
+    left_rows = balanced_modes(-(-rows // math.prod(right_rows)), left)
+    # The left columns stand in the first core alone, where the bond beside them is narrow.
+    wanted = width**_LEFT_COLS
+    exact = (n for n in range(1, width + 1) if width % n == 0)
+    left_cols = min(exact, key=lambda n: abs(math.log(n / wanted)))
+    if not 0.5 <= left_cols / wanted <= 2:  # no good factor
+        left_cols = round(wanted)
+    right_cols = balanced_modes(-(-width // left_cols), right)
+    return (
+        _tightened((*left_rows[::-1], *right_rows), rows),
+        _tightened((left_cols, *(1,) * (left - 1), *right_cols), width),
+    )
+
+
+def _factorisations(width: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write ``width`` as ``order`` non-decreasing factors."""
+    if order == 1:
+        yield (width,)
+        return
+    most = round(width ** (1 / order)) + 1
+    for factor in range(smallest, most + 1):
+        if width % factor == 0 and factor**order <= width:
+            for rest in _factorisations(width // factor, order - 1, factor):
+                yield (factor, *rest)
+
+
+def _roundings(width: int, order: int) -> Iterator[tuple[int, ...]]:
+    """Yield modes near the ``order``-th root whose product is at least ``width``."""
+    root = width ** (1 / order)
+    near = range(max(1, math.floor(root) - 3), math.ceil(root) + 4)
+    for head in itertools.combinations_with_replacement(near, order - 1):
+        yield tuple(sorted((*head, -(-width // math.prod(head)))))
+
+
+def _tightened(modes: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Make modes smaller where a smaller one still holds the width."""
+    for k, mode in enumerate(modes):
+        needed = max(1, -(-width // (math.prod(modes) // mode)))
+        if needed < mode:
+            return _tightened((*modes[:k], needed, *modes[k + 1 :]), width)
+    return modes
+
 
 DEFAULT_RANK = 32
 """The largest bond of a layer whose user names no rank."""
@@ -423,3 +520,132 @@ def padded_rank(rank: int, bias: bool) -> int:
     """
     # int: a size that torch's compiler leaves open does not add to a truth value.
     return -(-(rank + int(bias)) // FAST_MULTIPLE) * FAST_MULTIPLE
+
+
+DEFAULT_BLOCK_RANK = 2
+"""The rank of the blocks of a layer whose user names none."""
+
+
+@dataclass(frozen=True)
+class BTTShape(LinearShape):
+    """The block tensor train of an ``(out, in)`` matrix: a grid of blocks, each of low rank.
+
+    With the input split into ``a`` blocks of ``b`` numbers and the output into ``c`` blocks of
+    ``d``, every one of the ``a c`` blocks is a ``b x d`` matrix of rank R of its own. So the whole
+    may be of full rank, however small R is, with ``R (in c + out a)`` numbers; rank 1 is a Monarch
+    matrix (Dao et al., arXiv 2204.00595). Source: Qiu et al., arXiv 2406.06248.
+
+    Args:
+        in_modes: ``(a, b)``: blocks of the input and the numbers in each.
+        out_modes: ``(c, d)``, those of the output.
+        ranks: ``(R,)``. ``(0,)``: the weight is zero.
+
+    Raises:
+        ValueError: If a side has not two modes, or a mode or the rank is below one.
+    """
+
+    in_modes: tuple[int, int]
+    out_modes: tuple[int, int]
+    ranks: tuple[int, ...]
+    _to_be_smaller = "use fewer blocks (shape=)"
+
+    def __post_init__(self) -> None:
+        if (len(self.in_modes), len(self.out_modes)) != (2, 2):
+            raise ValueError(
+                f"each side needs two modes, blocks and the numbers in each, got {self}"
+            )
+        self._check()
+
+    @classmethod
+    def fit(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: "BTTShape | Sequence[Sequence[int]] | None" = None,
+        compression: float | None = None,
+    ) -> "BTTShape":
+        """Choose the blocks and their rank from what a layer's user says.
+
+        Args:
+            in_features: True input width; modes that multiply to more mean zero padding.
+            out_features: True output width.
+            rank: Rank of the blocks; 2 if nothing is said. Cut to what a block can have.
+            shape: ``(in_modes, out_modes)``, or a whole ``BTTShape``; otherwise about the root of
+                the width in blocks of about that size, but no more blocks than full rank takes.
+            compression: Instead of ``rank``: how many times fewer entries than the dense matrix.
+
+        Raises:
+            ValueError: If the modes do not fit the widths, or rank and compression are both given.
+        """
+        only_one(rank=rank, compression=compression)
+        check_whole_numbers(in_features=in_features, out_features=out_features)
+        if isinstance(shape, BTTShape):
+            given = replace(shape, ranks=shape._clip(shape.ranks))
+        else:
+            if shape is None:
+                shape = _blocks_of(in_features, out_features)
+            given = cls(*two_sides(shape, "in_modes", "out_modes"), (1,))  # type: ignore[arg-type]
+        check_cover("in_features", in_features, given.in_modes)
+        check_cover("out_features", out_features, given.out_modes)
+        keep = isinstance(shape, BTTShape)
+        if rank is None and compression is None and not keep:
+            rank = DEFAULT_BLOCK_RANK
+        return sized(given, rank, compression, keep=keep)
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        return self.in_width * self.out_modes[0], self.out_width * self.in_modes[0]
+
+    @property
+    def num_dense(self) -> int:
+        return self.in_width * self.out_width
+
+    @property
+    def max_ranks(self) -> tuple[int, ...]:
+        """The largest useful rank: that of a whole block."""
+        return (min(self.in_modes[1], self.out_modes[1]),)
+
+    def _clip(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        return (min(wanted[0], self.max_ranks[0]),)
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``."""
+        (a, b), (c, d), (rank,) = self.in_modes, self.out_modes, self.ranks
+        return (1, a, b, c, rank), (rank, c, a, d, 1)
+
+    @property
+    def split(self) -> int:
+        """How many cores carry the input."""
+        return 1
+
+
+_Modes = tuple[tuple[int, int], tuple[int, int]]
+"""Blocks and the numbers in each, of the input and of the output."""
+
+
+def _blocks_of(in_features: int, out_features: int) -> _Modes:
+    """Split both sides: as many blocks of rank 1 as the narrower one is wide make full rank."""
+    (a, b), (c, d) = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
+    balanced = (a, b), (c, d)
+    enough = min(in_features, out_features)
+    if a * c <= enough:
+        return balanced
+    exact: list[_Modes] = [
+        ((a, in_features // a), (c, out_features // c))
+        for a in _divisors(in_features)
+        for c in _divisors(out_features)
+        if a * c >= enough
+    ]
+
+    def order(modes: _Modes) -> tuple[int, int]:
+        (a, b), (c, d) = modes
+        return a * b * c + c * d * a, abs(a - balanced[0][0])
+
+    return min([balanced, *exact], key=order)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

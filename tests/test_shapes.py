@@ -6,8 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from comera.modes import balanced_modes
-from comera.shapes import DEFAULT_RANK, TTMShape, TTShape, only_one
+from comera.shapes import DEFAULT_RANK, TTMShape, TTShape, balanced_modes, only_one
 
 widths = st.integers(1, 40_000)
 modes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)

@@ -26,9 +26,9 @@ from comera.bench.kernel_speed import GROUPS, OPERATORS, floor_of
 from comera.bench.linear_speed import count, forward_backward
 from comera.bench.peak import Job as PeakJob
 from comera.bench.table_speed import train_step as table_step
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.embedding import TTEmbedding
+from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of, static_shapes
 from comera.ops.way_order import preferring
 from comera.train.capture import WARM_UP

@@ -18,8 +18,8 @@ from comera.bench.timing import Timings, milliseconds
 from comera.files import replacing
 from comera.nn.embedding import TTEmbedding
 from comera.ops.context import static_shapes
-from comera.planning.figures import empty_figure
 from comera.planning.planner import plan_linear
+from comera.planning.printing import empty_figure
 
 Axis = Literal["tokens", "rank", "width"]
 Mode = Literal["eager", "captured"]

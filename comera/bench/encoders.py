@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
 from comera.nn.table import TTTable
+from comera.nn.targets import TTConfig
 from comera.optim.groups import param_groups
 from comera.rank.two_stage import TwoStage
 from comera.train.step import TrainStep

@@ -28,10 +28,9 @@ from comera.compress.sensitivity import LayerSensitivity, Sensitivity
 from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by
 from comera.files import replacing
+from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import TTLinear
-from comera.nn.model_size import model_size
-from comera.planning.figures import empty_figure
-from comera.planning.text_table import text_table
+from comera.planning.printing import empty_figure, text_table
 
 METHODS = {
     "svd": "SVD of the weight, one share",

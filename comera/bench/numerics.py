@@ -14,11 +14,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.convert import densify_
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows

@@ -18,8 +18,7 @@ from comera.bench.linear_speed import count
 from comera.bench.session import Session
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.optim.came import CAME
-from comera.optim.galore import GaLore
-from comera.optim.galore_named import GaLoreAdamW
+from comera.optim.galore import GaLore, GaLoreAdamW
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
 from comera.optim.state_layout import stored_bytes

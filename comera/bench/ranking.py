@@ -14,9 +14,8 @@ from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear
-from comera.planning.network import linear_network
-from comera.planning.plan import Plan
-from comera.planning.planner import plan_linear
+from comera.planning.contraction import linear_network
+from comera.planning.planner import Plan, plan_linear
 
 _DENSE = "nn.Linear"
 _APART = 1.15

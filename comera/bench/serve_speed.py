@@ -19,8 +19,8 @@ from comera.bench.peak import peak_reader
 from comera.bench.serve_job import ServedLlama, ServeJob
 from comera.bench.session import Session
 from comera.bench.timing import milliseconds, watch_neighbours
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
+from comera.nn.targets import TTConfig
 from comera.saved.model_folder import WEIGHTS, save_model
 from comera.serving.freeze import freeze_
 

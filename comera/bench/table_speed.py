@@ -11,8 +11,7 @@ from comera.bench import peers
 from comera.bench.linear_speed import count
 from comera.bench.numerics import compare_table, rows_by_cores
 from comera.bench.session import Session
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 
 _LEARNING_RATE = 1e-4
 _COPIES = {"dense, fused AdamW": 4, "dense, AdamW": 4, "sparse, SparseAdam": 3}

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from comera.bench.in_turn import copies_of, in_turn, tf32_products
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend

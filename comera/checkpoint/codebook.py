@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comera.checkpoint import vectors
+from comera.checkpoint import packing
 
 LEARNED_FROM = 1 << 18
 """Values a codebook is learned from at most, spread evenly over all: more change nothing."""
@@ -37,7 +37,7 @@ class Codebook:
 
     def codes(self, values_n: Tensor) -> Tensor:
         """Return the number of the value that stands for each, uint8 (n,)."""
-        return vectors.above(values_n, self.walls)
+        return packing.above(values_n, self.walls)
 
 
 def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = None) -> Codebook:
@@ -55,7 +55,7 @@ def learn(values_n: Tensor, size: int, rate: float = 0.0, zeros: int | None = No
         zeros: There are so many zeros beside the values, and zero is one of the values learned.
     """
     step = max(1, values_n.numel() // LEARNED_FROM)
-    sorted_n = vectors.ascending(vectors.sample(values_n, step))
+    sorted_n = packing.ascending(packing.sample(values_n, step))
     if not len(sorted_n):
         return _between(values_n.new_zeros(0 if zeros is None else 1).double())
     if rate == 0:

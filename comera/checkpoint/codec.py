@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.checkpoint import pruning, vectors
+from comera.checkpoint import packing
 from comera.checkpoint.codebook import learn
 from comera.checkpoint.packing import codes_to_a_byte, from_gaps, pack, to_gaps, unpack
-from comera.checkpoint.record import Record
 from comera.checkpoint.streams import Bytes, DamagedError, StreamReader, Streams
+from comera.checkpoint.tree import Record
 
 
 class Section:
@@ -131,7 +131,7 @@ def write_change(
         The record, where kept entries lie (k,), and what will be read: error included, so that
         the next change makes up for it.
     """
-    size = vectors.norm(weight)
+    size = packing.norm(weight)
     if base is not None and _is_near(weight, base, size):
         kept, book, codes = _coded_change(weight, base, second, bits, rate, alpha)
         now = _changed(weight.shape, weight.dtype, base, kept, book, codes)
@@ -159,7 +159,7 @@ _MOST_ZEROS = 1 / 256
 
 def distance(weight: Tensor, other: Tensor) -> float:
     """Return the root of the sum of squared differences; not finite if one is not."""
-    return vectors.norm(weight.float() - other.float())
+    return packing.norm(weight.float() - other.float())
 
 
 def _is_near(weight: Tensor, base: Tensor, size: float) -> bool:
@@ -177,7 +177,7 @@ def _coded_change(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return where changed entries are kept, a few values, and each entry's number among them."""
     change = (weight.detach().float() - base.float()).reshape(-1)
-    mask = pruning.changed_weights(change, second, alpha)
+    mask = packing.changed_weights(change, second, alpha)
     worth = min(rate * _worth_of_bits(weight, change), max(rate, _DEAREST))
     return _quantised(change, mask, bits, worth)
 
@@ -230,14 +230,14 @@ def _quantised(
 
     With a price on bits, zero is one of the values, and what is nearest to it is not kept either.
     """
-    kept = vectors.positions(mask)
+    kept = packing.positions(mask)
     if not rate:
         learned = learn(change[kept], 2**bits - 1)
         return kept, learned.values, learned.codes(change[kept])
     learned = learn(change[kept], 2**bits, rate, zeros=len(change) - len(kept))
     codes = learned.codes(change[kept])
     zero = int((learned.values == 0).nonzero())
-    some = vectors.positions(codes != zero)
+    some = packing.positions(codes != zero)
     codes = codes[some]
     codes -= (codes > zero).to(torch.uint8)
     return kept[some], learned.values[learned.values != 0], codes
@@ -254,7 +254,7 @@ def read_change(
         book = read_floats(section, record.books[0])
         packed = section.read("codes of all", -(-below // codes_to_a_byte(len(book) + 1)))
         codes = torch.from_numpy(unpack(packed, len(book) + 1, below))
-        kept = vectors.positions(codes > 0)
+        kept = packing.positions(codes > 0)
         codes = codes[kept] - 1
         _check_codes(codes, len(book))
     else:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from comera.checkpoint.tree import Skeleton, check_holdable, take_apart
-from comera.nn.undisturbed import Undisturbed
+from comera.params import Undisturbed
 
 Treatment = Literal["exact", "lossy", "skip"]
 

@@ -2,12 +2,26 @@
 
 The losses of layers' directions are comparable, so one price for a parameter decides everywhere:
 a direction stays if it saves more loss than its parameters cost. The price is found by bisection.
+
+Read and write budgets: shares of the parameters, or their bytes with a unit.
+
+What becomes of the layers of a model under a budget: a tuple that prints itself.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from comera.extras import needed_by
+from comera.planning.printing import table_html, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 _STEPS = 200
 _LEAST, _MOST = 1e-60, 1e60
@@ -94,3 +108,110 @@ def _spend(ranks: list[int | None], choices: Sequence[Choice], budget: int) -> l
 
 def _size(choices: Sequence[Choice], ranks: Sequence[int | None]) -> int:
     return sum(one.size(rank) for one, rank in zip(choices, ranks, strict=True))
+
+
+_UNITS = {
+    "k": 1000, "K": 1000, "M": 1000**2, "G": 1000**3,
+    "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3,
+}  # fmt: skip
+
+
+def parse_budget(budget: float | str) -> float | int:
+    """Return a budget as a share (float), or as bytes (int) where it is text with a unit.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(budget, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]|[KMG]i)B", budget)
+        if found and float(found[1]) > 0:
+            return int(float(found[1]) * _UNITS[found[2]])
+    elif isinstance(budget, float) and 0 < budget < 1:
+        return budget
+    raise ValueError(
+        f"budget={budget!r} must be between 0 and 1, the share of parameters kept, or the bytes of "
+        f'all parameters with a unit, as "60MB" or "60MiB"{percent_meant(budget)}'
+    )
+
+
+def percent_meant(budget: object) -> str:
+    """Return words to add to an error where a number or text looks like so many percent."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(budget))
+    if isinstance(budget, bool) or not found or not 2 <= float(found[1]) < 100:
+        return ""
+    return f"; {found[1]} % is budget={float(found[1]) / 100:.6g}"
+
+
+def smallest_budget(least: int, total: int, in_bytes: bool) -> str:
+    """Write the smallest budget that leaves ``least`` of ``total`` parameters, or bytes of them."""
+    if in_bytes:
+        return f'budget="{math.ceil(least / 100) / 10:.1f}kB"'
+    return f"budget={math.ceil(1e4 * least / total) / 1e4}"
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """What becomes of one layer.
+
+    Attributes:
+        name: As in ``named_modules``.
+        dense_params: Entries of the weight it had.
+        params: Entries of what it has now, gates included.
+        rank: Of its two factors, or of the middle bond; None where it stays dense.
+        loss: By how much this is predicted to raise the loss, to second order.
+        order: Of the tensor train; 1 is two factors.
+    """
+
+    name: str
+    dense_params: int
+    params: int
+    rank: int | None
+    loss: float
+    order: int = 1
+
+
+class CompressedLayers(tuple[CompressedLayer, ...]):
+    """One :class:`CompressedLayer` for each targeted layer; prints itself, also in Jupyter."""
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
+        with needed_by("to_pandas()"):
+            import pandas as pd
+
+        return pd.DataFrame([vars(layer) for layer in self])
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return header and cells as text."""
+        return ("layer", "dense", "now", "rank", "predicted loss"), [
+            (
+                layer.name,
+                f"{layer.dense_params:,}",
+                f"{layer.params:,}",
+                "dense" if layer.rank is None else str(layer.rank),
+                f"{layer.loss:.3g}",
+            )
+            for layer in self
+        ]
+
+    def table(self) -> str:
+        """Return the rows as a table of text."""
+        return text_table("layers", *self.rows(), names=0)
+
+    def summary(self) -> str:
+        """Return a line of totals."""
+        kept = sum(layer.rank is None for layer in self)
+        params = sum(layer.params for layer in self)
+        dense = sum(layer.dense_params for layer in self)
+        loss = sum(layer.loss for layer in self)
+        return (
+            f"{len(self)} layers: {params:,} parameters of {dense:,}, {kept} stay dense, "
+            f"predicted rise of the loss {loss:.3g}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(*self.rows(), note=self.summary())

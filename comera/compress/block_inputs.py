@@ -3,15 +3,30 @@
 Blocks follow each other, each given what the one before has returned; what else they are given, as
 masks and positions, does not depend on that. So a model whose blocks return their input unchanged
 shows how each of them is called.
+
+A model without its numbers, parts of which are filled from files for a while.
+
+Blocks that are compressed already, in files, until all of them are.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from comera.compress.allocate import CompressedLayer
+from comera.extras import listed
+from comera.files import replacing
+from comera.saved.description import describe_layers
+from comera.saved.rebuild import rebuild_
+from comera.saved.shards import Shards, read_tensor
 
 
 @dataclass
@@ -142,3 +157,220 @@ def record_calls(
             "some blocks are called more often than others: they cannot be compressed one by one"
         )
     return found
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Make models whose parameters hold no numbers; their buffers do.
+
+    Each parameter goes to the ``meta`` device as soon as a module has it, ties included.
+    """
+    before = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        before(module, name, param)
+        if param is not None and not param.is_meta:
+            empty = nn.Parameter(param.to("meta"), param.requires_grad)
+            vars(empty).update(vars(param))
+            module._parameters[name] = empty
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+class Filler:
+    """Fills parts of a model on the ``meta`` device from files.
+
+    Args:
+        model: Its parameters, and buffers on ``meta``, are looked for by name. Buffers with numbers
+            get those of the files, where they have any.
+        shards: The files.
+
+    Raises:
+        ValueError: If a tensor is missing or of another shape, or a buffer has numbers nowhere.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards) -> None:
+        self.shards = shards
+        self.name_of: dict[int, str] = {}
+        self.unused = set(shards.file_of)
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta and name in shards.file_of:
+                buffer.copy_(shards.read(name))
+                self.unused.discard(name)
+        missing = []
+        wanted: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            if tensor.is_meta:
+                wanted.setdefault(id(tensor), []).append(name)
+                tensors[id(tensor)] = tensor  # keeps the id its own
+        for key, names in wanted.items():
+            found = [name for name in names if name in shards.file_of]
+            if found:
+                self.name_of[key] = found[0]
+                self.unused -= set(names)
+            else:
+                missing.append(names[0])
+        buffers = [name for name, buffer in model.named_buffers() if name in missing]
+        if buffers:
+            raise ValueError(
+                f"{listed(buffers)}: buffers without numbers, which are in no file either: give a "
+                "function that makes the model, instead of a model on the meta device"
+            )
+        if missing:
+            raise ValueError(
+                f"{shards.folder} has no tensor for {listed(missing)}; it has "
+                f"{listed(sorted(self.unused)) or 'no others'}: the files are of another model"
+            )
+        self._held = tensors
+
+    def read(self, like: Tensor) -> Tensor:
+        """Read the numbers of a parameter or buffer, in its own dtype.
+
+        Raises:
+            ValueError: If they are of another shape.
+        """
+        name = self.name_of[id(like)]
+        found = self.shards.read(name)
+        if found.shape != like.shape:
+            raise ValueError(
+                f"{name} is {tuple(found.shape)} in {self.shards.file_of[name]} and "
+                f"{tuple(like.shape)} in the model: the files are of another model"
+            )
+        return found.to(like.dtype)
+
+    @contextmanager
+    def filled(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+        """Let a module have its numbers for a while; afterwards it has none again.
+
+        Layers that were put in the place of others meanwhile go to the ``meta`` device too.
+        """
+        places: list[tuple[Any, str, Tensor]] = []
+        made: dict[int, Tensor] = {}
+        for part in module.modules() if recurse else [module]:
+            for kind in (part._parameters, part._buffers):
+                for key, tensor in kind.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in made:
+                        real = self.read(tensor)
+                        if isinstance(tensor, nn.Parameter):
+                            real = nn.Parameter(real, tensor.requires_grad)
+                        made[id(tensor)] = real
+                    kind[key] = made[id(tensor)]  # type: ignore[assignment]
+                    places.append((kind, key, tensor))
+        try:
+            yield
+        finally:
+            for kind, key, tensor in places:
+                kind[key] = tensor
+
+    @contextmanager
+    def filled_when_called(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Fill each of these modules, without those inside it, once it is called."""
+        with ExitStack() as stack:
+
+            def fill(module: nn.Module, _: Any) -> None:
+                stack.enter_context(self.filled(module, recurse=False))
+
+            handles = [module.register_forward_pre_hook(fill) for module in modules]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+
+def empty_layers_(block: nn.Module) -> None:
+    """Move parameters that still have numbers to the ``meta`` device, in place."""
+    moved: dict[int, nn.Parameter] = {}
+    for part in block.modules():
+        for key, param in part._parameters.items():
+            if param is not None and not param.is_meta:
+                if id(param) not in moved:
+                    empty = torch.empty_like(param, device="meta")
+                    moved[id(param)] = nn.Parameter(empty, param.requires_grad)
+                part._parameters[key] = moved[id(param)]
+
+
+_KEY = "comera_blocks"
+
+
+class UnfinishedBlocks:
+    """A folder with a file for each block, and what the next one is given.
+
+    Args:
+        folder: Is made if need be.
+        about: What the work depends on, as JSON can hold it.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self.folder, self.about = folder, json.loads(json.dumps(about))
+        self._states = folder / "states.safetensors"
+
+    def go_on(self, states: list[Tensor]) -> int:
+        """Return how many blocks are done, with what the next one is given in ``states``.
+
+        Raises:
+            ValueError: If the folder is of other work, or damaged.
+        """
+        if not self._states.exists():
+            return 0
+        try:
+            with safe_open(self._states, "pt") as file:
+                noted = json.loads((file.metadata() or {})[_KEY])
+                read = [file.get_tensor(str(k)).clone() for k in range(len(states))]
+        except (SafetensorError, KeyError, ValueError):
+            read, noted = [], {"about": {}}
+        wrong = [key for key, value in self.about.items() if noted["about"].get(key) != value]
+        if wrong:
+            raise ValueError(
+                f"{self.folder} is of a call with another {wrong[0]}: repeat that call to go on "
+                "with it, or remove the folder"
+            )
+        states[:] = read
+        return noted["done"]
+
+    def add(
+        self, k: int, block: nn.Module, layers: Sequence[CompressedLayer], after: Sequence[Tensor]
+    ) -> None:
+        """Write a block, and then what it hands on."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensors[name] = tensor.detach().contiguous()
+        noted = {"layers": [asdict(one) for one in layers], "described": describe_layers(block)}
+        with replacing(self._file(k)) as temporary:
+            save_file(tensors, temporary, {_KEY: json.dumps(noted)})
+        states = {str(number): state.contiguous() for number, state in enumerate(after)}
+        done = {"about": self.about, "done": k + 1}
+        with replacing(self._states) as temporary:
+            save_file(states, temporary, {_KEY: json.dumps(done)})
+
+    def put_layers_(self, k: int, block: nn.Module) -> None:
+        """Give a dense block the layers that it has been given before, without numbers."""
+        rebuild_(block, self._noted(k)["described"])
+
+    def layers(self, k: int) -> list[CompressedLayer]:
+        """Return what became of a block's layers, under their names in the block."""
+        return [CompressedLayer(**one) for one in self._noted(k)["layers"]]
+
+    def tensor(self, k: int, name: str) -> Tensor:
+        """Read one tensor of a block, by its name in the block."""
+        return read_tensor(self._file(k), name)
+
+    def _noted(self, k: int) -> dict[str, Any]:
+        with safe_open(self._file(k), "pt") as file:
+            return json.loads(file.metadata()[_KEY])
+
+    def _file(self, k: int) -> Path:
+        return self.folder / f"block-{k:04d}.safetensors"

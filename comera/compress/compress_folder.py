@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.compress.block_inputs import Calls, find_blocks, record_calls
-from comera.compress.budget import percent_meant
+from comera.compress.allocate import CompressedLayer, CompressedLayers, percent_meant
+from comera.compress.block_inputs import (
+    Calls,
+    Filler,
+    UnfinishedBlocks,
+    empty_layers_,
+    find_blocks,
+    parameters_on_meta,
+    record_calls,
+)
 from comera.compress.compress import Compression, compress_
-from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
 from comera.compress.linear_targets import Layer, linear_targets
-from comera.compress.meta_model import Filler, empty_layers_, parameters_on_meta
 from comera.compress.sensitivity import look_at
-from comera.compress.unfinished_blocks import UnfinishedBlocks
+from comera.extras import listed
 from comera.files import replacing
-from comera.names import listed
-from comera.nn.evaluation_mode import evaluation_mode
-from comera.nn.every_layer_called import every_layer_called
-from comera.nn.model_size import model_size
+from comera.nn.evaluation_mode import evaluation_mode, every_layer_called, model_size
 from comera.saved.description import describe
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
 from comera.saved.shards import INDEX, Shards, write_by_tensor

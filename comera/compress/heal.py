@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.evaluation_mode import evaluation_mode
-from comera.nn.every_layer_called import every_layer_called
+from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.nn.module import TensorTrainModule, check_model
 
 log = logging.getLogger("comera")

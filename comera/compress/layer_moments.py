@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from comera.compress.linear_targets import Layer, weight_OI
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode
-from comera.nn.every_layer_called import every_layer_called
+from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 
 log = logging.getLogger("comera")
 

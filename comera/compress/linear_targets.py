@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from comera.names import listed
-from comera.nn.config import TTConfig
-from comera.nn.targets import find_targets, other_holders, tied_groups
+from comera.extras import listed
+from comera.nn.targets import TTConfig, find_targets, other_holders, tied_groups
 
 log = logging.getLogger("comera")
 

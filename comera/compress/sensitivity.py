@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from comera.compress.allocate import Choice, allocate
-from comera.compress.budget import parse_budget, smallest_budget
-from comera.compress.compressed_layers import CompressedLayer, CompressedLayers
+from comera.compress.allocate import (
+    Choice,
+    CompressedLayer,
+    CompressedLayers,
+    allocate,
+    parse_budget,
+    smallest_budget,
+)
 from comera.compress.layer_moments import LayerMoments, LossFn, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
-from comera.nn.model_size import model_size
-from comera.planning.figures import empty_figure
-from comera.planning.printing import show_bytes, table_html
-from comera.planning.text_table import text_table
+from comera.nn.evaluation_mode import model_size
+from comera.planning.printing import empty_figure, show_bytes, table_html, text_table
 
 if TYPE_CHECKING:
     import pandas as pd

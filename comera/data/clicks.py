@@ -19,9 +19,18 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from comera.data.click_files import Columns, columns_of, find_file, read_chunks
-from comera.data.click_rows import CATEGORIES, RARE, ClickRows, Field, transformed
-from comera.data.digests import (
+from comera.data.click_files import (
+    CATEGORIES,
+    RARE,
+    ClickRows,
+    Columns,
+    Field,
+    columns_of,
+    find_file,
+    read_chunks,
+    transformed,
+)
+from comera.data.vocabulary import (
     array_digest,
     changed_meanwhile,
     check_unchanged,

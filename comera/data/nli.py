@@ -18,23 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera.data.digests import array_digest, changed_meanwhile, content_digest, short_digest
 from comera.data.vocabulary import (
     CLS,
     PAD,
     SEP,
+    array_digest,
     as_array,
     cached_arrays,
+    changed_meanwhile,
+    content_digest,
     find_vocabulary,
     frequency_order,
     from_array,
     load_word_pieces,
     renumbered,
     save_arrays,
+    short_digest,
     train_word_pieces,
 )
-from comera.files import cache_folder
-from comera.text_files import naming_what_is_no_text
+from comera.files import cache_folder, naming_what_is_no_text
 
 log = logging.getLogger("comera")
 

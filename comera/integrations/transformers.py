@@ -4,7 +4,6 @@ Importing this module imports transformers, and lets ``from_pretrained`` know co
 """
 
 from comera.integrations.pretrained import TensorTrainConfig, attach_
-from comera.integrations.trainer_groups import set_optimizer_groups_
-from comera.integrations.trainer_ranks import RankCallback, learn_ranks_
+from comera.integrations.trainer_ranks import RankCallback, learn_ranks_, set_optimizer_groups_
 
 __all__ = ["RankCallback", "TensorTrainConfig", "attach_", "learn_ranks_", "set_optimizer_groups_"]

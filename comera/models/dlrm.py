@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from comera.nn.collection import Bags, TTEmbeddingBagCollection
 from comera.nn.init import Init
-from comera.nn.linear_base import CompressedLinear
+from comera.nn.linear import CompressedLinear
 from comera.nn.table import TTTable
 
 

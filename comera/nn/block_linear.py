@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from comera.block_shape import BTTShape
 from comera.nn.decompose import check_tolerance
 from comera.nn.init import Init
-from comera.nn.linear_base import CompressedLinear, check_linear
+from comera.nn.linear import CompressedLinear, check_linear
 from comera.nn.module import PRUNE_BELOW, params_of
 from comera.ops.cores import open_gate
 from comera.ops.linear.blocks import (
@@ -20,7 +19,7 @@ from comera.ops.linear.blocks import (
 )
 from comera.ops.linear.tt_linear import check_width
 from comera.planning.products import Layer
-from comera.shapes import only_one
+from comera.shapes import BTTShape, only_one
 
 
 class BTTLinear(CompressedLinear):

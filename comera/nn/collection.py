@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.own_pass import is_as_noted, passes_of
+from comera.nn.embedding import TTEmbeddingBag
+from comera.nn.fused import is_as_noted, passes_of
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
-from comera.ops.table.slices import Request, read_factors_of
+from comera.ops.table.table_factors import Request, read_factors_of
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8

@@ -8,23 +8,18 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from comera.block_shape import BTTShape
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
-from comera.nn.config import TTConfig
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
-from comera.nn.experts import experts_apart, fuse_experts_
-from comera.nn.forms import as_torch, form_of, from_torch
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.evaluation_mode import input_moments, output_error
+from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.init import Init
-from comera.nn.linear import TTLinear
-from comera.nn.linear_base import CompressedLinear
+from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
-from comera.nn.output_error import input_moments, output_error
-from comera.nn.pointwise import TTPointwise
 from comera.nn.swap import swap_layers_
 from comera.nn.table import TTTable
 from comera.nn.targets import (
+    TTConfig,
     check_patterns,
     find_targets,
     matches,
@@ -32,7 +27,8 @@ from comera.nn.targets import (
     tied_groups,
 )
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
-from comera.planning.break_even import break_even
+from comera.planning.planner import break_even
+from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
 

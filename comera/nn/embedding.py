@@ -1,4 +1,7 @@
-"""Lookups in a table held as a tensor-train matrix with trainable ranks."""
+"""Lookups in a table held as a tensor-train matrix with trainable ranks.
+
+Sums, means and maxima over bags of rows of a table held as a tensor-train matrix.
+"""
 
 from collections.abc import Sequence
 
@@ -7,6 +10,8 @@ from torch import Tensor, nn
 
 from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
+from comera.ops.dispatch import is_eager, may_read_values
+from comera.ops.table.distinct_rows import check_integers, check_range
 from comera.shapes import TTMShape
 
 
@@ -139,3 +144,266 @@ class TTEmbedding(TTTable):
     def to_dense(self) -> nn.Embedding:
         """Return the :class:`torch.nn.Embedding` this layer stands for."""
         return self._to(nn.Embedding)
+
+
+class TTEmbeddingBag(TTTable):
+    """Drop-in for :class:`torch.nn.EmbeddingBag` over a table held as rank-gated TTM cores.
+
+    ``forward`` takes what torch's takes: bags as rows of a 2-d input, or a 1-d input with
+    ``offsets``; ``per_sample_weights`` with ``mode="sum"``; padding entries are left out of their
+    bags. With ``include_last_offset`` entries after the last offset are in no bag; on a GPU, and
+    compiled, there must be none.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        max_norm: Not supported: rows share cores, so one row cannot be renormalised.
+        norm_type: Only here to keep torch's positional order.
+        scale_grad_by_freq: Not supported.
+        mode: ``"sum"``, ``"mean"`` or ``"max"`` of the rows of a bag.
+        sparse: Accepted and without effect: the gradients of the cores are small and dense.
+        include_last_offset: Whether the last offset is the end of the last bag.
+        padding_idx: A row whose entries are left out of their bags.
+        device: Device of the parameters.
+        dtype: Type of the cores; gates are float32 or wider.
+        rank: Bound on every bond, or a list of all inner bonds. 32 if nothing is said.
+        shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`. If not given, modes that
+            lookups are fast with.
+        order: Number of cores when ``shape`` does not say.
+        compression: Instead of ``rank``: how many times fewer parameters than the dense rows.
+        hot_rows: The first rows kept as a plain dense table, the train standing for the others.
+        hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+        scatter_rows: Keep indices that follow each other far apart in the train, as
+            :class:`TTEmbedding` does; by default where there are no hot rows.
+        prune_below: A gate at or below this is a pruned rank.
+
+    Shapes:
+        output ``(bags, embedding_dim)``.
+
+    Raises:
+        ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
+            CPU), weights do not fit the input, or there are entries and no bags.
+        TypeError: If indices are no whole numbers.
+        IndexError: If an index is no row (on the CPU).
+        NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
+    """
+
+    __constants__ = (
+        "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "mode",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: TTMShape | Sequence[Sequence[int]] | None = None,
+        order: int = 4,
+        compression: float | None = None,
+        hot_rows: int = 0,
+        hot_rank: int | None = None,
+        scatter_rows: bool | None = None,
+        prune_below: float = PRUNE_BELOW,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} must be 'sum', 'mean' or 'max'")
+        super().__init__()
+        self._build_table(
+            num_embeddings, embedding_dim, padding_idx=padding_idx, max_norm=max_norm,
+            norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
+            hot_rows=hot_rows, hot_rank=hot_rank, scatter_rows=scatter_rows,
+            prune_below=prune_below, device=device, dtype=dtype,
+            rank=rank, shape=shape, order=order, compression=compression,
+        )  # fmt: skip
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        self._check_there(input)
+        flat, starts, weights = self._request(input, offsets, per_sample_weights)
+        if self.mode == "max":
+            return self._maxima(flat, starts)
+        return self._bags(flat, starts, weights)
+
+    def _request(
+        self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all entries, where each bag begins, and the entries' weights, none for ``max``."""
+        check_integers(input)
+        flat, starts = self._laid_out(input, offsets)
+        check_range(input if input.dim() == 2 else flat, self.num_embeddings)
+        if weights is not None:
+            self._check_weights(input, weights)
+            weights = weights.reshape(-1)[: flat.shape[0]]
+        return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
+
+    def _laid_out(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return all entries one after the other, and where each bag begins."""
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    "offsets are for a 1-d input; the bags of this 2-d input are its "
+                    f"{input.shape[0]} rows"
+                )
+            starts = torch.arange(input.shape[0], device=input.device) * input.shape[1]
+            return input.reshape(-1), starts
+        if input.dim() != 1:
+            raise ValueError(f"input has shape {tuple(input.shape)}; it must be 1-d or 2-d")
+        if offsets is None:
+            raise ValueError("a 1-d input needs offsets: where each bag begins in it")
+        known = _check_offsets(offsets, input.shape[0], self.include_last_offset)
+        if not self.include_last_offset:
+            return input, offsets
+        return input[: int(offsets[-1])] if known else input, offsets[:-1]
+
+    def _weights(self, flat: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor | None:
+        """Return the weight of every entry in the sum of its bag; None for ones."""
+        if self.padding_idx is None and self.mode == "sum":
+            return weights
+        dtype = self.cores[0].dtype
+        counted = torch.ones_like(flat, dtype=dtype)
+        if self.padding_idx is not None:
+            counted = (flat != self.padding_idx).to(dtype)
+        if self.mode == "sum":
+            return counted if weights is None else weights * counted
+        each = torch.arange(flat.shape[0], device=flat.device)
+        bag = torch.searchsorted(starts, each, right=True)
+        wide = counted.double() if flat.device.type == "cpu" else counted.float()
+        sizes = wide.new_zeros(starts.shape[0] + 1).index_add_(0, bag, wide)
+        return counted / sizes.clamp(min=1).index_select(0, bag).to(dtype)
+
+    def _maxima(self, flat: Tensor, starts: Tensor) -> Tensor:
+        rows = self._rows(flat)
+        # Every entry gets a row of its own, so torch's bag arithmetic serves unchanged.
+        count, padding = flat.shape[0], None
+        entries = torch.arange(count, device=flat.device)
+        # torch refuses an empty table; in a graph, how many there are is not known yet
+        if self.padding_idx is not None or not is_eager() or not count:
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        if self.padding_idx is not None:
+            padding = count
+            entries = torch.where(flat == self.padding_idx, padding, entries)
+        return nn.functional.embedding_bag(
+            entries, rows, starts.long(), mode="max", padding_idx=padding
+        )
+
+    def _check_weights(self, input: Tensor, weights: Tensor) -> None:
+        if self.mode != "sum":
+            raise NotImplementedError(
+                f"per_sample_weights need mode='sum', this bag has mode={self.mode!r}"
+            )
+        if weights.shape != input.shape:
+            raise ValueError(
+                f"per_sample_weights have shape {tuple(weights.shape)}, "
+                f"the input {tuple(input.shape)}"
+            )
+        dtype = self.cores[0].dtype
+        if weights.dtype != dtype:
+            raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
+
+    @classmethod
+    def from_embedding_bag(
+        cls,
+        embedding_bag: nn.EmbeddingBag,
+        *,
+        rank: int | Sequence[int] | None = None,
+        shape: TTMShape | Sequence[Sequence[int]] | None = None,
+        order: int = 4,
+        compression: float | None = None,
+        tolerance: float | None = None,
+        hot_rows: int = 0,
+        hot_rank: int | None = None,
+        prune_below: float = PRUNE_BELOW,
+    ) -> "TTEmbeddingBag":
+        """Approximate a dense table by TT-SVD; mode and padding are those of the dense layer.
+
+        Args:
+            embedding_bag: The dense table.
+            rank: Bound on every bond, or a list of all inner bonds; 32 if no size is given.
+            shape: ``(row_modes, col_modes)`` or a :class:`~comera.TTMShape`; modes that lookups are
+                fast with if None.
+            order: Number of cores when ``shape`` does not say.
+            compression: Instead of a rank: how many times fewer parameters than the dense rows.
+            tolerance: Instead of a rank: bound on the relative Frobenius error of those rows.
+            hot_rows: The first rows, kept as a plain dense table; the train stands for the others.
+            hot_rank: Instead of dense, hold the hot rows as so many coordinates each in one basis.
+            prune_below: A gate at or below this is a pruned rank.
+
+        Raises:
+            ValueError: If more than one of rank, compression and tolerance is given, or modes or
+                ranks do not fit the table.
+            TypeError: If ``embedding_bag`` is no torch embedding.
+            NotImplementedError: If it has a ``max_norm`` or ``scale_grad_by_freq``.
+        """
+        return cls._from_dense(
+            embedding_bag,
+            rank=rank,
+            compression=compression,
+            tolerance=tolerance,
+            hot_rows=hot_rows,
+            hot_rank=hot_rank,
+            fit={"shape": shape, "order": order},
+            prune_below=prune_below,
+            mode=embedding_bag.mode,
+            include_last_offset=embedding_bag.include_last_offset,
+        )
+
+    def to_dense(self) -> nn.EmbeddingBag:
+        """Return the :class:`torch.nn.EmbeddingBag` this layer stands for."""
+        return self._to(
+            nn.EmbeddingBag, mode=self.mode, include_last_offset=self.include_last_offset
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _check_offsets(offsets: Tensor, entries: int, with_end: bool) -> bool:
+    """Check that offsets cut the entries into bags; their values only on the CPU.
+
+    Returns:
+        Whether the values could be read.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if offsets.dim() != 1:
+        raise ValueError(f"offsets have shape {tuple(offsets.shape)}; they must be 1-d")
+    if with_end and not offsets.shape[0]:
+        raise ValueError("offsets are empty; with include_last_offset the end of the input is one")
+    known = may_read_values(offsets)
+    if offsets.shape[0] == with_end and not (known and with_end) and entries:
+        # torch reads past the end of such offsets
+        raise ValueError(f"offsets begin no bag, and the input has {entries} entries for bags")
+    if not offsets.numel() or not known:
+        return False
+    if offsets[0] != 0:
+        raise ValueError(f"offsets[0]={int(offsets[0])} must be 0, where the first bag begins")
+    falling = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falling):
+        k = int(falling[0])
+        raise ValueError(
+            f"offsets must not decrease: offsets[{k + 1}]={int(offsets[k + 1])} comes after "
+            f"offsets[{k}]={int(offsets[k])}"
+        )
+    if offsets[-1] > entries:
+        k = int((offsets > entries).nonzero()[0])
+        raise ValueError(
+            f"offsets[{k}]={int(offsets[k])} is past the end of an input of {entries} entries"
+        )
+    return True

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.layers_together import LayersTogether
+from comera.nn.batched_contraction import LayersTogether
 from comera.nn.linear import TTLinear
-from comera.nn.module import params_of, tensor_trains
-from comera.nn.shared import Shared, versions_of
+from comera.nn.module import Shared, params_of, tensor_trains, versions_of
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete

@@ -3,6 +3,10 @@
 A model written with these functions runs with layers of any kind. Where they are
 :class:`~comera.TTLinear`, the batch is read once instead of once a layer, and the wide hidden
 activation of a feed-forward part is never kept.
+
+Say whether to call a module is to compute what its class was written to, and nothing more.
+
+Only then may others compute it in its place: a hook or a patch would be skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +17,50 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
-from comera.nn.own_pass import is_as_noted, passes_of
+from comera.nn.module import TensorTrainModule
 from comera.ops.attention import attend
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.gated_feed_forward import gated_feed_forward as gated_by_factors
-from comera.ops.linear.thin import times_left
-from comera.ops.linear.tt_linear import factorized_linears
+from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
+
+_CALL = nn.Module.__call__
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Check for hooks on a module's passes: it must then run by itself, or they are skipped.
+
+    A forward pass of its own counts as one, as accelerate hooks its modules, and so does what has
+    been patched into its class, or into all modules, for being called.
+    """
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks) or "forward" in vars(module) or type(module).__call__ is not _CALL
+
+
+def has_pass_of_its_own(module: nn.Module) -> bool:
+    """Say whether a pass was put on the object, or on a tensor train's class by somebody else."""
+    if "forward" in vars(module):
+        return True
+    ours: Any = type(module).forward
+    return isinstance(module, TensorTrainModule) and not ours.__module__.startswith("comera.")
+
+
+def passes_of(*kinds: Any) -> dict[Any, Any]:
+    """Note the forward pass of each class as it is now, for :func:`is_as_noted`."""
+    return {kind: kind.forward for kind in kinds}
+
+
+def is_as_noted(module: nn.Module, passes: dict[Any, Any]) -> bool:
+    """Say whether a module is of one of these very classes, not patched since, and not hooked."""
+    kind: Any = type(module)
+    return kind in passes and kind.forward is passes[kind] and not is_hooked(module)
+
 
 _PASSES = passes_of(TTLinear)
 

@@ -1,5 +1,11 @@
-"""A linear layer whose weight is a tensor train with trainable ranks."""
+"""A linear layer whose weight is a tensor train with trainable ranks.
 
+What linear layers share whose weight is held as cores, whatever its format.
+
+Linear tensor trains along another dimension than the last, such as 1 x 1 convolutions.
+"""
+
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,17 +14,155 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.linear_base import CompressedLinear, check_linear
-from comera.nn.module import PRUNE_BELOW, params_of
-from comera.nn.shared import may_share
+from comera.nn.init import Init
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
 from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
 from comera.ops.factors import Factors
-from comera.ops.linear.plain import plain_linear
-from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear, tt_to_dense
+from comera.ops.linear.tt_linear import (
+    factorized_linears,
+    plain_linear,
+    reconstructed_linear,
+    tt_to_dense,
+)
 from comera.planning.products import Layer
-from comera.shapes import TTShape, only_one, padded_rank
+from comera.shapes import LinearShape, TTShape, only_one, padded_rank
+
+
+class CompressedLinear(TensorTrainModule):
+    """A drop-in for :class:`torch.nn.Linear`: cores, gates and a bias.
+
+    Attributes:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: ``(out_features,)``, or None.
+    """
+
+    __constants__ = ("in_features", "out_features")
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+    shape: LinearShape  # type: ignore[assignment]
+
+    def _build_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        shape: LinearShape,
+        prune_below: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self._build(shape, prune_below, device, dtype)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
+        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
+
+        Args:
+            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
+            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
+        """
+        self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what layers agree in that cost the same at a batch."""
+        raise NotImplementedError
+
+    def at(self, tokens: int, *, together: int = 1) -> Layer:
+        """Describe this layer at a batch to the planner.
+
+        Args:
+            tokens: Rows of the batch.
+            together: How many layers of this kind contract their cores in the same calls.
+        """
+        raise NotImplementedError
+
+    def _weight_size(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def num_dense(self) -> int:
+        return self.in_features * self.out_features
+
+    @torch.no_grad()
+    def to_dense(self) -> nn.Linear:
+        """Return the :class:`torch.nn.Linear` this layer stands for."""
+        like = self.cores[0]
+        dense = nn.Linear(  # on meta, where nothing is drawn
+            self.in_features, self.out_features, self.bias is not None, "meta", like.dtype
+        ).to_empty(device=like.device)
+        dense.weight.copy_(self.dense_weight())
+        dense.weight.requires_grad_(any(core.requires_grad for core in self.cores))
+        if self.bias is not None:
+            dense.bias.copy_(self.bias)
+            dense.bias.requires_grad_(self.bias.requires_grad)
+        return dense.train(self.training)
+
+    @classmethod
+    @torch.no_grad()
+    def from_cores(
+        cls,
+        linear: Any,
+        shape: LinearShape,
+        cores: list[Tensor],
+        prune_below: float = PRUNE_BELOW,
+    ) -> Any:
+        """Make a layer of these cores that takes its bias and all else from a dense one.
+
+        Args:
+            linear: The dense layer.
+            shape: Modes and ranks.
+            cores: Tensors of the sizes ``shape.core_shapes``.
+            prune_below: A gate at or below this is a pruned rank.
+
+        Raises:
+            ValueError: If the sizes of the cores are others.
+        """
+        sizes = [tuple(core.shape) for core in cores]
+        if sizes != list(shape.core_shapes):
+            raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")
+        layer: Any = cls(
+            linear.weight.shape[1],
+            linear.weight.shape[0],
+            linear.bias is not None,
+            "meta",  # nothing is drawn there
+            linear.weight.dtype,
+            shape=shape,
+            prune_below=prune_below,
+        ).to_empty(device=linear.weight.device)
+        layer.set_cores_(cores)
+        if layer.bias is not None:
+            layer.bias.copy_(linear.bias)
+        layer.freeze_like_(linear)
+        return layer.train(linear.training)
+
+    def extra_repr(self) -> str:
+        widths = f"in_features={self.in_features}, out_features={self.out_features}"
+        ranks = self._describe_ranks(self.num_dense / max(1, self.num_stored))
+        return f"{widths}, bias={self.bias is not None}, {ranks}"
+
+
+def check_linear(linear: Any) -> tuple[int, int]:
+    """Return the input and output width of a dense layer.
+
+    Raises:
+        TypeError: If it has no weight ``(out, in)`` or no ``bias``.
+    """
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
+        raise TypeError(f"a layer with weight (out, in) and bias is needed, not {linear!r}")
+    return weight.shape[1], weight.shape[0]
 
 
 class TTLinear(CompressedLinear):
@@ -296,7 +440,7 @@ def _dense_from(
     """Return from how many rows on the dense weight is predicted faster; ``maxsize`` for never."""
     if device not in ("cpu", "cuda"):
         return sys.maxsize
-    from comera.planning.crossover import dense_from  # few layers have ranks so large
+    from comera.planning.products import dense_from  # few layers have ranks so large
 
     shape = TTShape(in_modes, out_modes, ranks)
     layer = Layer(shape, 1, in_features, out_features, bias, train)
@@ -307,3 +451,33 @@ def _dense_from(
 # What torch.compiler.assume_constant_result does: the planner runs when a graph is compiled and is
 # no part of it. Calling that would import the compiler, a second's work, with this package.
 _dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class TTPointwise(TTLinear):
+    """A :class:`~comera.TTLinear` along the dimension ``feature_dim``, counted from the last.
+
+    Args:
+        feature_dim: Where the features are in input and output; below zero.
+        linear: What :class:`~comera.TTLinear` takes.
+
+    Shapes:
+        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous
+        where the input is.
+    """
+
+    def __init__(self, *linear: Any, feature_dim: int = -1, **more: Any) -> None:
+        super().__init__(*linear, **more)
+        self.feature_dim = feature_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        return along(self.feature_dim, super().forward, input)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, feature_dim={self.feature_dim}"
+
+
+def along(feature_dim: int, function: Any, input: Tensor) -> Tensor:
+    """Call a function of tensors whose features are last on one that has them elsewhere."""
+    output = function(input.movedim(feature_dim, -1)).movedim(-1, feature_dim)
+    # As of a convolution: what comes after may take a view.
+    return output.contiguous() if input.is_contiguous() else output

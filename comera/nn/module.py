@@ -1,21 +1,83 @@
-"""What every tensor-train module shares: cores, gates, their ranks, their loading and moving."""
+"""What every tensor-train module shares: cores, gates, their ranks, their loading and moving.
+
+Tensors that were made for several modules together, which each of them uses for a while.
+
+Refuse tensor trains that are sharded, where they are needed whole.
+"""
 
 import logging
 import reprlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
-from comera.nn.shared import Shared, SharedGates, may_share, versions_of
 from comera.ops.context import machine_of
 from comera.ops.cores import is_open, rank_gate
 from comera.ops.dispatch import is_eager
-from comera.params import set_data_
+from comera.params import is_sharded, set_data_
 from comera.shapes import Shape, is_number
+
+
+class SharedGates(NamedTuple):
+    """The gates of one module as parts of all gates of a model in one vector.
+
+    What uses the gates more than once then sums its gradients in one place instead of one a gate.
+    """
+
+    flat: Tensor
+    start: int
+    parts: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Shared:
+    """The parameters behind what is shared with a module while a context is open.
+
+    Attributes:
+        params: The parameters.
+        versions: How often each had been written to in place by then; None where torch does not
+            count, as of parameters made under ``torch.inference_mode``.
+        renew: Contracts everything anew, for all modules.
+        thread: The only thread to use it, and only in passes that nobody computes again, because
+            the context is left before the backward pass; None for any, as of a
+            :class:`~comera.BatchedContraction`.
+        used: Gathers the ``id`` of each module that asked for it.
+    """
+
+    params: tuple[Tensor, ...]
+    versions: list[int] | None
+    renew: Callable[[], None]
+    thread: int | None = None
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def is_for_now(self) -> bool:
+        """Whether it may be used by the pass that runs now."""
+        if self.thread is None:
+            return True
+        # Such hooks are most often activation checkpointing, which computes the same again.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is None and self.thread == threading.get_ident()
+
+
+def versions_of(params: Sequence[Tensor]) -> list[int] | None:
+    """Return how often each was written to in place; None where torch does not count."""
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # an inference tensor
+        return None
+
+
+def may_share(made: Tensor, param: Tensor) -> bool:
+    """Check that a tensor made of a parameter has a gradient, if one is wanted now."""
+    return made.requires_grad or not (torch.is_grad_enabled() and param.requires_grad)
+
 
 PRUNE_BELOW = 1e-2
 """A gate at or below this is a pruned rank (CoMERA, arXiv 2405.14377)."""
@@ -374,3 +436,23 @@ def resize_(param: Tensor, size: Sequence[int]) -> None:
     """Give a parameter another shape, contents undefined; it stays the same object."""
     if param.shape != torch.Size(size):
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
+
+
+def check_unsharded(model: nn.Module, what: str) -> None:
+    """Raise ``ValueError`` if a parameter of a tensor-train layer is sharded.
+
+    Args:
+        model: Its tensor-train layers are checked.
+        what: Name of what needs them whole, for the message.
+    """
+    for name, layer in tensor_trains(model).items():
+        for key, param in layer.named_parameters():
+            if is_sharded(param):
+                raise ValueError(
+                    f"{what} needs whole tensor trains, and {f'{name}.{key}'.lstrip('.')} of shape "
+                    f"{tuple(param.shape)} is sharded (a DTensor, as fully_shard makes it). Leave "
+                    "the model whole in DistributedDataParallel, or shard its dense matrices alone "
+                    "(comera.train.sharded.shard_dense_): tensor trains are small. With all of it "
+                    "sharded, write a loop of your own with torch.optim.AdamW or SGD, without "
+                    "BatchedContraction, TrainStep and rank learning"
+                )

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
 from comera.nn.forward_sharing import share_in_forward_
-from comera.nn.own_pass import has_pass_of_its_own
+from comera.nn.fused import has_pass_of_its_own
 
 log = logging.getLogger("comera")
 

@@ -15,7 +15,7 @@ from comera.nn.init import Init
 from comera.nn.module import TensorTrainModule
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
-from comera.ops.table.indices import check_range
+from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 

@@ -1,17 +1,198 @@
-"""The layers of a model that a configuration means, and the weights they share."""
+"""The layers of a model that a configuration means, and the weights they share.
+
+Which layers :func:`~comera.tensorize_` picks, and how it shapes them.
+"""
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from comera.names import listed
-from comera.nn.config import TTConfig
+from comera.extras import did_you_mean, listed, names_misspelt
+from comera.nn.decompose import check_tolerance
 from comera.nn.forms import as_torch, form_of
-from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.init import Init
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
+from comera.shapes import check_whole_numbers, is_number, only_one, whole_number
+
+Rank = int | list[int]
+
+_LEAST = {"order": 1, "embedding_order": 2, "hot_rows": 0, "min_size": 0, "tokens": 1}
+"""Whole numbers, and how small each may be."""
+
+
+@names_misspelt
+@dataclass
+class TTConfig:
+    """How :func:`tensorize_` picks layers and shapes them.
+
+    Args:
+        rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which
+            every targeted linear layer must then fit. 32 if neither this nor ``compression`` is
+            given.
+        embedding_rank: Bound on the bonds of embeddings; if None, ``rank`` if that is an int, but
+            32 with ``linear_format="btt"``, whose ranks are no measure of theirs.
+        compression: Instead of ``rank``: how many times smaller each layer becomes.
+        tolerance: Instead of both, with ``init="svd"``: relative Frobenius error of each weight.
+        linear_format: ``"tt"`` makes linear layers tensor trains (:class:`~comera.TTLinear`), whose
+            weights are of low rank; ``"btt"`` block tensor trains (:class:`~comera.BTTLinear`),
+            whose blocks are. With ``"btt"`` the rank is one small number, 2 if none is given.
+        order: How many modes each side of a linear layer is split into, with ``"tt"``.
+        embedding_order: How many cores an embedding has.
+        target_modules: ``"all"``, ``"all-linear"`` or ``"all-embedding"``; any other string is a
+            regular expression that must match the whole module name; a list holds names or ends
+            of names (``"fc1"`` takes ``layers.0.fc1``).
+        exclude_modules: A regular expression or a list, like ``target_modules``; wins over it.
+        rank_pattern: Regular expression over the whole module name, to a rank that replaces
+            ``rank`` there. The first match counts.
+        shape_pattern: Regular expression to a pair of mode lists, like ``rank_pattern``.
+        hot_rows: Rows of every targeted embedding that stay out of the tensor train, counted from
+            row 0: dense rows.
+        hot_rank: Hold those rows as so many coordinates each in one shared basis, instead of dense.
+        hot_pattern: Regular expression over the whole module name, to ``[hot_rows, hot_rank]`` that
+            replace both there, like ``rank_pattern``; the rank may be null.
+        scatter_rows: Whether embeddings keep indices that follow each other far apart, see
+            :class:`~comera.TTEmbedding`; by default those without hot rows, and with ``init="svd"``
+            none.
+        min_size: Layers whose weight has fewer entries stay dense.
+        init: ``"orthogonal"`` draws new cores that give the dense weight the root mean square it
+            has now and equal singular values, ``"normal"`` independent normal ones of that
+            spread; where that weight is zero, the last core alone is, so that all can train;
+            ``"svd"`` approximates the present weight by TT-SVD. None is ``"orthogonal"``, and a
+            line in the log says that the weights which were there are gone.
+        tied: What to do with a weight that two targeted modules share: ``"skip"`` leaves both
+            dense, ``"share"`` keeps them tied over one set of cores, ``"untie"`` converts each.
+        prune_below: A gate at or below this is a pruned rank.
+        tokens: Rows of a training batch, that is batch size times length; 4096 if None, and in a
+            run what it has. Layers that are predicted to be slower or larger than dense at this
+            batch are named in the log, with a rank that would not be.
+    """
+
+    rank: Rank | None = None
+    embedding_rank: Rank | None = None
+    compression: float | None = None
+    tolerance: float | None = None
+    linear_format: Literal["tt", "btt"] = "tt"
+    order: int = 3
+    embedding_order: int = 4
+    target_modules: str | list[str] = "all"
+    exclude_modules: str | list[str] | None = None
+    rank_pattern: dict[str, Rank] = field(default_factory=dict)
+    shape_pattern: dict[str, list[list[int]]] = field(default_factory=dict)
+    hot_rows: int = 0
+    hot_rank: int | None = None
+    hot_pattern: dict[str, list[int | None]] = field(default_factory=dict)
+    scatter_rows: bool | None = None
+    min_size: int = 0
+    init: Init | Literal["svd"] | None = None
+    tied: Literal["skip", "share", "untie"] = "skip"
+    prune_below: float = PRUNE_BELOW
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        init = self.init or "orthogonal"
+        _one_of("init", init, ("orthogonal", "normal", "svd"))
+        _one_of("tied", self.tied, ("skip", "share", "untie"))
+        _one_of("linear_format", self.linear_format, ("tt", "btt"))
+        if self.linear_format == "btt" and self.order != type(self).order:
+            raise ValueError(
+                f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
+                "shape_pattern says how many"
+            )
+        for name in ("target_modules", "exclude_modules"):
+            _check_names(name, getattr(self, name))
+        for name in ("rank_pattern", "shape_pattern", "hot_pattern"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a dict of patterns; {{}} for none"
+                )
+        for name, rank in self._ranks():
+            try:
+                bonds = [whole_number(bond) for bond in ([rank] if isinstance(rank, int) else rank)]
+            except TypeError:
+                raise ValueError(f"{name}={rank!r} must be an int or a list of ints") from None
+            if any(bond < 1 for bond in bonds):
+                raise ValueError(f"{name}={rank} must be at least 1 on every bond")
+        for pattern, hot in self.hot_pattern.items():
+            if len(hot) != 2 or hot[0] is None:
+                raise ValueError(
+                    f"hot_pattern[{pattern!r}]={hot} must be two numbers, hot_rows and hot_rank"
+                )
+        self._check_numbers()
+        if self.scatter_rows and self.init == "svd":
+            raise ValueError('scatter_rows=True: with init="svd" every row keeps its place')
+        if self.tolerance is not None and self.init != "svd":
+            raise ValueError(
+                f"tolerance={self.tolerance} is an error against the present weight: "
+                f'it needs init="svd", not init={init!r}'
+            )
+        only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
+
+    def _check_numbers(self) -> None:
+        """Refuse what no layer can have where it is written, rather than at the first layer."""
+        times, gate = self.compression, self.prune_below
+        if times is not None and not (is_number(times) and times > 1):
+            raise ValueError(
+                f"compression={times!r} must be above 1: 10 means ten times fewer parameters"
+            )
+        if not (is_number(gate) and 0 <= gate < 1):
+            raise ValueError(f"prune_below={gate!r} must be in [0, 1): gates start at 1")
+        check_tolerance(self.tolerance)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_whole_numbers(**{name: value})
+                if value < least:
+                    raise ValueError(f"{name}={value} must be at least {least}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as numbers, strings, lists and dicts, which JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a configuration of what :meth:`to_dict` has returned, or a part of it.
+
+        Raises:
+            ValueError: If a name is no setting, or a value does not fit.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in settings:
+            if name not in known:
+                guess = did_you_mean(name, known)
+                raise ValueError(f"{name!r} is not a setting of {cls.__name__}{guess}")
+        return cls(**settings)
+
+    def _ranks(self) -> Iterator[tuple[str, Rank]]:
+        """Yield every rank that is set, under the name of its setting."""
+        for name in ("rank", "embedding_rank", "hot_rank"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
+        for pattern, rank in self.rank_pattern.items():
+            yield f"rank_pattern[{pattern!r}]", rank
+
+
+def _check_names(name: str, given: object) -> None:
+    """Refuse what names no layer, as a class does, which would leave a list without effect."""
+    names = [] if name == "exclude_modules" and given is None else given
+    if isinstance(names, str):
+        return
+    if not isinstance(names, Collection) or not all(isinstance(each, str) for each in names):
+        raise ValueError(
+            f"{name}={given!r} must be a string or a list of names of layers; kinds of layers are "
+            '"all-linear" and "all-embedding"'
+        )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
 
 log = logging.getLogger("comera")
 

@@ -4,6 +4,8 @@ A projected parameter has a small stand-in, which is what the inner optimizer tr
 step the stand-in is zero and has the projected gradient; afterwards it is the step, which is taken
 back out of the subspace. So every optimizer that works element by element or matrix by matrix is
 an inner optimizer, and its state is that of the stand-in.
+
+GaLore around the optimizers that people use it with, under the names they know.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,17 +26,18 @@ from comera.optim.galore_parts import (
     check_once,
     check_projects_alike,
     check_subspaces,
+    for_inner,
     joined,
     merged,
     parted,
+    release,
 )
 from comera.optim.projection import (
     add_out_of_,
     into,
     new_bases,
 )
-from comera.optim.stand_ins import for_inner, release
-from comera.optim.step_param import check_keeps_no_count, step_param
+from comera.optim.state_layout import check_keeps_no_count, step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
@@ -454,3 +457,45 @@ def _give_back(begun: list[_Begun | None]) -> None:
     for one in begun:
         if one is not None and one.full_grad is not None:
             one.param.grad = one.full_grad
+
+
+class GaLoreAdamW(GaLore):
+    """:class:`GaLore` around :class:`torch.optim.AdamW`; arguments as there."""
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
+        super().__init__(params, torch.optim.AdamW, lr=lr, **settings)
+
+
+class GaLoreAdafactor(GaLore):
+    """:class:`GaLore` around :class:`torch.optim.Adafactor`; arguments as there, but for ``eps``.
+
+    Adafactor's steps are relative to the size of the parameter, here to that of the whole one.
+    Torch's own ``eps`` keeps no scale for gradients below 1e-5; this one is that of the paper.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: tuple[float | None, float] = (1e-15, 1e-3),
+        **more: Any,
+    ) -> None:
+        super().__init__(params, torch.optim.Adafactor, lr=lr, eps=eps, **more)
+
+
+class GaLoreAdamW8bit(GaLore):
+    """:class:`GaLore` around torchao's ``AdamW8bit``; arguments as there.
+
+    Raises:
+        ImportError: If torchao is not installed.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> None:
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError:
+            raise ImportError(
+                "GaLoreAdamW8bit needs torchao: pip install torchao; or give GaLore another 8-bit "
+                "optimizer as inner="
+            ) from None
+        super().__init__(params, AdamW8bit, lr=lr, **settings)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.optim.step_param import plain_step, step_param
+from comera.optim.state_layout import plain_step, step_param
 
 
 class OptimizerInBackward:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.optim.step_param import plain_step
+from comera.optim.state_layout import plain_step
 from comera.params import is_sharded
 
 log = logging.getLogger("comera")

@@ -4,9 +4,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from comera.planning.contraction import Tree, schedule
+from comera.planning.contraction import OUTPUT_GRADIENT, Network, Tree, factor_networks, schedule
 from comera.planning.machine import Machine, item_size
-from comera.planning.network import OUTPUT_GRADIENT, Network, factor_networks
 from comera.planning.operation import Step
 from comera.shapes import Shape, TTMShape, TTShape
 

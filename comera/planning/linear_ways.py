@@ -4,18 +4,28 @@ Factorized, the cores of each side are contracted to a factor, ``A (in, r)`` and
 the batch is multiplied by one after the other. Reconstructed, it is multiplied by ``W = A B``.
 :func:`sequential` follows the contraction tree with the fewest operations, on modes. All three are
 trees of the same network, so in all of them forward and gradients share every partial product.
+
+How a block tensor train is computed, as a list of steps: two batched products and a shuffle.
+
+Letters of the equations: t = tokens, a and b = blocks of the input and the numbers in each, c and
+d = those of the output, r = rank of the blocks.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
-from comera.planning.contraction import Schedule, find_tree, schedule
+from comera.planning.contraction import (
+    OUTPUT_GRADIENT,
+    Schedule,
+    find_tree,
+    linear_network,
+    schedule,
+)
 from comera.planning.machine import Machine
-from comera.planning.network import OUTPUT_GRADIENT, linear_network
 from comera.planning.operation import Step, product
 from comera.planning.products import Layer, factorized_products, reconstructed_products
-from comera.shapes import TTShape
+from comera.shapes import BTTShape, TTShape
 
 
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -187,3 +197,33 @@ def bias_gradient(layer: Layer) -> list[Step]:
 
 def _pass(name: str, what: str, numbers: int) -> Step:
     return Step(name, (name,), what, numbers, moved=2 * numbers)
+
+
+def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:
+    """Plan ``y = shuffled(x A) B``, A and B being matrices with blocks along their diagonals."""
+    shape = layer.shape
+    assert isinstance(shape, BTTShape)
+    (a, b), (c, d), (rank,), tokens = shape.in_modes, shape.out_modes, shape.ranks, layer.tokens
+    hidden, high, sizes = tokens * a * c * rank, tokens * c * d, shape.slice_sizes
+    pads = tokens * a * b if a * b > layer.in_features else 0
+    plain = machine.without_onednn
+    forward = [
+        *gates(shape, 0),
+        Step("B", ("core1",), "cacr to c,ar,d", sizes[1] * rank, copied=sizes[1] * rank),
+        product("h", ("core0", "x"), "abcr,abt->acrt", (a, c * rank, b, tokens), copied=pads),
+        Step("hidden", ("h",), "acrt to c,ar,t", hidden, moved=2 * hidden),
+        product("blocks", ("hidden", "B"), "cart,card->ctd", (c, tokens, a * rank, d)),
+        Step("y", ("blocks",), "ctd to t,cd", high, copied=high),
+    ]
+    backward = [
+        Step("grad(blocks)", ("gy",), "t,cd to ctd", high, copied=high),
+        *bias_gradient(layer),
+        product("grad(B)", ("hidden", "grad(blocks)"), "cart,ctd->card", (c, a * rank, tokens, d)),
+        product("grad(hidden)", ("grad(blocks)", "B"), "ctd,card->cart", (c, tokens, d, a * rank)),
+        Step("grad(h)", ("grad(hidden)",), "c,ar,t to acrt", hidden, moved=2 * hidden),
+        product("grad(core0)", ("x", "grad(h)"), "abt,acrt->abcr", (a, b, tokens, c * rank)),
+        product("grad(x)", ("grad(h)", "core0"), "acrt,abcr->abt", (a, tokens, c * rank, b)),
+        *gate_gradients(shape, 0),
+    ]
+    cores = {f"core{k}": size * rank for k, size in enumerate(sizes)}
+    return linear_candidate("blocks", layer, plain, dtype, forward, backward, cores)

@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
-from comera.planning.contraction import Schedule, find_tree, schedule
+from comera.planning.contraction import (
+    OUTPUT_GRADIENT,
+    Schedule,
+    find_tree,
+    lookup_network,
+    schedule,
+)
 from comera.planning.machine import Machine, item_size
-from comera.planning.network import OUTPUT_GRADIENT, lookup_network
 from comera.planning.operation import Step, product
 from comera.shapes import TTMShape
 

@@ -1,15 +1,209 @@
-"""Plan a layer at a batch: which way of computing it is predicted to be fastest."""
+"""Plan a layer at a batch: which way of computing it is predicted to be fastest.
+
+What is predicted of one layer at one batch: the ways to compute it, timed, and against dense.
+
+Find where a tensor train stops paying against nn.Linear, and a shape that would pay.
+"""
 
 import functools
+import html
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from comera.block_shape import BTTShape
-from comera.planning import block_ways, linear_ways, lookup_ways
+from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
+from comera.planning.contraction import Schedule
+from comera.planning.linear_ways import factorized, reconstructed, torch_linear
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine, load_machine
-from comera.planning.plan import Plan
-from comera.planning.products import Layer, check_count, check_width
-from comera.shapes import TTMShape
+from comera.planning.operation import Step
+from comera.planning.printing import show_bytes, show_count, show_seconds, table_html, text_table
+from comera.planning.products import Layer, check_count, check_width, first_where
+from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
+
+_STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
+_CANDIDATE_HEADER = (
+    "candidate", "operations", "time", "time / dense", "saved", "peak", "peak / dense"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The candidates of one layer at one batch on one machine; prints itself, also in Jupyter.
+
+    Attributes:
+        title: The layer in words.
+        tokens: Rows or indices in the batch.
+        dtype: Dtype of all numbers.
+        machine: The machine on which times are predicted.
+        candidates: The ways to compute the layer, fastest first by prediction.
+        runs: Names of those that the layer has code for; the others are there for comparison.
+        dense: The torch layer it replaces.
+        search: The tree with the fewest operations, forward and all gradients planned together;
+            the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
+        eager: On a GPU, where all else is of a captured step, the plan of eager mode; else None.
+    """
+
+    title: str
+    tokens: int
+    dtype: str
+    machine: Machine
+    candidates: tuple[Candidate, ...]
+    runs: tuple[str, ...]
+    dense: Candidate
+    search: Schedule | None
+    eager: "Plan | None" = None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The fastest by prediction of those that the layer runs."""
+        return next(one for one in self.candidates if one.name in self.runs)
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted time of the chosen candidate in units of the dense layer's; below 1 wins."""
+        return self.chosen.seconds / self.dense.seconds
+
+    @property
+    def winner(self) -> str:
+        """Name what is predicted to be the fastest: the chosen candidate, or the dense layer."""
+        return self.chosen.name if self.time_ratio < 1 else self.dense.name
+
+    @property
+    def memory_ratio(self) -> float:
+        """Most memory held at once by the chosen candidate, in units of the dense layer's."""
+        return self.chosen.peak_bytes / self.dense.peak_bytes
+
+    @property
+    def excess(self) -> float:
+        """Operations of the chosen candidate above those of the best tree, as a share of these.
+
+        Negative where modes multiply to more than a width (the tree works on the padded ones),
+        and where rows of a table share their factors (the tree makes each row by itself).
+        """
+        if self.search is None:
+            return 0.0
+        return self.chosen.operations / self.search.operations - 1
+
+    def candidate(self, name: str) -> Candidate:
+        """Return the candidate of that name.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        for one in self.candidates:
+            if one.name == name:
+                return one
+        known = ", ".join(repr(one.name) for one in self.candidates)
+        raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
+
+    def __str__(self) -> str:
+        """Lay out two tables and the verdict, as wide as the terminal at most."""
+        steps, candidates = _step_rows(self), _candidate_rows(self)
+        return "\n".join(
+            [
+                f"{self.title}\n{_setting(self)}",
+                text_table(
+                    f"{self.chosen.name}, step by step",
+                    _STEP_HEADER,
+                    steps,
+                    left=range(3),
+                    spare=[_STEP_HEADER.index("bytes")],
+                ),
+                text_table("candidates", _CANDIDATE_HEADER, candidates),
+                *verdict(self),
+            ]
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Lay out both tables and the verdict for a notebook."""
+        chosen = f"{self.chosen.name}, step by step"
+        return "".join(
+            [
+                f"<p>{html.escape(self.title)}<br>{html.escape(_setting(self))}</p>",
+                table_html(_STEP_HEADER, _step_rows(self), caption=chosen),
+                table_html(_CANDIDATE_HEADER, _candidate_rows(self), caption="candidates"),
+                f"<p>{'<br>'.join(map(html.escape, verdict(self)))}</p>",
+            ]
+        )
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Compare the chosen candidate with the dense layer and with the best tree, in a few lines."""
+    lines = [
+        f"against {plan.dense.name}{' in a captured step' if plan.eager else ''}: {_times(plan)}, "
+        f"{plan.memory_ratio:.2f}x the memory "
+        f"({show_bytes(plan.chosen.peak_bytes)} for {show_bytes(plan.dense.peak_bytes)})"
+    ]
+    if plan.eager is not None:
+        lines.append(f"in eager mode: {_times(plan.eager)}")
+        lines.append(f"the fastest: captured {plan.winner}, eager {plan.eager.winner}")
+    if plan.search is not None:
+        side = "more" if plan.excess >= 0 else "fewer"
+        lines.append(
+            f"best tree by operations: {show_count(plan.search.operations)}; {plan.chosen.name} "
+            f"takes {abs(plan.excess):.1%} {side}"
+        )
+        if plan.search.gradients:
+            separate = plan.search.separate_operations
+            lines.append(
+                f"each gradient planned by itself: {show_count(separate)}, "
+                f"{separate / plan.search.operations:.2f}x"
+            )
+    return lines
+
+
+def _times(plan: Plan) -> str:
+    return (
+        f"{plan.time_ratio:.2f}x the time "
+        f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)})"
+    )
+
+
+def _setting(plan: Plan) -> str:
+    return f"{plan.tokens} tokens, {plan.dtype}, {plan.machine.title}"
+
+
+def _step_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+    total = plan.chosen.seconds
+    for name, steps in (("forward", plan.chosen.forward), ("backward", plan.chosen.backward)):
+        for step in steps:
+            yield (name, *_step_cells(plan, step, total))
+
+
+def _step_cells(plan: Plan, step: Step, total: float) -> tuple[str, ...]:
+    seconds = step.seconds(plan.machine, plan.dtype)
+    return (
+        step.label,
+        step.what,
+        show_count(step.operations),
+        show_bytes(step.bytes(plan.dtype)),
+        show_seconds(seconds),
+        f"{seconds / total:.0%}",
+    )
+
+
+def _candidate_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+    for one in (*plan.candidates, plan.dense):
+        note = " (chosen)" if one is plan.chosen else ""
+        if one is not plan.dense and one.name not in plan.runs:
+            note = " (not run)"
+        name = one.name + note
+        yield (name, *_candidate_cells(one, plan.dense))
+
+
+def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
+    return (
+        show_count(one.operations),
+        show_seconds(one.seconds),
+        f"{one.seconds / dense.seconds:.2f}x",
+        show_bytes(one.saved_bytes),
+        show_bytes(one.peak_bytes),
+        f"{one.peak_bytes / dense.peak_bytes:.2f}x",
+    )
+
 
 _KEPT_PLANS = 1024
 
@@ -84,7 +278,7 @@ def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
             title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
         )
     if isinstance(shape, BTTShape):
-        only = block_ways.blocks(layer, machine, dtype)
+        only = linear_ways.blocks(layer, machine, dtype)
         return Plan(title, layer.tokens, dtype, machine, (only,), (only.name,), dense, None, eager)
     optimal, search = linear_ways.sequential(layer, machine, dtype)
     candidates = [
@@ -125,3 +319,167 @@ def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
 def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """Sort candidates, fastest first; of equals the one listed first."""
     return tuple(sorted(candidates, key=lambda one: one.seconds))
+
+
+_MOST_ORDER = 4
+_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Another shape that is predicted to be faster than the dense layer.
+
+    Attributes:
+        shape: Modes and ranks with the change.
+        change: What to change, as one would type it: ``"rank=24"``.
+        time_ratio: Predicted time in units of the dense layer's.
+    """
+
+    shape: LinearShape
+    change: str
+    time_ratio: float
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Whether a tensor train pays at a batch; ``str`` says it in a sentence or two.
+
+    Attributes:
+        tokens: Rows of the batch.
+        time_ratio: Predicted time in units of nn.Linear's; above 1 loses.
+        memory_ratio: The same for the most memory held at once.
+        suggestion: A shape that is faster than nn.Linear; None if this one is, or if none is.
+        eager_ratio: ``time_ratio`` in eager mode on a GPU, where that is of a captured step; None
+            on a CPU, which has one mode.
+        blocks: Whether it is a block tensor train.
+    """
+
+    tokens: int
+    time_ratio: float
+    memory_ratio: float
+    suggestion: Suggestion | None
+    eager_ratio: float | None = None
+    blocks: bool = False
+
+    @property
+    def loses_time(self) -> bool:
+        return self.time_ratio > 1
+
+    @property
+    def worst(self) -> float:
+        """The largest of all ratios."""
+        return max(self.time_ratio, self.memory_ratio, self.eager_ratio or 0.0)
+
+    def __str__(self) -> str:
+        kind = "block tensor train" if self.blocks else "tensor train"
+        text = f"at {self.tokens} tokens this {kind} takes {self.time_ratio:.2g}x the time "
+        text += "of nn.Linear "
+        if self.eager_ratio is not None:
+            text += f"in a captured step, {self.eager_ratio:.2g}x in eager mode, "
+        text += f"and {self.memory_ratio:.2g}x its memory"
+        if self.suggestion is not None:
+            return f"{text}; {self.suggestion.change} would take {self.suggestion.time_ratio:.2g}x"
+        if self.loses_time:
+            none = "rank" if self.blocks else "rank or order"
+            return f"{text}; no {none} is faster than nn.Linear at this batch"
+        if self.eager_ratio is not None and self.eager_ratio > 1:
+            return f"{text}: run it in comera.TrainStep, which captures the step"
+        return text
+
+
+def break_even(
+    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
+) -> BreakEven:
+    """Predict whether a tensor train, computed the faster of its ways, beats nn.Linear at a batch.
+
+    Args:
+        layer: The layer and its batch.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
+
+    Raises:
+        ValueError: If the machine has no rate for ``dtype``.
+    """
+    return _break_even(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _break_even(layer: Layer, dtype: str, machine: Machine) -> BreakEven:
+    plan = plan_linear(layer, dtype=dtype, machine=machine)
+    loses = plan.time_ratio > 1
+    return BreakEven(
+        layer.tokens,
+        plan.time_ratio,
+        plan.memory_ratio,
+        _suggest(layer, dtype, machine) if loses else None,
+        None if plan.eager is None else plan.eager.time_ratio,
+        isinstance(layer.shape, BTTShape),
+    )
+
+
+def suggest(
+    layer: Layer, *, dtype: str = "float32", machine: Machine | None = None
+) -> Suggestion | None:
+    """Find the largest rank at which a tensor train beats nn.Linear at a batch.
+
+    First the modes of ``shape`` with one bound on all bonds; if no rank of these is fast enough,
+    the balanced modes of other orders, fewest cores first. No order of contraction is searched:
+    what counts is the faster of multiplying by two factors and by the dense weight.
+
+    Args:
+        layer: The layer and its batch.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        machine: The machine on which it will run; the profile of this computer's CPU if None.
+
+    Returns:
+        The suggestion, or None if nn.Linear is faster than any of them.
+
+    Raises:
+        ValueError: If the machine has no rate for ``dtype``.
+    """
+    return _suggest(layer, dtype, machine or load_machine())
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _suggest(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
+    machine.rate(dtype)
+    if isinstance(layer.shape, BTTShape):
+        return _suggest_blocks(layer, dtype, machine)
+    target = torch_linear(layer, machine, dtype).seconds
+
+    def ratio(shape: TTShape) -> float:
+        here = replace(layer, shape=shape)
+        return (
+            min(way(here, machine, dtype).seconds for way in (factorized, reconstructed)) / target
+        )
+
+    assert isinstance(layer.shape, TTShape), "there are two formats"
+    kept = replace(layer.shape, ranks=(1,) * len(layer.shape.ranks))
+    shapes = {"": kept}
+    for order in range(1, _MOST_ORDER + 1):
+        other = TTShape.fit(layer.in_features, layer.out_features, order=order, rank=1)
+        if other != kept:
+            shapes[f"order={order}, "] = other
+    for change, shape in shapes.items():
+        if ratio(shape.with_rank(1)) >= 1:
+            continue
+        widest = max(shape.max_ranks)
+        slower = functools.partial(_slower, shape, ratio)
+        rank = widest if not slower(widest) else first_where(slower, widest) - 1
+        best = shape.with_rank(rank)
+        return Suggestion(best, f"{change}rank={rank}", ratio(best))
+    return None
+
+
+def _suggest_blocks(layer: Layer, dtype: str, machine: Machine) -> Suggestion | None:
+    """Find the largest rank of the blocks at which a block tensor train beats nn.Linear."""
+    for rank in range(layer.shape.max_ranks[0], 0, -1):
+        shape = layer.shape.with_rank(rank)
+        found = plan_linear(replace(layer, shape=shape), dtype=dtype, machine=machine)
+        if found.time_ratio < 1:
+            return Suggestion(shape, f"rank={rank}", found.time_ratio)
+    return None
+
+
+def _slower(shape: TTShape, ratio: Callable[[TTShape], float], rank: int) -> bool:
+    return ratio(shape.with_rank(rank)) >= 1

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comera.names import listed
+from comera.extras import listed
+from comera.nn.batched_contraction import gates_together
 from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.nn.shared_gates import gates_together
 from comera.ops.cores import is_open
 
 

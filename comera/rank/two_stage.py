@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from comera.optim.unwrap import AnyOptimizer, unwrap
-from comera.rank.learning import RankLearning, Stage
-from comera.rank.settings import check_steps
+from comera.optim.state_layout import AnyOptimizer, unwrap
+from comera.rank.learning import RankLearning, Stage, check_steps
 from comera.rank.size import AllGates
 from comera.shapes import is_number
 from comera.surgery.truncate import check_min_rank

@@ -13,16 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from comera.recipes.build import find_device, without_remarks
-from comera.recipes.data_paths import missing_data, named_data, with_places
-from comera.recipes.data_record import DataRecord
-from comera.recipes.export import export
+from comera.recipes.data_record import DataRecord, missing_data, named_data, with_places
 from comera.recipes.folder import other_data
 from comera.recipes.list_runs import files_table, is_run, runs_table
-from comera.recipes.predict import as_json, predictions
+from comera.recipes.run_commands import changes_of
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
-from comera.recipes.trained import TrainedRun, load_run
-from comera.recipes.typed import changes_of
+from comera.recipes.trained import TrainedRun, as_json, export, load_run, predictions
 
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",

@@ -18,14 +18,12 @@ from comera import __version__
 from comera._command import imports_are_done
 from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
-from comera.extras import MissingPackageError
-from comera.misspelt import did_you_mean
+from comera.extras import MissingPackageError, did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
 from comera.recipes.list_runs import holds_runs
-from comera.recipes.named import described, file_of
-from comera.recipes.parse import parser_of, wanted
+from comera.recipes.parse import described, file_of, parser_of, wanted
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run_commands import (
@@ -34,11 +32,11 @@ from comera.recipes.run_commands import (
     asks_for_help,
     run_run_command,
     run_settings,
+    with_underscores,
 )
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import INTERRUPTED
 from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
-from comera.recipes.typed import with_underscores
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
 

@@ -15,8 +15,8 @@ from comera.ops.dispatch import TABLE, Sample
 from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.way_order import way_times_of, ways_of
-from comera.planning.crossover import first_where
 from comera.planning.printing import show_seconds
+from comera.planning.products import first_where
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)

@@ -12,12 +12,20 @@ import yaml
 from filelock import FileLock
 
 from comera.checkpoint.archive import Archive, take
-from comera.data.click_rows import CATEGORIES
+from comera.data.click_files import CATEGORIES
 from comera.files import replacing
-from comera.recipes.data_paths import data_within, follow_moved, with_whole_paths
-from comera.recipes.data_record import NAME, DataRecord, changed_data, read_record, write_record
+from comera.recipes.data_record import (
+    NAME,
+    DataRecord,
+    changed_data,
+    data_within,
+    follow_moved,
+    read_record,
+    with_whole_paths,
+    write_record,
+)
+from comera.recipes.outcome import read_result
 from comera.recipes.parse import parse_settings, read_yaml
-from comera.recipes.result_file import read_result
 from comera.recipes.run_config import RunConfig
 from comera.train.log import read_metrics
 

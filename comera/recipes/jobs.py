@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
-from comera.recipes.launchers import Launcher, Local, Started
-from comera.recipes.result_file import read_result
+from comera.recipes.launchers import Launcher, Local, Started, signals_blocked
+from comera.recipes.outcome import read_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task_kinds import kind_of
-from comera.recipes.worker import signals_blocked
 from comera.train.stop_signals import on_stop_signals
 
 _EVERY_SECONDS = 0.5

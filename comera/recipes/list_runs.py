@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
+from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
-from comera.recipes.result_file import read_result
 from comera.recipes.run_config import METRICS
 from comera.train.log import last_logged
 

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.misspelt import did_you_mean
+from comera.extras import did_you_mean
 from comera.optim.came import CAME
-from comera.optim.galore import GaLore
-from comera.optim.galore_named import GaLoreAdamW8bit
+from comera.optim.galore import GaLore, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
 

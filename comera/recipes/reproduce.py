@@ -1,5 +1,9 @@
-"""``comera reproduce NAME``: the experiments of the papers, in pieces, collected on one page."""
+"""``comera reproduce NAME``: the experiments of the papers, in pieces, collected on one page.
 
+Two steps of a run at its true shapes on drawn data, to see that all of it fits together.
+"""
+
+import dataclasses
 import datetime
 import json
 import os
@@ -8,6 +12,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,15 +20,121 @@ import torch
 from rich.console import Console
 
 from comera import __version__
+from comera.extras import did_you_mean
 from comera.files import replacing
-from comera.misspelt import did_you_mean
+from comera.nn.evaluation_mode import model_size
 from comera.planning.machine import processor_name
-from comera.recipes import named
-from comera.recipes.dry_run import dry_run
+from comera.planning.printing import show_bytes
+from comera.recipes import parse
+from comera.recipes.build import build_step, make_model, without_remarks
+from comera.recipes.data_record import DataRecord
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison_table import comparison_cells, read_comparison
+from comera.recipes.run import planned_memory, planned_model
+from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, run_sweep, unskipped
 from comera.recipes.sweep_file import read_sweep
+from comera.recipes.tasks.task import Batch, Task
+from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
+
+_ROWS = 2
+_STEPS = 2
+_WHERE_DATA_TELL = 1000
+"""Steps of a run that is as long as its data: schedules and stages need a number."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has found.
+
+    Attributes:
+        params: Parameters of the model at the start.
+        bytes: Memory of weights, gradients and optimizer state.
+        most_bytes: Up to how much of it steps are done.
+        losses: The loss of each step; empty where it is more than that, and forward and backward
+            went through the shapes alone.
+    """
+
+    params: int
+    bytes: int
+    most_bytes: int
+    losses: tuple[float, ...]
+
+    def __str__(self) -> str:
+        memory = f"{self.params:,} parameters, {self.bytes / (1 << 20):,.0f} MiB to train them"
+        if self.losses:
+            return f"{memory}; {len(self.losses)} steps done"
+        return (
+            f"{memory}: no steps done, as a dry run does them up to {show_bytes(self.most_bytes)}; "
+            "forward and backward fit by their shapes"
+        )
+
+
+def dry_run(config: RunConfig, most_bytes: int) -> DryRun:
+    """Train a run for two steps of two rows each, with its model, optimizer and rank learning.
+
+    Nothing is read or written. Numbers of a step are drawn, so losses mean nothing.
+
+    Args:
+        config: The run.
+        most_bytes: Memory of weights, gradients and optimizer state up to which steps are done.
+
+    Raises:
+        ValueError: If the settings do not go together.
+    """
+    needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
+    train = dataclasses.replace(
+        config.train,
+        steps=config.train.steps or _WHERE_DATA_TELL,
+        epochs=None,
+        batch_size=_ROWS,
+        accumulate=1,
+        compile=False,
+    )
+    small = dataclasses.replace(config, train=train, device="cpu", twin=False)
+    with without_remarks():
+        if needed > most_bytes:
+            return DryRun(_backward_by_shapes(small), needed, most_bytes, ())
+        task = _task(small)
+        torch.manual_seed(config.seed)
+        model = make_model(small, task, torch.device("cpu"))
+    step = build_step(model, small, task)
+    params = model_size(model).params
+    losses = tuple(float(step(task.get_batch(number))) for number in range(_STEPS))
+    return DryRun(params, needed, most_bytes, losses)
+
+
+def _backward_by_shapes(config: RunConfig) -> int:
+    """Go forward and backward without memory; returns the number of parameters."""
+    model = planned_model(config)
+    with torch.device("meta"):
+        batch = _batch(config, 0)
+    kind_of(config).loss(model, batch).backward()
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        raise ValueError(f"{missing[0]} gets no gradient")
+    return model_size(model).params
+
+
+def _task(config: RunConfig) -> Task:
+    kind = kind_of(config)
+    return Task(
+        make_model=lambda: planned_dense_model(config),
+        get_batch=lambda step: _batch(config, step),
+        loss_fn=kind.loss,
+        evaluate=lambda model: {},
+        steps=config.train.steps or _WHERE_DATA_TELL,
+        record=DataRecord({}, ""),
+        per_step=(_ROWS, "rows"),
+        lean=kind.lean,
+    )
+
+
+def _batch(config: RunConfig, step: int) -> Batch:
+    """Draw a batch of the task on torch's default device."""
+    torch.manual_seed(step)
+    return kind_of(config).drawn_batch(config, _ROWS)
+
 
 Scale = Literal["small", "paper"]
 _FOLDER = "reproduce"
@@ -34,7 +145,7 @@ _STEPPED_UP_TO = 1 << 29
 def experiments() -> dict[str, dict[str, Path]]:
     """Return the files of the experiments by name and scale, in the order of their names."""
     found: dict[str, dict[str, Path]] = {}
-    for path in sorted((named.folder() / _FOLDER).glob("*.yaml")):
+    for path in sorted((parse.folder() / _FOLDER).glob("*.yaml")):
         name, _, scale = path.stem.rpartition("-")
         found.setdefault(name, {})[scale] = path
     return found
@@ -126,7 +237,7 @@ def try_out(
     most: int = _STEPPED_UP_TO,
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """Train every variant for two steps on drawn data; see :func:`~comera.recipes.dry_run.dry_run`.
+    """Train every variant for two steps on drawn data; see :func:`dry_run`.
 
     Args:
         name: Name of the experiment.
@@ -179,7 +290,7 @@ def write_reproduction(out: Path) -> Path:
 def _section(name: str, scale: str, path: Path, out: Path) -> str:
     content = read_yaml(path)  # checked where it is run
     published = content.get("published", {"source": "", "figures": {}})
-    head = f"## {name}, {scale}\n\n{named.first_sentence(path)}."
+    head = f"## {name}, {scale}\n\n{parse.first_sentence(path)}."
     if published["source"]:
         head += f" Published: {published['source']}."
     folder = out / path.stem

@@ -12,14 +12,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from comera.checkpoint.archive import Archive
-from comera.data.click_rows import CATEGORIES
+from comera.data.click_files import CATEGORIES
 from comera.files import replacing
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
-from comera.rank.settings import target_entries
+from comera.rank.learning import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
-from comera.recipes.data_paths import missing_data, with_whole_paths
-from comera.recipes.data_record import DataRecord, changed_data
+from comera.recipes.data_record import DataRecord, changed_data, missing_data, with_whole_paths
 from comera.recipes.folder import (
     begun,
     check_data,
@@ -31,11 +30,8 @@ from comera.recipes.folder import (
     trains_on,
 )
 from comera.recipes.optimizers import make_optimizer, twin_of
-from comera.recipes.outcome import Outcome, outcome_table, read_outcome
-from comera.recipes.process_check import check_processes
-from comera.recipes.rank_config import RankConfig
-from comera.recipes.result_file import write_result
-from comera.recipes.run_config import RunConfig
+from comera.recipes.outcome import Outcome, outcome_table, read_outcome, write_result
+from comera.recipes.run_config import RankConfig, RunConfig, check_processes
 from comera.recipes.tasks.task import Task
 from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model, prepare_task
 from comera.report.compression import CompressionReport, compression_report

@@ -1,4 +1,9 @@
-"""The settings of a run. Every key of a YAML file is a field here; unknown keys are refused."""
+"""The settings of a run. Every key of a YAML file is a field here; unknown keys are refused.
+
+The sections of a run that learn ranks: for each method its settings, and shares of steps.
+
+Check which runs several processes can train, and how.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,21 +12,121 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.checkpoint.contents import Quality
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
-from comera.nn.config import TTConfig
+from comera.nn.targets import TTConfig
+from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
+from comera.rank.learning import check_target
+from comera.rank.two_stage import TwoStage, TwoStageSettings
 from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, resolved
 from comera.recipes.parse import check_nulls
-from comera.recipes.rank_config import (
-    RANK_SECTIONS,
-    ImportancePruningConfig,
-    RankConfig,
-    TwoStageConfig,
-)
+
+
+@dataclass
+class TwoStageConfig(TwoStageSettings):
+    """Rank learning in two stages, see ``comera.TwoStage``.
+
+    Args:
+        target: Size of the cores at the end, as a share of their size at the start.
+        early_share: Share of all steps before the late stage begins.
+        late_share: Share of all steps in the late stage; the rest trains the truncated model.
+    """
+
+    target: float = 0.5
+    early_share: float = 0.4
+    late_share: float = 0.4
+
+    def check(self, steps: int | None = None) -> None:
+        """Raise ``ValueError`` for what does not go, in the words of a run.
+
+        Args:
+            steps: Steps of the whole run, where they are known.
+        """
+        _check("two_stage", self.target, super().check)
+        early, late = self.early_share, self.late_share
+        if early < 0 or late <= 0 or early + late > 1:
+            raise ValueError(
+                f"two_stage.early_share={early} and two_stage.late_share={late} must be shares of "
+                "all steps, the late one above 0, that add up to at most 1"
+            )
+        if steps is not None and self.stages(steps)[1] < 1:
+            raise ValueError(
+                f"two_stage.late_share={late} of {steps} steps is no step: there is no late stage "
+                "without one; the section importance_pruning cuts ranks without it"
+            )
+
+    def stages(self, steps: int) -> tuple[int, int]:
+        """Return the steps of the early and of the late stage in a run of so many."""
+        early = round(self.early_share * steps)
+        return early, min(round(self.late_share * steps), steps - early)
+
+    def make(self, model: nn.Module, steps: int) -> TwoStage:
+        """Make what learns the ranks of a model in a run of so many steps."""
+        return TwoStage(model, self.target, *self.stages(steps), **_own(TwoStageSettings, self))
+
+
+@dataclass
+class ImportancePruningConfig(ImportanceSettings):
+    """Ranks pruned at once by importance, see ``comera.ImportancePruning``.
+
+    Args:
+        target: Size of the cores afterwards, as a share of their size at the start.
+        share: Share of all steps before ranks are pruned; the rest trains the truncated model.
+    """
+
+    target: float = 0.5
+    share: float = 0.3
+
+    def check(self, steps: int | None = None) -> None:
+        """Raise ``ValueError`` for what does not go, in the words of a run.
+
+        Args:
+            steps: Steps of the whole run, where they are known.
+        """
+        _check("importance_pruning", self.target, super().check)
+        if not 0 < self.share <= 1:
+            raise ValueError(
+                f"importance_pruning.share={self.share} must be a share of all steps, in (0, 1]"
+            )
+        if steps is not None and self.steps(steps) < 1:
+            raise ValueError(
+                f"importance_pruning.share={self.share} of {steps} steps is no step: some are "
+                "needed, which tell the importance of ranks"
+            )
+
+    def steps(self, steps: int) -> int:
+        """Return after how many steps of so many ranks are pruned."""
+        return round(self.share * steps)
+
+    def make(self, model: nn.Module, steps: int) -> ImportancePruning:
+        """Make what learns the ranks of a model in a run of so many steps."""
+        own = _own(ImportanceSettings, self)
+        return ImportancePruning(model, self.target, self.steps(steps), **own)
+
+
+RankConfig = TwoStageConfig | ImportancePruningConfig
+RANK_SECTIONS = ("two_stage", "importance_pruning")
+"""Names of the sections of a run that learn ranks; at most one is given."""
+
+
+def _check(section: str, target: Any, check: Any) -> None:
+    """Check what the method would, naming the section in what is raised."""
+    try:
+        check_target(target)
+        check()
+    except ValueError as problem:
+        raise ValueError(f"{section}.{problem}") from None
+
+
+def _own(kind: type, settings: Any) -> dict[str, Any]:
+    """Return those settings of a section that are its method's."""
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)}
+
 
 METRICS: Mapping[str, tuple[str, ...]] = {
     "masked_text": ("loss", "perplexity"),
@@ -428,4 +533,63 @@ def _check_numbers(train: TrainConfig) -> None:
         raise ValueError(
             f"train.accumulate={train.accumulate} splits a batch into more parts than the "
             f"train.batch_size={train.batch_size} rows it has"
+        )
+
+
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise ``ValueError`` where so many processes cannot train a run."""
+    size, device = config.train.batch_size, config.device
+    if config.parallel.kind != "ddp":
+        _check_shared(config)
+    parts = 1 if config.parallel.kind == "tensor" else count  # of the batch
+    if size % parts:
+        raise ValueError(
+            f"train.batch_size={size} is that of all processes together, and {count} processes "
+            f"cannot have equal parts of it: give {size // count * count or count} or "
+            f"{(size // count + 1) * count}"
+        )
+    if config.train.accumulate > size // parts:
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
+            f"{size // parts} rows that each of {count} processes has of it"
+        )
+    if count > 1 and ":" in device:
+        raise ValueError(
+            f"device={device!r} is one GPU for {count} processes: give device=cuda, and each takes "
+            "one of its own"
+        )
+
+
+_OF_SHARDS = ("adamw", "muon", "sgd")
+"""Optimizers that step a part of a matrix as they step the whole one."""
+
+
+def _check_shared(config: RunConfig) -> None:
+    """Check that a run can train a model whose dense matrices are shared out or split."""
+    kind = f"parallel.kind={config.parallel.kind}"
+    way_out = "or keep the model whole in every process: parallel.kind=ddp"
+    if config.parallel.kind == "tensor" and config.causal_text is None:
+        raise ValueError(
+            f"{kind} splits the products of the model of causal_text, and this run has another: "
+            f"give parallel.kind=fsdp, {way_out}"
+        )
+    optimizer = config.optimizer_for(config.train.steps)
+    if optimizer.name not in _OF_SHARDS:
+        raise ValueError(
+            f"optimizer.name={optimizer.name} needs whole matrices, which {kind} does "
+            f"not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
+        )
+    if optimizer.target_modules is not None:
+        raise ValueError(
+            f"optimizer.target_modules={optimizer.target_modules!r} has muon step dense matrices, "
+            f"which it needs whole, and {kind} does not leave them so: leave it out, {way_out}"
+        )
+    if optimizer.in_backward:
+        raise ValueError(
+            "optimizer.in_backward=true would step before gradients are averaged under "
+            f"{kind}: leave it out, {way_out}"
+        )
+    if config.train.compile:
+        raise ValueError(
+            f"train.compile=true has not been tried under {kind}: leave it out, {way_out}"
         )

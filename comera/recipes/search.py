@@ -11,11 +11,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from comera.extras import needed_by
-from comera.misspelt import did_you_mean
+from comera.extras import did_you_mean, needed_by
 from comera.recipes.jobs import Job
-from comera.recipes.report.comparison import read_trained
-from comera.recipes.report.words import HIGHER_IS_BETTER
+from comera.recipes.report.comparison import HIGHER_IS_BETTER, read_trained
 
 JOURNAL = "search.journal"
 """Optuna's storage in the folder of a sweep: every trial, its settings and what came of it."""

@@ -1,15 +1,20 @@
-"""``comera sweep FILE``: variants of one run, over seeds, compared with one of them."""
+"""``comera sweep FILE``: variants of one run, over seeds, compared with one of them.
+
+Show how far the runs of a sweep are: bars while they run, a line for each that ends.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import TaskID
 
-from comera.misspelt import did_you_mean
-from comera.recipes.data_paths import missing_data, with_whole_paths
+from comera.extras import did_you_mean
+from comera.recipes.data_record import missing_data, with_whole_paths
 from comera.recipes.folder import lock
 from comera.recipes.jobs import (
     Job,
@@ -20,8 +25,7 @@ from comera.recipes.jobs import (
     run_jobs,
 )
 from comera.recipes.launchers import LauncherName, make_launcher
-from comera.recipes.progress import show_progress
-from comera.recipes.report.comparison import Failed, compare, read_trained
+from comera.recipes.report.comparison import Failed, compare, read_trained, show_metric
 from comera.recipes.report.comparison_table import comparison_text, write_comparison
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
@@ -29,6 +33,62 @@ from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig
 from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
 from comera.recipes.tasks.task_kinds import kind_of
+from comera.train.log import last_logged, progress_bar
+
+
+@contextlib.contextmanager
+def show_progress(
+    jobs: Sequence[Job], metric: str, console: Console, expected: int
+) -> Iterator[Watcher]:
+    """Show one bar for all jobs, which finished or failed, and one for each that runs.
+
+    Args:
+        jobs: All jobs that are known, finished or not.
+        metric: Key of the metric that is shown for each that finishes.
+        console: The console to print on; bars are shown only if it is a terminal.
+        expected: How many jobs there are to be in the end.
+    """
+    width = max(len(job.name) for job in jobs)
+    bars: dict[Job, TaskID] = {}
+    with progress_bar(console=console) as progress:
+        finished = sum(job.state == "finished" for job in jobs)
+        overall = progress.add_task("all runs", total=expected, completed=finished, figures="")
+
+        def began(job: Job) -> None:
+            bars[job] = progress.add_task(job.name.ljust(width), total=None, figures="starting")
+
+        def ended(job: Job) -> None:
+            if job in bars:
+                progress.remove_task(bars.pop(job))
+            if job.state != "stopped":
+                progress.advance(overall)
+            failed = sum(job.state == "failed" for job in jobs)
+            progress.update(overall, figures=f"{failed} failed" if failed else "")
+            line = f"{escape(job.name.ljust(width))}  {escape(_ending(job, metric))}"
+            progress.console.print(line, highlight=False, soft_wrap=True)
+
+        def looked(running: Sequence[Job]) -> None:
+            for job in running:
+                if job.steps is None:  # it is still reading its data
+                    continue
+                logged = last_logged(job.folder, "loss")
+                step, figures = (0, "") if logged is None else (logged[0], f"loss {logged[1]:.4f}")
+                progress.update(bars[job], total=job.steps, completed=step, figures=figures)
+
+        yield Watcher(began, ended, looked)
+
+
+def _ending(job: Job, metric: str) -> str:
+    if job.state == "failed":
+        return f"failed: {job.reason}"
+    if job.state != "finished":
+        return "stopped; it can be resumed"
+    run = read_trained(job.variant, job.seed, job.folder)
+    return (
+        f"{metric} {show_metric(metric, run.metrics[metric])}, {run.params:,} parameters, "
+        f"{run.steps:,} steps in {run.seconds:,.1f} s"
+    )
+
 
 INTERRUPTED = 130
 

@@ -8,10 +8,10 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from comera.recipes.launchers import LauncherName
-from comera.recipes.named import file_of, first_sentence
+from comera.recipes.parse import file_of, first_sentence
 from comera.recipes.reproduce import Scale, experiments, reproduce, try_out
+from comera.recipes.run_commands import changes_of
 from comera.recipes.sweep import run_sweep
-from comera.recipes.typed import changes_of
 
 SWEEP_COMMANDS = {
     "sweep": "Train variants of one run over seeds, and compare them.",

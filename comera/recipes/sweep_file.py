@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comera.misspelt import did_you_mean
-from comera.recipes.named import file_of
-from comera.recipes.parse import merged, nested, parse_settings, read_yaml
+from comera.extras import did_you_mean
+from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import SearchConfig, read_search
 

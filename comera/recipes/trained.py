@@ -1,28 +1,46 @@
-"""A finished run as Python objects: its model, settings, vocabulary and figures."""
+"""A finished run as Python objects: its model, settings, vocabulary and figures.
 
-from collections.abc import Mapping
+Predictions of a trained model, a line at a time.
+
+Write a trained model in a form that runs where comera is not.
+
+The runs of a sweep as a data frame.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from comera.data.click_rows import CATEGORIES, ClickRows
+from comera.data.click_files import CATEGORIES, ClickRows
 from comera.extras import needed_by
-from comera.nn.model_size import model_size
+from comera.files import replacing
+from comera.nn.convert import densify_
+from comera.nn.evaluation_mode import model_size
+from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
-from comera.train.log import read_metrics
-
-with needed_by("load_run()"):
-    from comera.recipes.parse import parse_settings, read_yaml
-    from comera.recipes.result_file import read_result
-    from comera.recipes.run_config import RunConfig
-    from comera.recipes.tasks.task_kinds import kind_of
+from comera.serving.to_plain import to_plain_
+from comera.train.log import from_json, read_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
     from tokenizers import Tokenizer
+
+
+with needed_by("load_run()"):
+    from comera.recipes.outcome import read_result
+    from comera.recipes.parse import parse_settings, read_yaml
+    from comera.recipes.run_config import RunConfig
+    from comera.recipes.tasks.task_kinds import kind_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,3 +156,192 @@ def _tokenizer(folder: Path) -> "Tokenizer | None":
         return Tokenizer.from_file(str(path))
     except Exception as problem:  # tokenizers raises no other
         raise ValueError(f"{path} is damaged: {problem}") from None
+
+
+def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Predict something for each line, as the run's task has it.
+
+    A line that is not what is expected gives ``error``, which names it, and the others go on.
+
+    Args:
+        run: A finished run.
+        lines: Of sentence pairs ``premise<TAB>hypothesis``; of a masked language model text with
+            ``[MASK]`` in it; of a causal one the beginning of a text; of a click log a row of it as
+            a JSON object, without its label.
+        new_tokens: Tokens that a causal model adds, the most likely one each time.
+
+    Raises:
+        ValueError: If the run is of a click log and has not kept its categories, as earlier
+            versions did not.
+    """
+    kind = kind_of(run.config)
+    kind.check_predicts(run)
+    for number, line in enumerate(lines, start=1):
+        line = line.rstrip("\r\n")
+        try:
+            _check_text(line)
+            with torch.no_grad():
+                yield kind.predict(run, line, new_tokens)
+        except ValueError as problem:
+            yield {"error": f"line {number}: {problem}"}
+
+
+def _check_text(line: str) -> None:
+    """Refuse bytes that were no text, which reading has kept as surrogates."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{line.encode(errors='surrogateescape')!r} is no text in UTF-8") from None
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """Return one prediction as a line of JSON."""
+    return json.dumps(found, ensure_ascii=False)
+
+
+_FORMS = {
+    ".pt2": "a program of torch.export",
+    ".onnx": "a graph of ONNX",
+    ".safetensors": "the weights of the dense model",
+}
+
+
+def export(run: TrainedRun, path: Path) -> str:
+    """Write the model of a run to a file; its suffix says in which form.
+
+    ``.pt2`` and ``.onnx`` hold the compressed model, its cores contracted, and take any number of
+    rows; ``.safetensors`` holds weights of the dense model, with the names that it has.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ValueError: If the suffix is another one.
+        MissingPackageError: If ONNX is asked for and not installed.
+    """
+    if path.suffix not in _FORMS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, what in _FORMS.items())
+        raise ValueError(f"{path} must end in one of {known}")
+    if path.suffix == ".safetensors":
+        dense = densify_(run.model).state_dict()
+        with replacing(path) as temporary:
+            save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
+    else:
+        model = _Positional(to_plain_(run.model)).eval()
+        inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
+        shapes = (tuple(map(_open_sizes, inputs)),)
+        if path.suffix == ".pt2":
+            program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+            written = io.BytesIO()  # a path would have to end in .pt2, and the temporary's does not
+            torch.export.save(program, written)
+            with replacing(path) as temporary:
+                temporary.write_bytes(written.getbuffer())
+        else:
+            _to_onnx(model, inputs, shapes, path)
+    size = path.stat().st_size
+    return f"wrote {_FORMS[path.suffix]} to {path}, {size:,} bytes"
+
+
+def _open_sizes(example: Tensor) -> dict[int, Any]:
+    """Return which sizes of an input may be others; one alone, as of columns, is always that."""
+    auto = torch.export.Dim.AUTO
+    return {k: auto for k, size in enumerate(example.shape) if size > 1}
+
+
+class _Positional(nn.Module):
+    """Takes tensors alone; text may have padding in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs)
+
+
+def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Path) -> None:
+    with needed_by("a file of ONNX"):
+        import onnxscript  # noqa: F401  torch's own message does not say how to install it
+    with _without_progress():
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
+        assert program is not None, "of the exporter by dynamo"
+        with replacing(path) as temporary:
+            program.save(temporary)
+
+
+@contextlib.contextmanager
+def _without_progress() -> Iterator[None]:
+    """Run what is inside without what torch's exporter to ONNX tells of each of its passes.
+
+    Of warnings only two are left out, which are about torch itself and not about the model.
+    """
+    chatty = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
+    levels = [log.level for log in chatty]
+    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
+    for log in chatty:
+        log.setLevel(logging.WARNING)
+    registry.addFilter(_is_of_use)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        registry.removeFilter(_is_of_use)
+        for log, level in zip(chatty, levels, strict=True):
+            log.setLevel(level)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Tell whether it says more than that torchvision, which no model here needs, is not there."""
+    return not record.getMessage().startswith("torchvision is not installed")
+
+
+_ALWAYS = ("variant", "seed", "params", "steps", "seconds")
+
+
+def load_sweep(folder: str | Path) -> "pd.DataFrame":
+    """Load what ``comera sweep`` has left in a folder, one row a finished run.
+
+    Columns are ``variant``, ``seed``, ``params`` of the whole model after training, ``steps``,
+    ``seconds`` in training steps, a column for each figure of the last evaluation, such as
+    ``accuracy``, and for each on test data, ``test/accuracy``. ``attrs`` of the frame hold
+    ``metric`` and ``reference`` of the sweep. NaN stands where a run has no such figure; there are
+    no rows where no run is finished.
+
+    Args:
+        folder: Folder of the sweep; that of a single run is read by :func:`~comera.load_run`.
+
+    Raises:
+        FileNotFoundError: If the folder holds no figures of a sweep.
+        ValueError: If its ``results.json`` is damaged, or another program's.
+        MissingPackageError: Without pandas, which ``comera[cli]`` brings; an ImportError.
+
+    Example::
+
+        runs = comera.load_sweep("runs/snli-sweep")
+        runs.groupby("variant")["test/accuracy"].agg(["mean", "std"])
+    """
+    with needed_by("load_sweep()"):
+        import pandas as pd
+    path = Path(folder).expanduser() / "results.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} holds no figures of a sweep: comera sweep FILE writes {path.name} "
+            "there when it ends"
+        )
+    try:
+        facts = from_json(path.read_text(encoding="utf-8"))
+        rows = [
+            {name: run[name] for name in _ALWAYS}
+            | run["metrics"]
+            | {f"test/{name}": value for name, value in run.get("test", {}).items()}
+            for run in facts["runs"]
+        ]
+        about = {name: facts[name] for name in ("metric", "reference")}
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{path} is damaged, or another program's: {problem!r}") from None
+    frame = pd.DataFrame(rows, columns=None if rows else _ALWAYS)
+    frame.attrs |= about
+    return frame

@@ -9,16 +9,14 @@ from torch import Tensor, nn
 
 from comera.extras import needed_by
 from comera.nn.block_linear import BTTLinear
-from comera.nn.linear import TTLinear
-from comera.nn.linear_base import CompressedLinear
-from comera.nn.model_size import model_size
+from comera.nn.evaluation_mode import model_size
+from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.planning import block_ways, linear_ways, lookup_ways
+from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
-from comera.planning.printing import show_bytes, show_count, table_html
-from comera.planning.text_table import text_table
+from comera.planning.printing import show_bytes, show_count, table_html, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -244,7 +242,7 @@ def _ways(
         if 0 in ranks:
             ways = [linear_ways.only_bias(request, machine, dtype)]
         elif isinstance(layer, BTTLinear):
-            ways = [block_ways.blocks(request, machine, dtype)]
+            ways = [linear_ways.blocks(request, machine, dtype)]
         else:
             ways = [
                 way(request, machine, dtype)

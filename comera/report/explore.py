@@ -15,12 +15,10 @@ from comera.compress.compress import check_unused, compress_
 from comera.compress.layer_moments import LossFn
 from comera.compress.linear_targets import linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import check_model
-from comera.nn.targets import find_targets
-from comera.report.exploration import WHOLE, Exploration
-from comera.report.explored_points import Explorer, Make
+from comera.nn.targets import TTConfig, find_targets
+from comera.report.exploration import WHOLE, Exploration, Explorer, Make
 
 log = logging.getLogger("comera")
 

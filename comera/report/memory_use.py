@@ -6,11 +6,9 @@ from torch import Tensor, nn
 
 from comera.nn.module import check_model
 from comera.optim.galore import GaLore
-from comera.optim.state_layout import stored_bytes
+from comera.optim.state_layout import AnyOptimizer, stored_bytes, unwrap
 from comera.optim.state_size import state_bytes
-from comera.optim.unwrap import AnyOptimizer, unwrap
-from comera.planning.printing import show_bytes, table_html
-from comera.planning.text_table import text_table
+from comera.planning.printing import show_bytes, table_html, text_table
 
 _HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
 

@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
-from comera.nn.linear_base import CompressedLinear
+from comera.nn.linear import CompressedLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
+from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
-from comera.planning.break_even import suggest
 from comera.planning.machine import Machine
-from comera.planning.plan import Plan
-from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.printing import show_bytes, show_seconds, table_html
-from comera.planning.text_table import text_table
+from comera.planning.planner import Plan, plan_embedding, plan_linear, suggest
+from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
 from comera.report.compression import CompressionReport
 
 _HEADER = (
@@ -188,7 +185,7 @@ def plan(
             embeddings the number of indices.
 
     Returns:
-        A :class:`~comera.planning.plan.Plan` of the layer, or a :class:`ModelPlan`. Times are
+        A :class:`~comera.planning.planner.Plan` of the layer, or a :class:`ModelPlan`. Times are
         predicted for the device the parameters are on, from the numbers that ``comera calibrate``
         measured or from rough defaults.
 

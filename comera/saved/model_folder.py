@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comera.files import replacing
-from comera.nn.config import TTConfig
-from comera.nn.experts import experts_apart
-from comera.nn.undisturbed import Undisturbed
-from comera.nn.unsharded import check_unsharded
+from comera.nn.forms import experts_apart
+from comera.nn.module import check_unsharded
+from comera.nn.targets import TTConfig
+from comera.params import Undisturbed
 from comera.saved.description import check_description, describe, origin_in_words
 from comera.saved.rebuild import (
     build_layers,

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.forms import as_torch
 from comera.nn.swap import swap_layers_
 from comera.nn.tied import rename_tied_weights_
-from comera.saved.description import works_on_of
-from comera.saved.kinds import Entry, kind_named
+from comera.saved.description import Entry, kind_named, works_on_of
 
 _DAMAGE = (
     AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,

@@ -10,18 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comera.extras import needed_by
-from comera.names import listed
+from comera.extras import listed, needed_by
 from comera.nn.block_linear import BTTLinear
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbeddingBag
 from comera.nn.evaluation_mode import evaluation_mode
-from comera.nn.linear import TTLinear
-from comera.nn.pointwise import TTPointwise
+from comera.nn.linear import TTLinear, TTPointwise
+from comera.nn.module import check_unsharded
 from comera.nn.swap import swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
-from comera.nn.unsharded import check_unsharded
-from comera.serving.contract import table_factors, thin_factors
 from comera.serving.frozen_layers import (
     Frozen,
     FrozenEmbedding,
@@ -29,6 +26,8 @@ from comera.serving.frozen_layers import (
     FrozenHead,
     FrozenLinear,
     FrozenTable,
+    table_factors,
+    thin_factors,
 )
 from comera.shapes import whole_number
 

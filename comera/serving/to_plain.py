@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
-from comera.nn.experts import split_names
-from comera.nn.forms import from_torch
+from comera.nn.forms import from_torch, split_names
 from comera.nn.module import TensorTrainModule, check_model
 from comera.nn.swap import swap_layers_
 from comera.nn.tied import TiedTTLinear

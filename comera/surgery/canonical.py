@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.nn.unsharded import check_unsharded
-from comera.optim.unwrap import AnyOptimizer, unwrap_separable
-from comera.surgery.optimizer_state import reset_state_
+from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
+from comera.optim.state_layout import AnyOptimizer, unwrap_separable
+from comera.surgery.truncate import reset_state_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

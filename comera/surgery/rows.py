@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.names import listed
+from comera.extras import listed
 from comera.nn.module import check_model
 from comera.nn.table import HotRows, TTTable
-from comera.optim.state_layout import pack_state_, unpack_state_
-from comera.optim.unwrap import AnyOptimizer, unwrap_separable
+from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
 from comera.params import set_data_
-from comera.surgery.optimizer_state import AVERAGES, FIRST_MOMENTS, follows
 from comera.surgery.replicas import wrappers_of
+from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows
 
 
 @torch.no_grad()

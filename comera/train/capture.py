@@ -23,9 +23,10 @@ from torch import Tensor
 
 from comera.ops.context import static_shapes
 from comera.train.data_parallel import Alone
-from comera.train.graphs import Contents, Graphs, Recording
-from comera.train.host_state import HostState, host_random_state, set_host_random_state
-from comera.train.static_batch import (
+from comera.train.graphs import (
+    Contents,
+    Graphs,
+    Recording,
     Signature,
     StaticBatch,
     difference,
@@ -34,6 +35,7 @@ from comera.train.static_batch import (
     signature,
     why_not_static,
 )
+from comera.train.host_state import HostState, host_random_state, set_host_random_state
 
 log = logging.getLogger("comera")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.optim.unwrap import AnyOptimizer, unwrap
+from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.rank.learning import RankLearning
 from comera.train.data_parallel import DataParallel
 

@@ -1,12 +1,26 @@
-"""What a run writes down: JSON lines, TensorBoard curves, a progress bar."""
+"""What a run writes down: JSON lines, TensorBoard curves, a progress bar.
 
+Seconds spent in training steps: on a GPU those of running them, not those of launching them.
+
+How fast a run is and how much memory it has needed, for its progress bar.
+
+Figures as JSON that every program reads: NaN and infinities are no numbers there.
+"""
+
+import collections
+import contextlib
 import itertools
 import json
 import logging
+import math
+import resource
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,7 +36,206 @@ from rich.text import Text
 
 from comera.extras import needed_by
 from comera.files import replacing
-from comera.train.json_figures import from_json, to_json
+
+
+class Mark(Protocol):
+    """A moment in the course of a device, which comes when all that was asked of it before is done.
+
+    Marks are compared with marks of the same device.
+    """
+
+    def has_come(self) -> bool:
+        """Say whether the device has got there; waits for nothing."""
+
+    def wait(self) -> None:
+        """Wait until the device has got there."""
+
+    def seconds_since(self, before: Self) -> float:
+        """Return the seconds between an earlier mark and this one; both must have come."""
+
+
+class StepClock:
+    """Sums the seconds of training steps; nothing in between waits for the device.
+
+    A GPU runs behind what launches its work. So each step is put between two marks, which say
+    later when the device began with it and when it was through; what it does between two steps,
+    an evaluation for one, is in no step.
+
+    Args:
+        device: The device on which the steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark, self._seconds = _marks_of(device), 0.0
+        self._open: collections.deque[tuple[Mark, Mark]] = collections.deque()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the seconds of what is done inside; none if it raises."""
+        began = self._mark()
+        yield
+        self._open.append((began, self._mark()))
+        while self._open and self._open[0][1].has_come():
+            self._close()
+
+    def add(self, seconds: float) -> None:
+        """Add the seconds of earlier steps, such as those before a run was resumed."""
+        self._seconds += seconds
+
+    def seconds(self) -> float:
+        """Return the seconds of all steps so far; waits until the device is through with them."""
+        while self._open:
+            self._open[0][1].wait()
+            self._close()
+        return self._seconds
+
+    def _close(self) -> None:
+        began, ended = self._open.popleft()
+        self._seconds += ended.seconds_since(began)
+
+
+def _marks_of(device: torch.device) -> Callable[[], Mark]:
+    """Return a function that marks the end of everything asked of a device by then."""
+    return (lambda: _CudaMark(device)) if device.type == "cuda" else _HostMark
+
+
+class _HostMark:
+    """A mark on a CPU, where all is done when a call returns."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def has_come(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, before: "_HostMark") -> float:
+        return self._at - before._at
+
+
+class _CudaMark:
+    """A mark on a GPU: an event on the present stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def has_come(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, before: "_CudaMark") -> float:
+        return before._event.elapsed_time(self._event) / 1e3
+
+
+_MIB = 1 << 20
+_KIB = 1 << 10
+
+
+class Pace:
+    """Shows steps a second since it was last asked, and the peak of memory.
+
+    Args:
+        device: The device on which the steps run.
+        per_step: How much a step trains on, of all processes, and what that is called: say
+            ``(4096, "tokens")``.
+        steps: Steps done before the first that counts.
+        seconds: Seconds that those took.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        per_step: tuple[int, str] | None = None,
+        steps: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        self._device, self._per_step = device, per_step
+        self._steps, self._seconds = steps, seconds
+
+    def show(self, steps: int, seconds: float) -> str:
+        """Return speeds and memory as text.
+
+        Args:
+            steps: Steps done in all.
+            seconds: Seconds that those took in all, evaluations and saving left out.
+        """
+        new, took = steps - self._steps, seconds - self._seconds
+        self._steps, self._seconds = steps, seconds
+        parts = []
+        if new > 0 and took > 0:
+            parts.append(f"{short(new / took)} steps/s")
+            if self._per_step is not None:
+                count, unit = self._per_step
+                parts.append(f"{short(count * new / took)} {unit}/s")
+        parts.append(f"peak {peak_memory(self._device) / _MIB:,.0f} MiB")
+        return ", ".join(parts)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the bytes that tensors on a GPU have taken at most, or this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * _KIB
+
+
+def short(value: float) -> str:
+    """Write a figure with three digits or so, as ``0.042``, ``45.6``, ``7,890`` or ``12.3k``."""
+    if value < 100:
+        return f"{value:.3g}"
+    if value < 10_000:
+        return f"{value:,.0f}"
+    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k"
+
+
+_KEY = "not_finite"
+
+
+def to_json(facts: dict[str, Any], indent: int | None = None) -> str:
+    """Return facts as JSON, with null for numbers that are not finite.
+
+    Which these are, and what they were, is said under ``not_finite``, where there are any:
+    ``{"metrics": {"auc": null}, "not_finite": {"metrics.auc": "nan"}}``.
+    """
+    odd: dict[str, str] = {}
+
+    def plain(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each, f"{name}.{key}") for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each, f"{name}.{k}") for k, each in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            odd[name.removeprefix(".")] = str(value)
+            return None
+        return value
+
+    found = plain(facts, "")
+    return json.dumps(found | ({_KEY: odd} if odd else {}), indent=indent, allow_nan=False)
+
+
+def from_json(text: str) -> Any:
+    """Return what :func:`to_json` was given.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    found = json.loads(text)
+    odd: dict[str, str] = found.pop(_KEY, {}) if isinstance(found, dict) else {}
+
+    def restored(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: restored(each, f"{name}.{key}") for key, each in value.items()}
+        if isinstance(value, list):
+            return [restored(each, f"{name}.{k}") for k, each in enumerate(value)]
+        return float(odd[name[1:]]) if value is None and name[1:] in odd else value
+
+    return restored(found, "") if odd else found
+
 
 _log = logging.getLogger("comera")
 

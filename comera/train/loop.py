@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.train.log import PlainLines, RunLog, SilentLog, progress_bar
-from comera.train.pace import Pace
+from comera.train.log import Pace, PlainLines, RunLog, SilentLog, progress_bar
 from comera.train.processes import Processes
 from comera.train.run_under_way import Evaluate, LoopResult, RunUnderWay
 from comera.train.step import TrainStep

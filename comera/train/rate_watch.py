@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.module import TensorTrainModule, tensor_trains
-from comera.optim.unwrap import AnyOptimizer
+from comera.optim.state_layout import AnyOptimizer
 from comera.params import is_sharded
 
 log = logging.getLogger("comera")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.checkpoint.chain import CheckpointChain
-from comera.train.clock import StepClock
 from comera.train.data_parallel import unwrapped_model
-from comera.train.log import RunLog, SilentLog
+from comera.train.log import RunLog, SilentLog, StepClock
 from comera.train.processes import Processes
 from comera.train.run_state import restore_, save_checkpoint
 from comera.train.step import NonFiniteLossError, TrainStep

@@ -17,13 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from comera.allocator import return_freed_memory, reuse_by_default
 from comera.nn.batched_contraction import BatchedContraction
-from comera.nn.module import check_model
-from comera.nn.unsharded import check_unsharded
+from comera.nn.module import check_model, check_unsharded
 from comera.ops.context import fp8_products, shapes_are_static
 from comera.ops.dispatch import may_read_values
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.optim.in_backward import OptimizerInBackward
-from comera.optim.unwrap import AnyOptimizer, unwrap
+from comera.optim.state_layout import AnyOptimizer, unwrap
 from comera.rank.learning import RankLearning, check_holds_cores
 from comera.shapes import check_whole_numbers, is_number
 from comera.train.capture import WARM_UP, Capture, StepDescription

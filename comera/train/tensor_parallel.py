@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from comera.names import listed
+from comera.extras import listed
 
 _log = logging.getLogger("comera")
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import comera
-from comera.data.text import TextData, TextStreams
-from comera.data.token_batches import CausalText
+from comera.data.text import CausalText, TextData, TextStreams
 from comera.models.decoder import CausalLanguageModel, Decoder
 
 VOCABULARY, LENGTH, BATCH = 512, 64, 16

@@ -9,8 +9,7 @@ from comera.bench.numerics import (
     compare_model,
     compare_table,
 )
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 
 TINY = Encoders(layers=1, width=16, ffn=32, heads=2, vocab=40, length=6, rank=4, embedding_rank=4)

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from comera.checkpoint import codec, pruning
+from comera.checkpoint import codec, packing
 from comera.checkpoint.codec import Section
-from comera.checkpoint.moments import read_moments, write_moments
+from comera.checkpoint.contents import read_moments, write_moments
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
 from comera.checkpoint.tree import DTYPES
 
@@ -148,8 +148,8 @@ def test_without_a_price_the_papers_rule_decides():
         assert torch.equal(kept, want.nonzero().squeeze(1))
         assert record.books == (15,)
     assert (
-        pruning.changed_weights(change, None, 1e-9).sum()
-        < pruning.changed_weights(change, second, 1e-9).sum()
+        packing.changed_weights(change, None, 1e-9).sum()
+        < packing.changed_weights(change, second, 1e-9).sum()
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.compress.budget import parse_budget
+from comera.compress.allocate import parse_budget
 from comera.nn.linear import TTLinear
 
 

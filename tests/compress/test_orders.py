@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import comera
-from comera.compress.compressed_layers import CompressedLayer
+from comera.compress.allocate import CompressedLayer
+from comera.compress.correct import better_train
 from comera.compress.layer_moments import LayerMoments
-from comera.compress.orders import better_train
 from comera.compress.sensitivity import LayerSensitivity
 from comera.compress.whitened import raised_loss, whitened_svd
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera.data.click_rows import ClickRows
+from comera.data.click_files import ClickRows
 from comera.data.clicks import Clicks
 from tests.data.test_clicks import criteo_lines, settings, table
 

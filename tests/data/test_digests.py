@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from comera.data import click_files, clicks, digests
+from comera.data import click_files, clicks, vocabulary
 from comera.data.clicks import ClickData, Clicks
-from comera.data.digests import content_digest
 from comera.data.nli import NliPairs
 from comera.data.text import TextData, TextStreams
+from comera.data.vocabulary import content_digest
 from tests.data.test_clicks import criteo_lines, table
 from tests.data.test_nli import settings as nli_settings  # noqa: F401
 from tests.texts import write_functions
@@ -29,15 +29,17 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
     """Names of the files whose content is read for a digest."""
-    found, real = [], digests.read_blocks
-    monkeypatch.setattr(digests, "read_blocks", lambda path: found.append(path.name) or real(path))
+    found, real = [], vocabulary.read_blocks
+    monkeypatch.setattr(
+        vocabulary, "read_blocks", lambda path: found.append(path.name) or real(path)
+    )
     return found
 
 
 def settled(path: Path, monkeypatch) -> None:
     """Let the file have changed long ago."""
     later = time.time() + 60
-    monkeypatch.setattr(digests.time, "time", lambda: later)
+    monkeypatch.setattr(vocabulary.time, "time", lambda: later)
 
 
 def rewritten(path: Path, data: bytes) -> None:
@@ -66,7 +68,7 @@ def test_what_cannot_be_decompressed_is_named(tmp_path, name):
 
 
 def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch, reads):
-    monkeypatch.setattr(digests, "LARGE", 10)
+    monkeypatch.setattr(vocabulary, "LARGE", 10)
     path = tmp_path / "a.csv"
     path.write_bytes(b"one two three")
     content_digest(path)
@@ -90,9 +92,9 @@ def test_a_cache_that_may_only_be_read_is_enough(tmp_path, monkeypatch):
     def refused(*_, **__):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(digests, "LARGE", 10)
+    monkeypatch.setattr(vocabulary, "LARGE", 10)
     settled(path, monkeypatch)
-    monkeypatch.setattr(digests, "replacing", refused)
+    monkeypatch.setattr(vocabulary, "replacing", refused)
     monkeypatch.setattr(Path, "mkdir", refused)
     monkeypatch.setattr(clicks, "FileLock", refused)
     assert Clicks.prepare(data).prepared == prepared
@@ -108,14 +110,14 @@ def test_a_small_file_is_always_read(tmp_path, monkeypatch, reads):
 
 
 def test_a_file_that_is_written_meanwhile_is_named(tmp_path, monkeypatch):
-    path, real = tmp_path / "a.csv", digests.read_blocks
+    path, real = tmp_path / "a.csv", vocabulary.read_blocks
     path.write_bytes(b"one")
 
     def growing(path):
         yield from real(path)
         path.write_bytes(b"one two")
 
-    monkeypatch.setattr(digests, "read_blocks", growing)
+    monkeypatch.setattr(vocabulary, "read_blocks", growing)
     with pytest.raises(ValueError, match=r"a\.csv changed while it was read: run the same command"):
         content_digest(path)
 

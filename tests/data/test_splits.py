@@ -5,8 +5,7 @@ import torch
 
 from comera.data.clicks import Clicks
 from comera.data.nli import NliPairs, nli_digests
-from comera.data.text import TextData, TextStreams
-from comera.data.token_batches import CausalText, MaskedText
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams
 from tests.texts import write_functions
 
 from .test_clicks import settings as click_settings

@@ -4,8 +4,7 @@ import lzma
 import pytest
 import torch
 
-from comera.data.text import TextData, TextStreams, text_digests
-from comera.data.token_batches import CausalText, MaskedText
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams, text_digests
 from comera.data.vocabulary import CLS, MASK, PAD
 from tests.texts import write_functions
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import comera
-from comera.nn.experts import SplitExperts, is_fused
+from comera.nn.forms import SplitExperts, is_fused
 from tests.integrations.tiny import hf, transformers
 
 COMMON = {

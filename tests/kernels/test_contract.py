@@ -13,7 +13,7 @@ from comera.ops.contract_cores import (
     layout_of,
 )
 from comera.ops.cores import Chains
-from comera.ops.kernels import choose, contract_kernel, contract_walk, emulate, nvrtc
+from comera.ops.kernels import choose, contract_kernel, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -117,18 +117,18 @@ def test_kernels_equal_the_reference_beyond_one_tile_in_any_order_of_threads(nam
 @pytest.fixture
 def _a_little_at_once(monkeypatch):
     """Few values of a mode are staged at once, as of the widest cores."""
-    monkeypatch.setattr(contract_walk, "_STAGED", 900)
-    monkeypatch.setattr(contract_walk, "_STAGED_BACK", 1500)
-    contract_walk._walks.cache_clear()
+    monkeypatch.setattr(contract_kernel, "_STAGED", 900)
+    monkeypatch.setattr(contract_kernel, "_STAGED_BACK", 1500)
+    contract_kernel._walks.cache_clear()
     yield
-    contract_walk._walks.cache_clear()
+    contract_kernel._walks.cache_clear()
 
 
 @pytest.mark.parametrize("name", [*WIDE, "3+3"])
 @pytest.mark.usefixtures("_wide_shapes", "thread_order", "_a_little_at_once")
 def test_modes_are_staged_a_few_at_a_time(name):
     group = make(name, 1)
-    walks = contract_walk.walks(chains(group))
+    walks = contract_kernel.walks(chains(group))
     assert name == "3+3" or any(
         once < mode
         for walk in walks
@@ -365,10 +365,10 @@ def test_fewer_values_are_staged_where_products_leave_less_room(
     monkeypatch.setitem(SHAPES, "full", shape)
     monkeypatch.setitem(DEEP, "full", shape)
     group = make("full", 1)
-    left, _ = contract_walk.walks(chains(group))
+    left, _ = contract_kernel.walks(chains(group))
     core, once = len(modes) - 2, left.at_once[-1]
-    assert left.shared[0] + 4 * left._staged(core, 1) > contract_walk._MOST_SHARED
-    assert left._staged(core, once + 1) <= contract_walk._STAGED
+    assert left.shared[0] + 4 * left._staged(core, 1) > contract_kernel._MOST_SHARED
+    assert left._staged(core, once + 1) <= contract_kernel._STAGED
     assert CONTRACT.chosen([chains(group)]) == "kernel"
     assert_near(run(group), in_float64(group), torch.float32, factor=2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import contract_walk, emulate, nvrtc
+from comera.ops.kernels import contract_kernel, emulate, nvrtc
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ for _ in range(2):
         "pp",
     )
     assert lines[:2] == ["CALL cuCtxSetCurrent", "CALL cuLibraryLoadData cubin"]
-    walks = [contract_walk.Walk((2, 3, 4), (2, 5, 6), right) for right in (False, True)]
+    walks = [contract_kernel.Walk((2, 3, 4), (2, 5, 6), right) for right in (False, True)]
     shared = [max(sizes) for sizes in zip(*(walk.shared for walk in walks), strict=True)]
     launches = [line.split() for line in lines if line.startswith("LAUNCH")]
     describe, last, first = "contract_describe", "contract_back_last_f32", "contract_back_first_f32"

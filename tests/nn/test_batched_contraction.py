@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import layers_together
+from comera.nn import batched_contraction
+from comera.nn.batched_contraction import gates_together
 from comera.nn.module import tensor_trains
-from comera.nn.shared_gates import gates_together
 
 
 def make(dtype=torch.float64):
@@ -36,9 +36,11 @@ def test_outputs_and_gradients_are_those_of_each_layer_by_itself():
 
 def test_all_layers_are_joined_in_one_call_grouped_by_shape(monkeypatch):
     model, calls = make(), []
-    original = layers_together.contract_groups
+    original = batched_contraction.contract_groups
     monkeypatch.setattr(
-        layers_together, "contract_groups", lambda *args: calls.append(args[3]) or original(*args)
+        batched_contraction,
+        "contract_groups",
+        lambda *args: calls.append(args[3]) or original(*args),
     )
     with comera.BatchedContraction(model):
         model(torch.zeros(2, dtype=torch.long))
@@ -198,9 +200,9 @@ def test_a_rank_objective_reads_gates_changed_inside():
 
 def test_what_has_not_changed_is_joined_once(monkeypatch):
     model, calls = make(), []
-    original = layers_together.contract_groups
+    original = batched_contraction.contract_groups
     monkeypatch.setattr(
-        layers_together, "contract_groups", lambda *a: calls.append(1) or original(*a)
+        batched_contraction, "contract_groups", lambda *a: calls.append(1) or original(*a)
     )
     with comera.BatchedContraction(model):
         for _ in range(3):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import comera
-from comera.block_shape import BTTShape
 from comera.rank.prune import prune_to_
+from comera.shapes import BTTShape
 
 SHAPES = [
     (6, 12, BTTShape((2, 3), (3, 4), (1,))),

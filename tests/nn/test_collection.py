@@ -8,7 +8,7 @@ import comera
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose, emulate
-from comera.ops.table import slices, table_factors
+from comera.ops.table import table_factors
 
 WIDTH = 16
 
@@ -72,14 +72,14 @@ def compare(collection, asked):
 
 
 def test_tables_of_which_slices_are_joined_beside_whole_ones(monkeypatch):
-    monkeypatch.setattr(slices, "_WORTH_IT", 0)
+    monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
     collection = tables(large=bag(5000), other=bag(4000, hot_rows=9))
     for seed in (1, 2):
         asked = ask(collection, seed=seed)
         got, want = collection(asked), one_by_one(collection, asked)
-        monkeypatch.setattr(slices, "_WORTH_IT", 1 << 40)
+        monkeypatch.setattr(table_factors, "_WORTH_IT", 1 << 40)
         whole = one_by_one(collection, asked)
-        monkeypatch.setattr(slices, "_WORTH_IT", 0)
+        monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
         params = list(collection.parameters())
         grads = [
             torch.autograd.grad(loss(found), params, allow_unused=True)

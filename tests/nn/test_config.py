@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from comera.nn.config import TTConfig
+from comera.nn.targets import TTConfig
 
 
 @pytest.mark.parametrize(

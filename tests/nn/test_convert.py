@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
+from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear
 
 ROWS, WIDTH = 60, 24

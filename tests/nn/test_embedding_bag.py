@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbeddingBag
 from comera.ops.context import static_shapes
 
 ROWS, WIDTH = 11, 6

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import comera
-from comera.nn import forward_sharing, layers_together
+from comera.nn import batched_contraction, forward_sharing
 from comera.nn.forward_sharing import share_in_forward_, unshare_in_forward_
 from comera.nn.module import tensor_trains
 
@@ -50,13 +50,13 @@ class Model(nn.Module):
 @pytest.fixture
 def calls(monkeypatch):
     """How many layers each contraction of several was of."""
-    counts, original = [], layers_together.contract_groups
+    counts, original = [], batched_contraction.contract_groups
 
     def counted(*args):
         counts.append(sum(args[3][3::7]))
         return original(*args)
 
-    monkeypatch.setattr(layers_together, "contract_groups", counted)
+    monkeypatch.setattr(batched_contraction, "contract_groups", counted)
     return counts
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.nn.module import tensor_trains
 

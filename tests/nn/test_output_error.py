@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import comera
-from comera.nn.output_error import input_moments, output_error
+from comera.nn.evaluation_mode import input_moments, output_error
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 
 import comera
 from comera.nn import forms
-from comera.nn.pointwise import TTPointwise
+from comera.nn.linear import TTPointwise
 
 CONVS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 each = pytest.mark.parametrize("conv", CONVS)

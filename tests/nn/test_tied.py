@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import comera
-from comera.nn.config import TTConfig
 from comera.nn.convert import densify_, tensorize_
 from comera.nn.embedding import TTEmbedding
+from comera.nn.targets import TTConfig
 
 
 def tied_model() -> nn.ModuleDict:

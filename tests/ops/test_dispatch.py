@@ -287,8 +287,8 @@ def test_what_is_built_in_for_a_card_names_groups_and_is_what_the_papers_say():
 PREDICATES = {"is_compiling", "is_exporting", "is_dynamo_compiling", "may_read_values", "is_eager",
               "is_concrete", "on_this_machine", "may_keep"}  # fmt: skip
 CHECKS = {  # validation, and what is remembered between two passes
-    ("ops/table/indices.py", "may_read_values"): "indices are checked where they can be read",
-    ("nn/embedding_bag.py", "may_read_values"): "so are offsets",
+    ("ops/table/distinct_rows.py", "may_read_values"): "indices are checked where they can be read",
+    ("nn/embedding.py", "may_read_values"): "so are offsets",
     ("train/step.py", "may_read_values"): "and losses",
     (
         "models/transformer.py",
@@ -300,9 +300,9 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("ops/factors.py", "is_concrete"): "nor without values",
     ("ops/product.py", "is_concrete"): "sizes are known",
     ("ops/linear/blocks.py", "is_eager"): "compilers find gradients of their own",
-    ("ops/linear/plain.py", "is_concrete"): "gates that are open need no threshold",
-    ("nn/embedding_bag.py", "is_eager"): "how many entries there are is known",
-    ("ops/table/indices.py", "is_eager"): "what is not checked now is left to an operator",
+    ("ops/linear/tt_linear.py", "is_concrete"): "gates that are open need no threshold",
+    ("nn/embedding.py", "is_eager"): "how many entries there are is known",
+    ("ops/table/distinct_rows.py", "is_eager"): "what is not checked now is left to an operator",
     ("nn/table.py", "is_eager"): "indices have been checked",
     ("nn/collection.py", "is_eager"): "so have they",
     ("ops/table/tt_embedding.py", "is_eager"): "and those of several tables",
@@ -311,7 +311,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/linear.py", "on_this_machine"): "a refusal of the table",
     ("nn/linear.py", "is_eager"): "so is this",
     ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
-    ("nn/handed_out.py", "is_eager"): "what autograd is told by then",
+    ("nn/batched_contraction.py", "is_eager"): "what autograd is told by then",
     ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
     ("nn/feed_forward_parts.py", "is_eager"): "a compiler fuses layers itself",
@@ -319,7 +319,7 @@ CHECKS = {  # validation, and what is remembered between two passes
         "nn/feed_forward_parts.py",
         "is_concrete",
     ): "and others look at what is computed, not at numbers",
-    ("nn/experts.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
+    ("nn/forms.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
     ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
 }
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from comera.ops.table.distinct_rows import TableFactors, every_row
-from comera.ops.table.indices import make_slots, sorted_rows, sum_by
+from comera.ops.table.distinct_rows import TableFactors, every_row, make_slots, sorted_rows, sum_by
 from comera.ops.table.lookup import lookup
 
 

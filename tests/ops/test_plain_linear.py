@@ -7,8 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.linear.plain import plain_linear
-from comera.ops.linear.tt_linear import tt_to_dense
+from comera.ops.linear.tt_linear import plain_linear, tt_to_dense
 
 SIZES = (1, 2, 3), (3, 2, 2), (2, 3, 2), (2, 2, 1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
-from comera.ops.table import distinct_rows, slices
-from comera.ops.table.slices import Request, read_factors
+from comera.ops.table import distinct_rows, table_factors
+from comera.ops.table.table_factors import Request, read_factors
 from comera.ops.table.tt_embedding import tt_embedding_bag
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
 
@@ -22,8 +22,8 @@ ORDERS = {
 @pytest.fixture
 def few_slices(monkeypatch):
     """However small a table is, only slices that are read are joined."""
-    monkeypatch.setattr(slices, "_DEARER", 0)
-    monkeypatch.setattr(slices, "_WORTH_IT", 0)
+    monkeypatch.setattr(table_factors, "_DEARER", 0)
+    monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
 
 
 def asked(problem, indices):
@@ -90,9 +90,13 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     shapes = {tuple(core.shape) for core in cores}
 
     def choose(_, half):
-        return slices._in_slices if {tuple(c.shape) for c in half} == shapes else slices._whole
+        return (
+            table_factors._in_slices
+            if {tuple(c.shape) for c in half} == shapes
+            else table_factors._whole
+        )
 
-    monkeypatch.setattr(slices._FACTOR, "choose", choose)
+    monkeypatch.setattr(table_factors._FACTOR, "choose", choose)
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
 
@@ -177,8 +181,8 @@ def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
 @pytest.mark.parametrize("kind", [comera.TTEmbedding, comera.TTEmbeddingBag, "two tables"])
 def test_a_batch_is_looked_at_once(kind, few, compiled, monkeypatch):
     if few:
-        monkeypatch.setattr(slices, "_DEARER", 0)
-        monkeypatch.setattr(slices, "_WORTH_IT", 0)
+        monkeypatch.setattr(table_factors, "_DEARER", 0)
+        monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
     indices, looked = torch.tensor([[3, 99], [3, 0]]), []
     if kind == "two tables":
         bags = {name: comera.TTEmbeddingBag(100, 12, rank=4, mode="sum") for name in "ab"}

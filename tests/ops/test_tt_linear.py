@@ -6,8 +6,7 @@ import torch
 
 from comera.ops.context import static_shapes
 from comera.ops.cores import rank_gate_reference
-from comera.ops.linear.plain import plain_linear
-from comera.ops.linear.tt_linear import _factorized_linears, tt_linear, tt_to_dense
+from comera.ops.linear.tt_linear import _factorized_linears, plain_linear, tt_linear, tt_to_dense
 from comera.shapes import TTShape
 
 SHAPES = {

@@ -139,7 +139,7 @@ class TestViews:
         ends = []
         for block, stacked in ((1 << 30, 1), (97, 1), (1 << 30, 1 << 30)):
             monkeypatch.setitem(comera.optim.factored_moments._BLOCK, "cpu", block * shape[1] // 40)
-            monkeypatch.setitem(comera.optim.came_state._STACKED, "cpu", (stacked, stacked))
+            monkeypatch.setitem(comera.optim.came._STACKED, "cpu", (stacked, stacked))
             generator = torch.Generator().manual_seed(0)
             params = [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(2)]
             optimizer = comera.CAME(params, lr=1e-2)

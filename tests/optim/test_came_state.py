@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 import comera
 from comera.optim import factored_moments
 from comera.optim.factored_moments import matrix_view, product
-from comera.surgery.optimizer_state import slice_state_
+from comera.surgery.truncate import slice_state_
 
 from .training import (
     STATES,

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import comera
 from comera.models.transformer import Encoder, SequenceClassifier
-from comera.optim.galore import GaLore
-from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW
+from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW
 from comera.optim.projection import PROJ_TYPES, into, low_shape, new_bases, out_of, sides
 from tests.peers import peer
 

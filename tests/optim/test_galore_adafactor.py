@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from comera.optim.galore_named import GaLoreAdafactor
+from comera.optim.galore import GaLoreAdafactor
 from tests.optim.test_galore import backward, bases_by_svd, groups, make_model, train_alike
 from tests.peers import peer
 

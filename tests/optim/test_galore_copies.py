@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import comera
-from comera.optim.galore import GaLore
-from comera.optim.galore_named import GaLoreAdafactor, GaLoreAdamW
+from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW
 from tests.optim.test_galore import groups, make_model, train
 from tests.peers import peer
 

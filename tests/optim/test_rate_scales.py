@@ -10,8 +10,8 @@ from torch import nn
 import comera
 from comera.bench.update_size import spectral_norm
 from comera.nn.module import tensor_trains
+from comera.optim.groups import contracted_scale
 from comera.optim.muon import core_matrix
-from comera.optim.rate_scales import contracted_scale
 
 SHAPES = [
     (64, 64, 1, 8), (64, 64, 1, 32), (64, 64, 3, 8), (256, 256, 1, 16), (256, 256, 3, 32),

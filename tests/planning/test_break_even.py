@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning.break_even import break_even, suggest
-from comera.planning.crossover import dense_from
 from comera.planning.machine import default_machine
-from comera.planning.planner import plan_linear
-from comera.planning.products import Layer
+from comera.planning.planner import break_even, plan_linear, suggest
+from comera.planning.products import Layer, dense_from
 from comera.shapes import TTShape
 
 CPU, GPU = default_machine("cpu"), default_machine("cuda")

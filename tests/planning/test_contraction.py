@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning.contraction import find_tree, schedule
-from comera.planning.network import linear_network, lookup_network
+from comera.planning.contraction import find_tree, linear_network, lookup_network, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import random_tensors, run
 from tests.planning.test_contraction_search import shapes

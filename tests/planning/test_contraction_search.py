@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.planning.contraction import find_tree, leaves, schedule
-from comera.planning.network import linear_network, lookup_network
+from comera.planning.contraction import find_tree, leaves, linear_network, lookup_network, schedule
 from comera.shapes import TTMShape, TTShape
 from tests.planning.running import cheapest
 

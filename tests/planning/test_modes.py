@@ -10,10 +10,9 @@ from torch import nn
 
 import comera
 from comera.nn import module
-from comera.planning.break_even import break_even
 from comera.planning.machine import default_machine, load_machine, save_machine
 from comera.planning.operation import Step
-from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.planner import break_even, plan_embedding, plan_linear
 from comera.planning.products import Layer
 from comera.shapes import TTMShape, TTShape
 

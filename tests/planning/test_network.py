@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from comera.planning.network import Network, factor_networks, linear_network, lookup_network
+from comera.planning.contraction import Network, factor_networks, linear_network, lookup_network
 from comera.shapes import TTMShape, TTShape
 
 

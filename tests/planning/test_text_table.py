@@ -2,7 +2,7 @@
 
 import pytest
 
-from comera.planning.text_table import text_table
+from comera.planning.printing import text_table
 
 HEADER = ("layer", "shape and ranks", "parameters / dense", "bytes")
 ROWS = [

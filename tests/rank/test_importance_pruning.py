@@ -9,7 +9,7 @@ import torch
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.rank.importance import ImportanceScores
+from comera.rank.importance_pruning import ImportanceScores
 from comera.rank.prune import prune_to_
 from comera.train.step import NonFiniteLossError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from comera.recipes import typed
+from comera.recipes import run_commands
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml
-from comera.recipes.typed import typed_settings
+from comera.recipes.run_commands import typed_settings
 from tests.texts import write_functions
 
 
@@ -115,7 +115,9 @@ def test_the_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text("masked_text: {}\ntrain: {steps: 3}\n")
     read = []
-    monkeypatch.setattr(typed, "read_yaml", lambda path: read.append(path) or read_yaml(path))
+    monkeypatch.setattr(
+        run_commands, "read_yaml", lambda path: read.append(path) or read_yaml(path)
+    )
     assert typed_settings([str(path), "--seed=2"]).train.steps == 3
     assert read == [path]
 

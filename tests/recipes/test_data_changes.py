@@ -365,7 +365,7 @@ def test_a_sweep_that_is_finished_needs_no_data(tmp_path, forked_runs):
 
 def test_numbers_compare_as_they_are():
     """Of equal values in another layout the digests differ, of other values always."""
-    from comera.data.digests import array_digest
+    from comera.data.vocabulary import array_digest
 
     one = {"a": np.arange(6, dtype=np.int32)}
     assert array_digest(one) == array_digest({"a": np.arange(6, dtype=np.int32)})

@@ -19,9 +19,14 @@ from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
 from comera.recipes.folder import lock
-from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import run
-from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
+from comera.recipes.run_config import (
+    ImportancePruningConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    TwoStageConfig,
+)
 from tests.texts import write_functions
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from comera.recipes.cli import main
+from comera.recipes.run_commands import FIRST
 from comera.recipes.run_config import RunConfig
-from comera.recipes.short_help import FIRST
 
 
 def printed(capsys, *words):

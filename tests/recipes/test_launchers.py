@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 import comera
-from comera.recipes.launchers import make_launcher
+from comera.recipes.launchers import Remote, make_launcher
 from comera.recipes.sweep import make_jobs
-from comera.recipes.worker import Remote
 from comera.train.log import last_logged
 from tests.peers import peer
 from tests.recipes.test_sweep import carried_out, content, sweep_of, written  # noqa: F401

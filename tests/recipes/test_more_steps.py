@@ -16,14 +16,13 @@ from rich.console import Console
 import comera
 from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
-from comera.nn.config import TTConfig
+from comera.nn.targets import TTConfig
 from comera.recipes.folder import other_settings
 from comera.recipes.list_runs import runs_table
 from comera.recipes.optimizers import OptimizerConfig, twin_of
 from comera.recipes.parse import parse_settings, read_yaml
-from comera.recipes.rank_config import TwoStageConfig
 from comera.recipes.run import planned_memory, run
-from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig
+from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig, TwoStageConfig
 from comera.recipes.sweep import INTERRUPTED
 from comera.train.log import last_logged, read_metrics
 from comera.train.step import NonFiniteLossError

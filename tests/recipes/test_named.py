@@ -9,8 +9,7 @@ import pytest
 
 import comera
 from comera.recipes.cli import main
-from comera.recipes.named import described, file_of, folder, names
-from comera.recipes.parse import read_yaml
+from comera.recipes.parse import described, file_of, folder, names, read_yaml
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,18 +12,19 @@ from rich.console import Console
 
 import comera
 from comera.data.text import TextData
-from comera.nn.config import TTConfig
+from comera.nn.targets import TTConfig
 from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, resolved, twin_of
-from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.run_config import (
+    ImportancePruningConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    TwoStageConfig,
 )
 from comera.recipes.sweep import run_sweep
 from comera.recipes.sweep_file import read_sweep

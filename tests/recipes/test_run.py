@@ -13,21 +13,22 @@ import comera
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
-from comera.nn.config import TTConfig
 from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
+from comera.nn.targets import TTConfig
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.parse import read_yaml, section_of, wanted
-from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
+    ImportancePruningConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    TwoStageConfig,
 )
 from comera.recipes.tasks.task import count_steps
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task

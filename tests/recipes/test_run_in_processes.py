@@ -15,19 +15,20 @@ from safetensors.torch import load_file
 from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
-from comera.nn.config import TTConfig
+from comera.nn.targets import TTConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import lock
-from comera.recipes.rank_config import ImportancePruningConfig, TwoStageConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
     CheckpointConfig,
     DlrmConfig,
+    ImportancePruningConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
+    TwoStageConfig,
 )
 from comera.train.log import read_metrics
 from tests.data.test_clicks import table

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from comera.recipes.cli import main
-from comera.recipes.report.chart import Axis, axis_around
 from comera.recipes.report.history import History, read_histories
-from comera.recipes.report.layer_ranks import MOST_COLUMNS, layer_ranks
+from comera.recipes.report.page import Axis, axis_around
 from comera.recipes.report.run_charts import MOST_POINTS, loss_by_clock, loss_by_size, loss_by_step
-from comera.recipes.report.run_report import gather, write_report
+from comera.recipes.report.run_report import MOST_COLUMNS, gather, layer_ranks, write_report
 
 EVIL = "<script>alert(1)</script>$x$ & 'co'"
 LAYERS = {"encoder.query": [4, 6, 4], "encoder.fc1": [8, 8], EVIL: [5]}

@@ -19,10 +19,9 @@ from comera.recipes.cli import main
 from comera.recipes.folder import lock
 from comera.recipes.jobs import Job, resolve, steps_in_time
 from comera.recipes.parse import merged, nested
-from comera.recipes.progress import show_progress
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, run_sweep
+from comera.recipes.sweep import make_jobs, run_sweep, show_progress
 from comera.recipes.sweep_file import read_sweep
 from comera.train.step import TrainStep
 from tests.texts import write_functions

@@ -11,6 +11,7 @@ from comera.recipes.report.comparison import (
     compare,
     pareto_front,
     read_trained,
+    show_difference,
 )
 from comera.recipes.report.comparison_table import (
     comparison_text,
@@ -18,7 +19,6 @@ from comera.recipes.report.comparison_table import (
     write_comparison,
 )
 from comera.recipes.report.sweep_report import gather_sweep, write_sweep_report
-from comera.recipes.report.words import show_difference
 
 
 def trained(variant: str, seed: int, accuracy: float, params: int, steps=100, seconds=50.0):

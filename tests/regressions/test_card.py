@@ -14,7 +14,7 @@ from comera.ops.kernels import choose, emulate, lookup_kernel
 from comera.ops.table.lookup import lookup as lookup_op
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
-from comera.train.clock import StepClock
+from comera.train.log import StepClock
 from tests import test_notebooks
 from tests.train.conftest import get_batch, make_step
 from tests.train.counting import Launches

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import comera
-from comera.planning.plan import Plan
+from comera.planning.planner import Plan
 from comera.report.model_plan import ModelPlan
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import comera
 from comera.nn.linear import TTLinear
-from comera.saved.kinds import Kind, register_kind
+from comera.saved.description import Kind, register_kind
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, load_model, read_description, save_model
 
 
@@ -212,7 +212,9 @@ class Scaled(TTLinear):
 
 def test_layers_of_others_can_be_registered(tmp_path):
     model = nn.Sequential(Scaled(32, 64, rank=3))
-    message = "Scaled has no form in a file: give it one with comera.saved.kinds.register_kind"
+    message = (
+        "Scaled has no form in a file: give it one with comera.saved.description.register_kind"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         save_model(model, tmp_path)
     kind = Kind(

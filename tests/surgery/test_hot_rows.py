@@ -5,8 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import comera
-from comera.nn.embedding import TTEmbedding
-from comera.nn.embedding_bag import TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from tests.processes import in_two_processes, said
 
 ROWS, WIDTH, HOT = 30, 12, 5

@@ -19,7 +19,7 @@ from torch.optim import (
     Rprop,
 )
 
-from comera.surgery.optimizer_state import slice_state_
+from comera.surgery.truncate import slice_state_
 
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, 0.1),

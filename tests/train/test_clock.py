@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comera.train import clock as clock_module
+from comera.train import log as clock_module
 from comera.train import loop, run_under_way
-from comera.train.clock import StepClock
-from comera.train.log import read_metrics
+from comera.train.log import StepClock, read_metrics
 
 from .conftest import evaluate, get_batch, make_step
 

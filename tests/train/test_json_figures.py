@@ -3,8 +3,7 @@ import math
 
 import pytest
 
-from comera.train.json_figures import from_json, to_json
-from comera.train.log import RunLog, last_logged, read_metrics
+from comera.train.log import RunLog, from_json, last_logged, read_metrics, to_json
 
 
 def strict(text: str):

@@ -13,7 +13,7 @@ from torch import nn
 
 import comera
 from comera.checkpoint.chain import CheckpointChain
-from comera.nn import layers_together
+from comera.nn import batched_contraction
 from comera.nn.module import tensor_trains
 from comera.train.log import PlainLines, RunLog, last_logged, progress_bar, read_metrics
 from comera.train.loop import train
@@ -273,9 +273,9 @@ def test_the_last_value_is_found_at_the_end_of_a_long_log(tmp_path):
 
 def test_an_evaluation_joins_the_cores_once(tmp_path, monkeypatch):
     joined = []
-    original = layers_together.contract_groups
+    original = batched_contraction.contract_groups
     monkeypatch.setattr(
-        layers_together,
+        batched_contraction,
         "contract_groups",
         lambda *args: joined.append("together") or original(*args),
     )

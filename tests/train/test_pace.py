@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from comera.train.pace import Pace, peak_memory, short
+from comera.train.log import Pace, peak_memory, short
 
 CPU = torch.device("cpu")
 

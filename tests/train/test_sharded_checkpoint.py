@@ -13,8 +13,8 @@ from torch import nn
 import comera
 from comera.checkpoint.distributed import gathered, scatter_
 from comera.params import is_sharded
+from comera.train.run_state import load_parts, save_parts
 from comera.train.sharded import shard_dense_, whole_state
-from comera.train.sharded_checkpoint import load_parts, save_parts
 from tests.processes import in_worlds
 
 pytestmark = pytest.mark.slow  # interpreters have to start

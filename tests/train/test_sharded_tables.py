@@ -9,8 +9,7 @@ from torch.nn import functional as F
 import comera
 from comera.models.dlrm import DLRM
 from comera.params import is_sharded
-from comera.train.sharded import shard_dense_, whole_state
-from comera.train.sharded_tables import RowShardedBag
+from comera.train.sharded import RowShardedBag, shard_dense_, whole_state
 from tests.processes import in_worlds
 
 pytestmark = pytest.mark.slow  # interpreters have to start

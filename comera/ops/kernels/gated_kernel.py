@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comera.ops.kernels.choose import kernel_refuses
-from comera.ops.kernels.feed_forward_tiles import (
+from comera.ops.kernels.feed_forward_kernel import (
     BOND,
     ENDINGS,
     HIDDEN_BLOCK,

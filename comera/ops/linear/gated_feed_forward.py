@@ -25,7 +25,7 @@ from comera.ops.linear.feed_forward import (
     plainly,
     rounding,
 )
-from comera.ops.linear.thin import times_left
+from comera.ops.linear.tt_linear import times_left
 from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product_into, store_product_
 

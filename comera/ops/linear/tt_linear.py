@@ -3,21 +3,30 @@
 The input cores contract to a narrow ``(I, R)`` matrix and the output cores to ``(R, O)``; the batch
 meets only those two. Cost ``B * R * (I + O)`` instead of ``B * I * O``; the backward pass keeps
 x, the narrow ``x @ left`` and the factors, nothing else (CoMERA, arXiv 2405.14377, section 4).
+
+A tensor-train layer by the operations that its arithmetic needs, all known to autograd.
+
+Contracting cores and multiplying a batch by factors are operators of their own elsewhere, which
+serve many layers at once, kernels and compilers. A lone layer on a small batch would spend nearly
+all its time on getting to them and back.
+
+The thin products of a batch with the left factors of several layers.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.ops.context import autocast_together, products_are_fp8, without_autocast
-from comera.ops.contract_cores import contract_cores
-from comera.ops.cores import contract_chain
+from comera.ops.context import autocast_together, is_autocast_on, products_are_fp8, without_autocast
+from comera.ops.contract_cores import contract_cores, multiply_pairs
+from comera.ops.cores import contract_chain, open_gate
 from comera.ops.dispatch import Case, Times, Ways
 from comera.ops.factors import Factors, last_of_each, set_ones_
-from comera.ops.operator import operator
+from comera.ops.operator import is_concrete, is_traced, operator
 from comera.ops.product import affine, is_torchs, product
 
 
@@ -261,3 +270,108 @@ def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
     left = contract_chain(cores[:split])
     right = contract_chain(cores[split:])
     return (left[0] @ right[..., 0]).T
+
+
+def plain_linear(
+    x_BI: Tensor,
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    bias_O: Tensor | None,
+    split: int,
+    threshold: float,
+    in_features: int,
+    out_features: int,
+) -> Tensor:
+    """Return ``x @ W.T + bias`` where ``W`` is a tensor train.
+
+    Args:
+        x_BI: ``(*, in_features)``.
+        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
+        gates: One vector for each inner bond, float32 or wider.
+        bias_O: ``(out_features,)`` or None.
+        split: How many of the cores carry the input.
+        threshold: A gate at or below it is a pruned rank.
+        in_features: Width of x, at most what the input modes multiply to.
+        out_features: Width of the result, likewise.
+
+    Returns:
+        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated as
+        often as one likes.
+
+    Raises:
+        ValueError: If x has another width than the layer.
+    """
+    if is_autocast_on(x_BI):
+        with without_autocast(x_BI):
+            left_IR, right_RO = _factors(cores, gates, split, threshold)
+        biases = [] if bias_O is None else [bias_O]
+        x_BI, (left_IR, right_RO), biases = autocast_together(x_BI, [left_IR, right_RO], biases)
+        bias_O = biases[0] if biases else None
+    else:
+        left_IR, right_RO = _factors(cores, gates, split, threshold)
+    if left_IR.shape[0] != in_features:
+        left_IR = left_IR[:in_features]
+    if right_RO.shape[1] != out_features:
+        right_RO = right_RO[:, :out_features]
+    check_width(x_BI, in_features)
+    flat = x_BI.dim() == 2
+    t = torch.mm(x_BI if flat else x_BI.reshape(-1, in_features), left_IR)
+    y = torch.mm(t, right_RO) if bias_O is None else torch.addmm(bias_O, t, right_RO)
+    return y if flat else y.view(*x_BI.shape[:-1], out_features)
+
+
+def _factors(
+    cores: Sequence[Tensor], gates: Sequence[Tensor], split: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Contract cores to ``(I, R)`` and ``(R, O)``, narrow dtypes in that of the gates."""
+    last, wide = cores[-1], gates[0].dtype
+    if not _are_all_open(gates, threshold):
+        gates = [open_gate(gate, threshold) for gate in gates]
+    gated = multiply_pairs(cores[:-1], gates)
+    if last.dtype == wide:
+        gated.append(last)
+        return _from_left(gated[:split]), _from_right(gated[split:])
+    gated.append(last.to(wide))
+    return _from_left(gated[:split]).to(last.dtype), _from_right(gated[split:]).to(last.dtype)
+
+
+def _are_all_open(gates: Sequence[Tensor], threshold: float) -> bool:
+    """Say whether :func:`open_gate` is sure to change no gate.
+
+    To read so few numbers takes an eighth of the time that as many operations of autograd take.
+    False where they cannot be read, or are others when what is recorded now is run again.
+    """
+    if not (gates[0].is_cpu and is_concrete(gates[0])) or is_traced():
+        return False
+    surely = 2 * threshold  # which may be rounded up to the dtype of the gates
+    return min(chain.from_iterable(map(Tensor.tolist, gates)), default=1.0) > surely
+
+
+def _from_left(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the input to ``(I, R)``."""
+    made = cores[0].squeeze(0)
+    rows = made.shape[0]
+    for core in cores[1:]:
+        _, modes, bond = core.shape
+        rows *= modes
+        made = torch.mm(made, core.flatten(1)).view(rows, bond)
+    return made
+
+
+def _from_right(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the output to ``(R, O)``."""
+    made = cores[-1].squeeze(2)
+    columns = made.shape[1]
+    for core in cores[-2::-1]:
+        bond, modes, _ = core.shape
+        columns *= modes
+        made = torch.mm(core.flatten(0, 1), made).view(bond, columns)
+    return made
+
+
+def times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
+    """Return all ``x @ left`` side by side, ones in the last column of each if there is a bias."""
+    left = lefts[0] if len(lefts) == 1 else torch.cat(list(lefts), 1)
+    if not bias:
+        return affine(x, left)
+    return affine(x, left, last_of_each([each.shape[1] for each in lefts], x))

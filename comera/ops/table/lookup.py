@@ -31,15 +31,18 @@ from comera.ops.operator import operator
 from comera.ops.table.distinct_rows import (
     TableFactors,
     bag_of_entries,
+    check_range,
     empty_like,
     every_row,
     factor_grads,
     hot_grads,
     lying_as,
     make_rows,
+    make_slots,
+    sorted_rows,
     sum_bags,
+    sum_by_sorted,
 )
-from comera.ops.table.indices import check_range, make_slots, sorted_rows, sum_by_sorted
 
 TIMED_TOGETHER = "lookup"
 """The group of operators whose ways are chosen together."""

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
 from comera.ops.dispatch import Case, Times, Ways, is_eager
-from comera.ops.table.distinct_rows import TableFactors, every_row
-from comera.ops.table.indices import check_range
+from comera.ops.table.distinct_rows import TableFactors, check_range, every_row
 from comera.ops.table.lookup import (
     LOOKUP,
     TIMED_TOGETHER,
@@ -26,8 +25,7 @@ from comera.ops.table.lookup import (
     lookup,
     sizes_depend_on_values,
 )
-from comera.ops.table.slices import Request, read_factors
-from comera.ops.table.table_factors import contract_table
+from comera.ops.table.table_factors import Request, contract_table, read_factors
 
 
 def tt_embedding_reference(

@@ -13,7 +13,7 @@ from rich.table import Table
 from comera.files import replacing
 from comera.planning.printing import show_bytes
 from comera.recipes.report.comparison import Comparison, Failed, Trained, compare
-from comera.train.json_figures import from_json, to_json
+from comera.train.log import from_json, to_json
 
 _NONE = "–"
 _WIDEST = 200

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
-from comera.recipes.rank_config import RANK_SECTIONS
-from comera.recipes.result_file import read_result
+from comera.recipes.run_config import RANK_SECTIONS
 from comera.train.log import read_metrics
 
 _IN_EVERY_RESULT = (

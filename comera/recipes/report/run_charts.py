@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.report.chart import Axis, Band, Chart, Line, Point, axis_around
 from comera.recipes.report.history import History, Series
+from comera.recipes.report.page import Axis, Band, Chart, Line, Point, axis_around
 
 MOST_POINTS = 150
 """Points of a line at most: more cannot be told apart, and make the page large."""

@@ -6,16 +6,22 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from comera.recipes.report.chart import Axis, Chart, Line, Point, axis_around
-from comera.recipes.report.comparison import Comparison, Row, pareto_front
+from comera.recipes.report.comparison import (
+    Comparison,
+    Row,
+    pareto_front,
+    show_change,
+    show_difference,
+    show_metric,
+    show_times,
+)
 from comera.recipes.report.comparison_table import (
     comparison_cells,
     comparison_note,
     comparison_title,
     read_comparison,
 )
-from comera.recipes.report.page import Table, write_page
-from comera.recipes.report.words import show_change, show_difference, show_metric, show_times
+from comera.recipes.report.page import Axis, Chart, Line, Point, Table, axis_around, write_page
 
 
 @dataclass(frozen=True)

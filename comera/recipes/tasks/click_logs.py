@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CRITEO_CONTINUOUS, fields_named, find_file
-from comera.data.click_rows import CATEGORIES
+from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, fields_named, find_file
 from comera.data.clicks import ClickData, Clicks, click_digests
-from comera.misspelt import did_you_mean
+from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
 from comera.recipes.data_record import DataRecord

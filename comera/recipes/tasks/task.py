@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from comera.data.click_rows import ClickRows
+from comera.data.click_files import ClickRows
 from comera.data.vocabulary import Tokenizer
 from comera.models.transformer import PAD
 from comera.recipes.data_record import DataRecord

@@ -7,10 +7,8 @@ from torch import nn
 
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.click_logs import ClicksKind
-from comera.recipes.tasks.masked_words import MaskedTextKind
-from comera.recipes.tasks.next_words import CausalTextKind
-from comera.recipes.tasks.sentence_pairs import NliKind
 from comera.recipes.tasks.task import Digests, Place, Task, TaskKind
+from comera.recipes.tasks.text_tasks import CausalTextKind, MaskedTextKind, NliKind
 from comera.train.processes import Processes
 
 KINDS: Mapping[str, TaskKind] = {

@@ -1,4 +1,11 @@
-"""What kinds of tasks share that are made of text."""
+"""What kinds of tasks share that are made of text.
+
+Masked words: the pre-training of encoders.
+
+Next words: the pre-training of decoders.
+
+Natural-language inference: how the second of two sentences follows from the first.
+"""
 
 import math
 from abc import abstractmethod
@@ -11,11 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.text import TextData, TextStreams, find_text, text_digests
-from comera.models.transformer import Encoder
+from comera.data.nli import LABELS, NliData, NliPairs, find_pairs, joined, nli_digests
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams, find_text, text_digests
+from comera.data.vocabulary import CLS, MASK
+from comera.models.decoder import CausalLanguageModel, Decoder
+from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task import Batch, Place, Task, TaskKind, Trained
+from comera.recipes.tasks.task import (
+    Batch,
+    Digests,
+    Place,
+    Task,
+    TaskKind,
+    Trained,
+    count_steps,
+    logits_of,
+    padding_said,
+    say_padding,
+)
 
 _LARGEST_LOSS = 700.0
 """Loss above which a perplexity is too large for a float."""
@@ -130,3 +151,208 @@ def text_of(run: Trained, tokens: list[int]) -> str:
     """Make text of tokens by the vocabulary of a run."""
     assert run.tokenizer is not None, "a run of text has one"
     return run.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+_TESTED = 128
+"""Batches that a test draws."""
+_EVALUATED = 32
+"""Batches that an evaluation draws where the settings do not say."""
+_SHOWN = 5
+"""Words that are told for each masked one."""
+_DRAWN_EVERY = 7
+"""Of a batch without data, each such word is masked."""
+
+
+class MaskedTextKind(OfStreams):
+    """Words that are masked in a text are guessed."""
+
+    def _data(self, config: RunConfig) -> TextData:
+        assert config.masked_text is not None
+        return config.masked_text
+
+    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
+        length = self._data(config).length
+        return MaskedLanguageModel(make_encoder(config, vocab_size, length, 0), vocab_size)
+
+    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
+        data = MaskedText(TextStreams.prepare(self._data(config), digests))
+        size = config.train.batch_size
+        return self._task(
+            config,
+            place,
+            lambda step: say_padding(data.batch(step, size, config.seed)),
+            padding_said(data.valid_batches(config.train.eval_batches or _EVALUATED, size)),
+            padding_said(data.test_batches(_TESTED, size)),
+            data.streams,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"], batch["positions"], batch["padded"])
+        return token_loss(logits, batch["targets"])
+
+    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+        batch = super().drawn_batch(config, rows)
+        positions = torch.arange(0, batch["tokens"].shape[1], _DRAWN_EVERY).expand(rows, -1)
+        targets = batch["tokens"].gather(1, positions)
+        return batch | {"positions": positions, "targets": targets, "padded": False}
+
+    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        (tokens,) = super().example_inputs(config, sizes)
+        return tokens, torch.ones(2, 3, dtype=torch.int64)
+
+    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
+        row = np.concatenate([[CLS], tokens_of(run, line)])[: self._data(run.config).length]
+        positions = np.flatnonzero(row == MASK)
+        if not len(positions):
+            raise ValueError(f"{line!r} has no [MASK] in its first {len(row) - 1} tokens")
+        inputs = (torch.from_numpy(part)[None] for part in (row, positions))
+        logits = logits_of(run, *inputs, False)[0]
+        best = logits.softmax(-1).topk(min(_SHOWN, logits.shape[-1]))
+        return {
+            "masks": [
+                [
+                    {"text": text_of(run, [int(k)]), "probability": round(float(p), 4)}
+                    for p, k in zip(*pair, strict=True)
+                ]
+                for pair in zip(best.values, best.indices, strict=True)
+            ]
+        }
+
+
+class CausalTextKind(OfStreams):
+    """The next word of a text is guessed."""
+
+    def _data(self, config: RunConfig) -> TextData:
+        assert config.causal_text is not None
+        return config.causal_text
+
+    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
+        model = config.model
+        decoder = Decoder(
+            vocab_size,
+            model.d_model,
+            model.num_layers,
+            model.num_heads,
+            model.ffn_dim,
+            model.dropout,
+            model.qk_norm,
+        )
+        return CausalLanguageModel(decoder, vocab_size)
+
+    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
+        data = CausalText(TextStreams.prepare(self._data(config), digests))
+        size = config.train.batch_size
+        return self._task(
+            config,
+            place,
+            lambda step: data.batch(step, size, config.seed),
+            data.valid_batches(config.train.eval_batches, size),
+            data.test_batches(None, size),
+            data.streams,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return token_loss(model(batch["tokens"]), batch["targets"])
+
+    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+        batch = super().drawn_batch(config, rows)
+        return batch | {"targets": batch["tokens"].roll(-1, 1)}
+
+    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
+        tokens = tokens_of(run, line).tolist()
+        if not tokens:
+            raise ValueError("there is no text to go on from")
+        for _ in range(new_tokens):
+            seen = torch.tensor([tokens[-self._data(run.config).length :]])
+            tokens.append(int(logits_of(run, seen)[0, -1].argmax()))
+        return {"text": text_of(run, tokens)}
+
+
+_SEGMENTS = 2
+
+
+class NliKind(OfText):
+    """Pairs of sentences are told apart."""
+
+    def _data(self, config: RunConfig) -> NliData:
+        assert config.nli is not None
+        return config.nli
+
+    def find_data(self, config: RunConfig) -> None:
+        find_pairs(self._data(config))
+
+    def data_digests(self, config: RunConfig) -> dict[str, str]:
+        return nli_digests(self._data(config))
+
+    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
+        encoder = make_encoder(config, vocab_size, self._data(config).length, _SEGMENTS)
+        return SequenceClassifier(encoder, len(LABELS), config.model.dropout)
+
+    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
+        data = NliPairs.prepare(self._data(config), digests)
+        size = config.train.batch_size
+        limit = config.train.eval_batches and config.train.eval_batches * size
+        dev = padding_said(data.dev_batches(4 * size, limit))
+        test = padding_said(data.test_batches(4 * size) or ())
+        # A CUDA graph takes batches of one shape alone.
+        graph = place.device.type == "cuda" and config.train.graph is not False
+        length = self._data(config).length if graph else None
+
+        def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
+            right, loss, rows = 0.0, 0.0, 0.0
+            for batch in place.own(batches):
+                logits = _logits(model, batch)
+                loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+                right += float((logits.argmax(-1) == batch["labels"]).sum())
+                rows += len(logits)
+            right, loss, rows = place.sums(right, loss, rows)
+            return {"loss": loss / rows, "accuracy": right / rows}
+
+        sizes = {"vocab_size": data.vocab_size}
+        return Task(
+            make_model=lambda: self.dense_model(config, sizes),
+            get_batch=lambda step: place.share_of(
+                say_padding(data.batch(step, size, config.seed, length))
+            ),
+            loss_fn=self.loss,
+            evaluate=partial(evaluate, dev),
+            steps=count_steps(config, data.steps_per_epoch(size)),
+            record=DataRecord(data.digests, data.prepared),
+            per_step=(size, "pairs"),
+            test=partial(evaluate, test) if test else None,
+            sizes=sizes,
+            tokenizer=data.tokenizer,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(_logits(model, batch), batch["labels"])
+
+    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+        batch = super().drawn_batch(config, rows)
+        length = batch["tokens"].shape[1]
+        segments = (torch.arange(length) >= length // 2).long().expand(rows, length)
+        labels = torch.randint(len(LABELS), (rows,))
+        return batch | {"segments": segments, "labels": labels, "padded": False}
+
+    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        (tokens,) = super().example_inputs(config, sizes)
+        return tokens, torch.zeros_like(tokens)
+
+    def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
+        premise, tab, hypothesis = line.partition("\t")
+        if not tab:
+            raise ValueError(f"{line!r} must be a premise, a tab and a hypothesis")
+        sides = tokens_of(run, premise), tokens_of(run, hypothesis)
+        row, start = joined(*sides, self._data(run.config).length)
+        tokens = torch.from_numpy(row)[None]
+        segments = (torch.arange(len(row)) >= start).long()[None]
+        logits = logits_of(run, tokens, segments, False)[0]
+        shares = zip(LABELS, logits.softmax(0), strict=True)
+        return {
+            "label": LABELS[int(logits.argmax())],
+            "probabilities": {name: round(float(share), 4) for name, share in shares},
+        }
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["tokens"], batch["segments"], batch["padded"]).float()
