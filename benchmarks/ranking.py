@@ -1,25 +1,65 @@
-"""Measure whether the planner puts the ways to compute a layer in their true order."""
+"""Measure all ways to compute a layer, and whether the planner's order is right.
 
+All combinations of widths, ranks and tokens are measured; on Ctrl-C those that are there are shown.
+"""
+
+import argparse
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.linear import make_input, make_layers
-from benchmarks.session import Session
-from benchmarks.timing import Timings, milliseconds
+from benchmarks.linear import forward_backward, make_input, make_layers
+from benchmarks.session import Session, add_repeats, add_several, tuple_of
+from benchmarks.timing import milliseconds
 from comera.nn.linear import TTLinear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear
 from comera.planning.contraction import linear_network
 from comera.planning.planner import Plan, plan_linear
 
-_DENSE = "nn.Linear"
+_WAYS = ("factorized", "sequential", "reconstructed", "nn.Linear")
 _APART = 1.15
 """Medians closer than this are even: neither order would be wrong."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    widths = [(256, 256), (768, 768), (768, 3072), (2048, 512)]
+    add_several(
+        parser, "--widths", widths, "Pairs of input and output width.", tuple_of(2, "768:3072"),
+        "IN:OUT",
+    )  # fmt: skip
+    add_several(parser, "--rank", [8, 32, 128, 512], "Bounds on the ranks.")
+    add_several(parser, "--tokens", [8, 128, 2048], "Numbers of rows of a batch.")
+    add_repeats(parser)
+
+
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Measure all candidates and nn.Linear on a grid."""
+    cases: list[Case] = []
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for given in itertools.product(options.widths, options.rank, options.tokens):
+            case = _measure(session, *given)
+            cases.append(case)
+            pairs = case.pairs()
+            times = [
+                f"{milliseconds(1e3 * case.measured[way])} / "
+                f"{milliseconds(1e3 * case.predicted[way])}"
+                for way in _WAYS
+            ]
+            yield case.title, *times, f"{sum(pairs)} of {len(pairs)}"
+
+    columns = {"layer": "", **dict.fromkeys(_WAYS, ">"), "pairs in order": ">"}
+    title = "candidates of a linear layer, forward + backward"
+    try:
+        session.table(title, columns, rows(), "milliseconds, measured / predicted")
+    finally:
+        if cases:
+            session.note(summary(cases))
+            session.results.append({"cases": [vars(case) for case in cases]})
 
 
 @dataclass(frozen=True)
@@ -31,7 +71,7 @@ class Case:
     measured: Mapping[str, float]
 
     def pairs(self) -> list[bool]:
-        """Tell of each pair with measured times apart whether the predicted order is right."""
+        """Return for each pair with measured times apart whether the predicted order is right."""
         return [
             (self.predicted[a] < self.predicted[b]) == (self.measured[a] < self.measured[b])
             for a, b in itertools.combinations(self.measured, 2)
@@ -46,62 +86,29 @@ class Case:
         return can_run[chosen] / min(can_run.values())
 
 
-def ranking(
-    session: Session,
-    shapes: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    tokens: Sequence[int],
-) -> None:
-    """Measure all candidates and nn.Linear on a grid; on Ctrl-C what there is by then is shown."""
-    cases: list[Case] = []
-    try:
-        for shape, rank, rows in itertools.product(shapes, ranks, tokens):
-            cases.append(_measure(session, shape, rank, rows))
-    finally:
-        if cases:
-            _show(session, cases)
-
-
 def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -> Case:
     layer, dense = make_layers(session, shape, rank, torch.float32)
     x = make_input(session, tokens, shape[0], torch.float32)
     plan = plan_linear(layer.at(tokens), **layer.planner_setting())
+
+    def factorized(x: Tensor) -> Tensor:
+        left, right, _ = layer.factors()
+        return factorized_linears(x, [left], [right], bias=True)[0]
+
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "factorized": lambda x: _factorized(layer, x),
+        "factorized": factorized,
         "sequential": lambda x: _sequential(layer, plan, x),
         "reconstructed": lambda x: reconstructed_linear(x, layer.factors()),
-        _DENSE: dense,
+        "nn.Linear": dense,
     }
     for name in ("sequential", "reconstructed"):
-        torch.testing.assert_close(ways[name](x), ways["factorized"](x), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ways[name](x), factorized(x), rtol=1e-3, atol=1e-4)
     title = f"{shape[0]} -> {shape[1]}, rank {rank}, {tokens} tokens"
-    runs = {name: _forward_backward(way, [layer, dense], x) for name, way in ways.items()}
-    timings: Timings = session.time(title, runs, _DENSE)
-    predicted = {
-        name: plan.candidate(name).seconds for name in ("factorized", "sequential", "reconstructed")
-    }
-    predicted[_DENSE] = plan.dense.seconds
+    runs = {name: forward_backward(way, x, layer, dense) for name, way in ways.items()}
+    timings = session.time(title, runs, "nn.Linear")
+    predicted = {name: plan.candidate(name).seconds for name in _WAYS[:-1]}
+    predicted["nn.Linear"] = plan.dense.seconds
     return Case(title, predicted, {name: timings.median(name) for name in runs})
-
-
-def _forward_backward(
-    way: Callable[[Tensor], Tensor], modules: Sequence[nn.Module], x: Tensor
-) -> Callable[[], object]:
-    with torch.no_grad():
-        grad = torch.randn_like(way(x))
-
-    def run() -> None:
-        x.grad = None
-        for module in modules:
-            module.zero_grad()
-        way(x).backward(grad)
-
-    return run
-
-
-def _factorized(layer: TTLinear, x: Tensor) -> Tensor:
-    left, right, _ = layer.factors()
-    return factorized_linears(x, [left], [right], bias=True)[0]
 
 
 def _sequential(layer: TTLinear, plan: Plan, x: Tensor) -> Tensor:
@@ -120,25 +127,8 @@ def _sequential(layer: TTLinear, plan: Plan, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + layer.bias
 
 
-def _show(session: Session, cases: Sequence[Case]) -> None:
-    table = Table(caption="milliseconds, measured / predicted", caption_justify="left")
-    names = list(cases[0].measured)
-    for heading in ("layer", *names, "pairs in order"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for case in cases:
-        pairs = case.pairs()
-        cells = [
-            f"{milliseconds(1e3 * case.measured[n])} / {milliseconds(1e3 * case.predicted[n])}"
-            for n in names
-        ]
-        table.add_row(case.title, *cells, f"{sum(pairs)} of {len(pairs)}")
-    session.show_table("candidates of a linear layer, forward + backward", table)
-    session.note(summary(cases))
-    session.results.append({"cases": [_as_dict(case) for case in cases]})
-
-
 def summary(cases: Sequence[Case]) -> str:
-    """Say how often predicted and measured order agree, and what the planner's choices cost."""
+    """Return a line: how often the order is right, and what the planner's choices cost."""
     pairs = [right for case in cases for right in case.pairs()]
     losses = sorted(case.loss() for case in cases)
     exact = sum(loss == 1 for loss in losses)
@@ -149,11 +139,3 @@ def summary(cases: Sequence[Case]) -> str:
         f"the planner runs the faster one in "
         f"{exact} of {len(losses)} cases and is at most {losses[-1]:.2f}x slower than it"
     )
-
-
-def _as_dict(case: Case) -> dict[str, Any]:
-    return {
-        "title": case.title,
-        "predicted": dict(case.predicted),
-        "measured": dict(case.measured),
-    }
