@@ -265,10 +265,7 @@ def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) 
     return [run]
 
 
-def make_factors(
-    wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype
-) -> Factors:
-    """Make the factors of a layer with a bias, as leaves."""
+def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype) -> Factors:
     layer = TTLinear(wide, high, rank=rank, device=device)
     with torch.no_grad():
         left, right, has_bias = layer.factors()
@@ -280,8 +277,8 @@ def _feed_forward(
     rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> list[Any]:
     pair = (
-        make_factors(width, hidden, rank, device, dtype),
-        make_factors(hidden, width, rank, device, dtype),
+        _factors(width, hidden, rank, device, dtype),
+        _factors(hidden, width, rank, device, dtype),
     )
     weights = [factor for factors in pair for factor in factors[:2]]
 
@@ -289,36 +286,36 @@ def _feed_forward(
         y = factorized_feed_forward(x, *pair, "gelu")
         return torch.autograd.grad(y, [x, *weights], x.detach())
 
-    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
 
 def _gated(
     rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> list[Any]:
     sizes = (width, hidden), (width, hidden), (hidden, width)
-    trio = [make_factors(wide, high, rank, device, dtype) for wide, high in sizes]
+    trio = [_factors(wide, high, rank, device, dtype) for wide, high in sizes]
     weights = [factor for factors in trio for factor in factors[:2]]
 
     def run(x: Tensor) -> object:
         return torch.autograd.grad(gated_feed_forward(x, *trio), [x, *weights], x.detach())
 
-    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
 
 def _linears(
     rows: int, width: int, out: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> list[Any]:
-    pairs = [make_factors(width, out, 30, device, dtype) for _ in range(count)]
+    pairs = [_factors(width, out, 30, device, dtype) for _ in range(count)]
     lefts, rights = [pair.left for pair in pairs], [pair.right for pair in pairs]
 
     def run(x: Tensor) -> object:
         ys = factorized_linears(x, lefts, rights, True)
         return torch.autograd.grad(ys, [x, *lefts, *rights], [y.detach() for y in ys])
 
-    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
 
-def make_batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+def _batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tensor]:
     """Draw inputs that need a gradient, so many that on a card none stays in the cache."""
     one = torch.randn(shape).to(device, dtype)
     count = copies_of(device, 3 * one.numel() * one.element_size())
@@ -363,7 +360,7 @@ def _attend(
         y = attend(q, k, v, None, width**-0.5, dropout)
         return torch.autograd.grad(y, [q, k, v], q.detach())
 
-    queries = make_batches(device, dtype, batch, heads, positions, width)
+    queries = _batches(device, dtype, batch, heads, positions, width)
     keys = [q.detach()[:, : heads if own_keys else 1].clone().requires_grad_() for q in queries]
     return [partial(run, *trio) for trio in zip(queries, keys, keys, strict=True)]
 
@@ -380,7 +377,7 @@ def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) 
         return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
 
     batch = _tokens(device) // positions
-    return [partial(run, x) for x in make_batches(device, torch.float32, batch, positions, 768)]
+    return [partial(run, x) for x in _batches(device, torch.float32, batch, positions, 768)]
 
 
 def _tokens(device: torch.device) -> int:
