@@ -25,8 +25,14 @@ from comera.recipes.jobs import (
     run_jobs,
 )
 from comera.recipes.launchers import LauncherName, make_launcher
-from comera.recipes.report.comparison import Failed, compare, read_trained, show_metric
-from comera.recipes.report.comparison_table import comparison_text, write_comparison
+from comera.recipes.report.comparison import (
+    Failed,
+    compare,
+    comparison_text,
+    read_trained,
+    show_metric,
+    write_comparison,
+)
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
