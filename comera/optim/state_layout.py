@@ -124,14 +124,26 @@ def loading_exactly(
         for param, state in found.items():
             optimizer.state[param].update(state)
 
-    # Registered last and first: after whatever changes the dict, before whatever reads it.
-    before = optimizer.register_load_state_dict_pre_hook(keep)
-    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    with load_hooks(optimizer, keep, restore):
+        yield
+
+
+@contextlib.contextmanager
+def load_hooks(
+    optimizer: Optimizer,
+    before: Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None],
+    after: Callable[[Optimizer], None],
+) -> Iterator[None]:
+    """Hook ``load_state_dict``: inside all hooks that change the state, or read it once loaded."""
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
     try:
         yield
     finally:
-        before.remove()
-        after.remove()
+        for handle in handles:
+            handle.remove()
 
 
 class Wrapper(Protocol):
