@@ -35,8 +35,8 @@ _WRITTEN_BY_A_RUN = (
 )  # fmt: skip
 
 
-_LENGTH = ("steps", "epochs")
-"""Settings in the section ``train`` of which one says how long a run is."""
+_LENGTH = ("steps", "epochs", "seconds")
+"""Settings in the section ``train`` that say how long a run is."""
 
 _OF_NO_RESULT = ("log_every", "save_every")
 """Settings in the section ``train`` with which a run ends the same, whatever they are."""

@@ -255,14 +255,13 @@ def try_out(
     lines = []
     sweep = read_sweep(file_of(name, scale), changes or {})
     kept = {job.variant for job in unskipped(make_jobs(sweep), skip)}
-    for variant in sweep.variants.values():
-        if variant.name not in kept:
+    for variant, config in sweep.variants.items():
+        if variant not in kept:
             continue
         try:
-            found = dry_run(variant.config, most)
+            lines.append(f"{variant}: {dry_run(config, most)}")
         except ValueError as problem:
-            raise ValueError(f"{name}, {scale}, variant {variant.name}: {problem}") from None
-        lines.append(f"{variant.name}: {found}")
+            raise ValueError(f"{name}, {scale}, variant {variant}: {problem}") from None
     return lines
 
 

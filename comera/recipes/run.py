@@ -336,6 +336,7 @@ def _train_one(
         step,
         task.get_batch,
         steps=task.steps,
+        seconds=config.train.seconds,
         folder=folder,
         evaluate=task.evaluate,
         eval_every=config.train.eval_every,

@@ -240,6 +240,8 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
+        seconds: End after so many seconds in training steps, if that comes first: at the next line
+            of the log. Learning rate and rank learning follow the number of steps all the same.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
@@ -256,6 +258,7 @@ class TrainConfig:
 
     steps: int | None = None
     epochs: float | None = None
+    seconds: float | None = None
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0
@@ -524,7 +527,7 @@ def _check_numbers(train: TrainConfig) -> None:
         value = getattr(train, name)
         if value is not None and value < smallest:
             raise ValueError(f"train.{name}={value} must be at least {smallest}")
-    for name in ("epochs", "clip_norm"):
+    for name in ("epochs", "seconds", "clip_norm"):
         value = getattr(train, name)
         if value is not None and not value > 0:
             raise ValueError(f"train.{name}={value} must be above 0")
