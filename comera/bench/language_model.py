@@ -30,14 +30,13 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import TTLinear
-from comera.planning.printing import empty_figure, text_table
+from comera.planning.printing import Table, empty_figure
 
 METHODS = {
     "svd": "SVD of the weight, one share",
     "tt": "TT-SVD of the weight, order 3, one share",
     "whitened": "weighed by inputs, one share",
     "comera": "compress_",
-    "corrected": "compress_, correct=True",
     "healed": "compress_, then heal_",
 }
 _SHARES = (0.1, 0.2, 0.4, 0.6)
@@ -208,17 +207,13 @@ class Bench:
                 layer.weight.copy_(train.weight)  # type: ignore[operator,union-attr]
         return {}, small
 
-    def comera(self, share: float, correct: Any = False) -> tuple[dict[str, Any], nn.Module]:
+    def comera(self, share: float) -> tuple[dict[str, Any], nn.Module]:
         """Spend one budget for all layers."""
         small = copy.deepcopy(self.model)
         linears = sum(layer.weight.numel() for layer in self.layers.values())
         whole = model_size(self.model).params
-        done = compress_(small, self.found, budget=1 - share * linears / whole, correct=correct)
+        done = compress_(small, self.found, budget=1 - share * linears / whole)
         return {"kept_dense": sum(layer.rank is None for layer in done.layers)}, small
-
-    def corrected(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """The same, and fit later layers to what earlier ones let through."""
-        return self.comera(share, self.calibration)
 
     def healed(self, share: float) -> tuple[dict[str, Any], nn.Module]:
         """Spend one budget, and train what comes out to answer as the dense model."""
@@ -249,7 +244,7 @@ class Bench:
             for name, text in METHODS.items()
             if any(point["method"] == name for point in self.points)
         ]
-        return text_table("perplexity", header, rows)
+        return Table("perplexity", header, rows).text()
 
 
 @torch.no_grad()
