@@ -15,7 +15,7 @@ from comera.recipes.cli import make_parser
 from comera.recipes.parse import nested, parse_settings
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import read_search
-from comera.recipes.sweep_file import _KEYS
+from comera.recipes.sweep import _KEYS
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]

@@ -226,7 +226,11 @@ class Search:
         self._of = {}
 
     def more(self) -> list[Job]:
-        """Return the jobs of the next trial; none if there are to be no more."""
+        """Return the jobs of the next trial; none if there are to be no more.
+
+        Tells Optuna first what came of those that have ended.
+        """
+        self.tell()
         while len(self._study.trials) < self._config.trials:
             self._seed_sampler(len(self._study.trials))
             trial = self._study.ask()

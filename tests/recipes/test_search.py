@@ -155,7 +155,7 @@ def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on(content, tmp_path, forked_runs):  # noqa: F811
+def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa: F811
     """By kill -9, while its first trial trains; the base is compared with."""
     peer("optuna")
     del content["variants"], content["reference"]
