@@ -34,7 +34,7 @@ from comera.recipes.report.comparison_table import comparison_text, write_compar
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
-from comera.recipes.search import Search, SearchConfig, read_search
+from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
@@ -145,7 +145,7 @@ def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> Se
     for key, domain in search.over.items():
         if key.split(".")[0] in _OF_THE_SWEEP:
             raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
-        for value in domain.extremes:
+        for value in extremes(domain):
             try:
                 parse_settings(RunConfig, merged(shared, nested({key: value})))
             except ValueError as problem:
