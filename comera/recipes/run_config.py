@@ -316,12 +316,11 @@ class ParallelConfig:
 
     Args:
         kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small; ``tensor`` splits
-            the products of a causal language model's dense layers among them.
+            dense matrices out among the processes, and keeps whole what is small.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
-    kind: Literal["ddp", "fsdp", "tensor"] = "ddp"
+    kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
 
 
@@ -544,17 +543,16 @@ def check_processes(config: RunConfig, count: int) -> None:
     size, device = config.train.batch_size, config.device
     if config.parallel.kind != "ddp":
         _check_shared(config)
-    parts = 1 if config.parallel.kind == "tensor" else count  # of the batch
-    if size % parts:
+    if size % count:
         raise ValueError(
             f"train.batch_size={size} is that of all processes together, and {count} processes "
             f"cannot have equal parts of it: give {size // count * count or count} or "
             f"{(size // count + 1) * count}"
         )
-    if config.train.accumulate > size // parts:
+    if config.train.accumulate > size // count:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
-            f"{size // parts} rows that each of {count} processes has of it"
+            f"{size // count} rows that each of {count} processes has of it"
         )
     if count > 1 and ":" in device:
         raise ValueError(
@@ -571,11 +569,6 @@ def _check_shared(config: RunConfig) -> None:
     """Check that a run can train a model whose dense matrices are shared out or split."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
-    if config.parallel.kind == "tensor" and config.causal_text is None:
-        raise ValueError(
-            f"{kind} splits the products of the model of causal_text, and this run has another: "
-            f"give parallel.kind=fsdp, {way_out}"
-        )
     optimizer = config.optimizer_for(config.train.steps)
     if optimizer.name not in _OF_SHARDS:
         raise ValueError(

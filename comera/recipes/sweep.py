@@ -29,8 +29,14 @@ from comera.recipes.jobs import (
     run_jobs,
 )
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
-from comera.recipes.report.comparison import Failed, compare, read_trained, show_metric
-from comera.recipes.report.comparison_table import comparison_text, write_comparison
+from comera.recipes.report.comparison import (
+    Failed,
+    compare,
+    comparison_text,
+    read_trained,
+    show_metric,
+    write_comparison,
+)
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
