@@ -25,11 +25,12 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from comera.allocator import reuse_freed_memory
+from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml, section_of
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.train.processes import joined
+from comera.train.stop_signals import stop_with_parent
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:
@@ -310,6 +311,7 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
     if command == "plan":
         _show_plan(settings, console)
         return 0
+    stop_with_parent()
     reuse_freed_memory()
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED
