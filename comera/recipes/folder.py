@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def claim(config: RunConfig, record: DataRecord) -> bool:
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
     known = not begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        text = yaml.safe_dump(_written(config), sort_keys=False)
+        text = yaml.safe_dump(_settings(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
     return known
@@ -223,8 +223,6 @@ def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
         return str(problem)
     longer = trains_on(config)
     way_out = _LET_IT_END if longer and _in_late_stage(folder) else ""
-    if longer and config.optimizer.gate_lr is None and _gate_lr_follows(folder):
-        there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
     if longer and not way_out:
         there["train"] |= {key: here["train"][key] for key in _LENGTH}
     if data_may_move:
@@ -273,20 +271,6 @@ def _in_late_stage(folder: Path) -> bool:
     return stages[-1:] == ["late"]
 
 
-def _gate_lr_follows(folder: Path) -> bool:
-    """Tell whether the rate of the gates in a run's settings is what its number of steps makes it.
-
-    That is so where it is null; earlier versions filled it in.
-    """
-    # Settings that cannot be read here differ from the new ones, which the caller says.
-    with contextlib.suppress(ValueError):
-        there = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
-        default = replace(there, optimizer=replace(there.optimizer, gate_lr=None))
-        follows = default.optimizer_for(there.train.steps).gate_lr
-        return there.optimizer.gate_lr in (None, follows)
-    return False
-
-
 def _settings_there(folder: Path) -> dict[str, Any]:
     settings = read_yaml(folder / "config.yaml")
     with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
@@ -309,19 +293,6 @@ def is_finished(config: RunConfig) -> bool:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     return _kept(with_whole_paths(config).settings())
-
-
-def _written(config: RunConfig) -> dict[str, Any]:
-    """Return the settings for the file of a run: defaults filled in where they can only be these.
-
-    An optimizer that was not named is another one for the twin, and ``gate_lr`` another number in a
-    run of more steps. Data have whole paths: a run can be resumed from every folder.
-    """
-    settings = with_whole_paths(config).settings()
-    if config.twin and config.optimizer.name is None:
-        settings["optimizer"] = asdict(config.optimizer)
-    settings["optimizer"]["gate_lr"] = config.optimizer.gate_lr
-    return _kept(settings)
 
 
 def _kept(settings: dict[str, Any]) -> dict[str, Any]:

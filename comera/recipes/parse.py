@@ -40,8 +40,10 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         ValueError: If a key is no field, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
+    suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
     found = {}
-    for key, value in (values if within else spelled_out(values)).items():
+    values = values if within else spelled_out(values)
+    for key, value in values.items():
         if key not in hints:
             raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
         section, optional = section_of(hints[key])
@@ -49,8 +51,12 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             try:
                 found[key] = parser_of(hints[key]).parse_object({"value": value}).value
             except ArgumentError:
-                raise ValueError(f"{within}{key}={value!r} must be {wanted(hints[key])}") from None
+                raise ValueError(
+                    f"{within}{key}={value!r} must be {wanted(hints[key])}{suited}"
+                ) from None
         elif isinstance(value, Mapping):
+            if hasattr(section, "choose"):  # one of several dataclasses, by what is in it
+                section, value = section.choose(value, values)
             found[key] = parse_settings(section, value, f"{within}{key}.")
         elif value is None and optional:
             found[key] = None
@@ -170,6 +176,13 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"the key {key} in line {line} is there already")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of the keys of a section; of one that is chosen, those of all choices."""
+    kinds: list[type] = kind.__subclasses__() if hasattr(kind, "choose") else []
+    below = [item for each in kinds for item in hints_of(each).items()]
+    return {**typing.get_type_hints(kind), **dict(below)}
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:

@@ -29,7 +29,6 @@ from comera.recipes.folder import (
     other_rhythm,
     trains_on,
 )
-from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.outcome import Outcome, outcome_table, read_outcome, write_result
 from comera.recipes.run_config import RankConfig, RunConfig, check_processes
 from comera.recipes.tasks.task import Task
@@ -272,8 +271,7 @@ def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
             plan_split(model, count)
         if settings.ranks is not None:
             _check_target(model, settings.ranks, settings.rank_section)
-        chosen = settings.optimizer_for(settings.train.steps)
-        optimizer = make_optimizer(model, chosen, settings.width)
+        optimizer = settings.optimizer_for(settings.train.steps).build(model)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 
@@ -301,7 +299,7 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     """Return the models of a run by name: its own, then the dense twin if there is to be one."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
-        optimizer = twin_of(config.optimizer)
+        optimizer = config.optimizer and config.optimizer.of_twin()
         twin = dataclasses.replace(
             config, tensorize=None, two_stage=None, importance_pruning=None, optimizer=optimizer
         )

@@ -18,13 +18,13 @@ from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import lock
+from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
     CheckpointConfig,
     DlrmConfig,
     ImportancePruningConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
@@ -69,13 +69,13 @@ def cases() -> dict[str, RunConfig]:
     return {
         "stages": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
-            optimizer=OptimizerConfig(gate_lr=0.1), twin=True,
+            optimizer=MuonConfig(gate_lr=0.1), twin=True,
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
-            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
+            optimizer=MuonConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "split": config(
@@ -85,7 +85,7 @@ def cases() -> dict[str, RunConfig]:
                 exclude_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"],
             ),
             model=dataclasses.replace(small, num_heads=4),
-            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("tensor"),
+            optimizer=MuonConfig(gate_lr=0.1), parallel=ParallelConfig("tensor"),
             train=every(steps=STEPS, save_every=SAVED, accumulate=2),
         ),
         "split with dropout": config(
@@ -94,10 +94,10 @@ def cases() -> dict[str, RunConfig]:
         ),
         "importance": config(
             10, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
-            optimizer=OptimizerConfig("adamw"), train=every(steps=10, accumulate=2),
+            optimizer=AdamWConfig(), train=every(steps=10, accumulate=2),
         ),
         "in backward": config(
-            8, masked_text=text, optimizer=OptimizerConfig("came", in_backward=True),
+            8, masked_text=text, optimizer=CAMEConfig(in_backward=True),
             train=every(steps=8, clip_norm=None),
         ),
         "pairs": config(8, nli=nli),
@@ -155,7 +155,7 @@ def _found(rank):
     outcomes["other kind"] = trained(
         "split", "2/shared out from split", processes, parallel=ParallelConfig("fsdp")
     )
-    optimizer = OptimizerConfig("came")
+    optimizer = CAMEConfig()
     problems = {
         "heads": said(lambda: trained("split", "x", processes, model=ModelConfig(num_heads=1))),
         "text": said(lambda: trained("dense", "x", processes, parallel=ParallelConfig("tensor"))),
