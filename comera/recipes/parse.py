@@ -39,7 +39,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     Raises:
         ValueError: If a key is no field, or a value of another type.
     """
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind, all_choices=False)
     suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
     found = {}
     values = values if within else spelled_out(values)
@@ -178,11 +178,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def hints_of(kind: type) -> dict[str, Any]:
+def hints_of(kind: type, all_choices: bool = True) -> dict[str, Any]:
     """Return the types of the keys of a section; of one that is chosen, those of all choices."""
-    kinds: list[type] = kind.__subclasses__() if hasattr(kind, "choose") else []
-    below = [item for each in kinds for item in hints_of(each).items()]
-    return {**typing.get_type_hints(kind), **dict(below)}
+    hints = typing.get_type_hints(kind)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    if all_choices and hasattr(kind, "choose"):
+        kinds: list[type] = kind.__subclasses__()
+        for each in kinds:
+            found |= hints_of(each)
+    return found
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:
