@@ -21,6 +21,12 @@ from comera.rank.two_stage import TwoStage, TwoStageSettings
 from comera.recipes.optimizers import OPTIMIZERS, OptimizerConfig, default_name, gate_rate
 from comera.recipes.parse import check_nulls
 
+_NOT_IDENTITY = {"identity": False}
+"""Mark of a setting that does not change the trained model: a run goes on whatever it is."""
+
+_LENGTH = {"identity": "length"}
+"""Mark of a setting that may grow while a run is not in its late stage."""
+
 
 @dataclass
 class TwoStageConfig(TwoStageSettings):
@@ -260,18 +266,18 @@ class TrainConfig:
         threads: CPU threads; null for torch's choice.
     """
 
-    steps: int | None = None
-    epochs: float | None = None
+    steps: int | None = field(default=None, metadata=_LENGTH)
+    epochs: float | None = field(default=None, metadata=_LENGTH)
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     compile: bool = False
     graph: bool | None = None
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=_NOT_IDENTITY)
     eval_every: int = 0
     eval_batches: int | None = None
-    save_every: int = 200
+    save_every: int = field(default=200, metadata=_NOT_IDENTITY)
     threads: int | None = None
 
     def check(self) -> None:
@@ -377,7 +383,7 @@ class RunConfig:
         overwrite: Start again where ``out`` holds a run already.
     """
 
-    out: str = "runs/run"
+    out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
     seed: int = 0
     device: str = "auto"
     masked_text: TextData | None = None
@@ -391,10 +397,10 @@ class RunConfig:
     importance_pruning: ImportancePruningConfig | None = None
     optimizer: OptimizerConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=_NOT_IDENTITY)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=_NOT_IDENTITY)
     twin: bool = False
-    overwrite: bool = False
+    overwrite: bool = field(default=False, metadata=_NOT_IDENTITY)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain values, as ``config.yaml`` has them.
@@ -526,6 +532,16 @@ class RunConfig:
             if self.tensorize is None:
                 raise ValueError(f"the section {self.rank_section} needs a section tensorize")
             self.ranks.check(self.train.steps)
+
+
+def marked(identity: bool | str) -> list[str]:
+    """Return the dotted names of the settings of a run, or of its loop, that have such a mark."""
+    return [
+        within + each.name
+        for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
+        for each in dataclasses.fields(kind)
+        if each.metadata.get("identity", True) == identity
+    ]
 
 
 def check_device(name: str) -> None:
