@@ -106,10 +106,8 @@ def test_settings_of_runs_and_sweeps_exist(path):
                     for value in domain.extremes:
                         parse_settings(RunConfig, nested({key: value}))
             for variant in settings.get("variants", {}).values():
-                own = {"extends", "same_time_as"}
-                parse_settings(
-                    RunConfig, nested({k: v for k, v in variant.items() if k not in own})
-                )
+                own = {key: value for key, value in variant.items() if key != "extends"}
+                parse_settings(RunConfig, nested(own))
         else:
             parse_settings(RunConfig, settings)
 

@@ -14,8 +14,7 @@ from comera.bench.session import Session
 from comera.bench.timing import Timings, milliseconds
 from comera.nn.linear import TTLinear
 from comera.ops.linear.tt_linear import factorized_linears, reconstructed_linear
-from comera.planning.contraction import linear_network
-from comera.planning.planner import Plan, plan_linear
+from comera.planning.planner import plan_linear
 
 _DENSE = "nn.Linear"
 _APART = 1.15
@@ -68,18 +67,16 @@ def _measure(session: Session, shape: tuple[int, int], rank: int, tokens: int) -
     plan = plan_linear(layer.at(tokens), **layer.planner_setting())
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "factorized": lambda x: _factorized(layer, x),
-        "sequential": lambda x: _sequential(layer, plan, x),
         "reconstructed": lambda x: reconstructed_linear(x, layer.factors()),
         _DENSE: dense,
     }
-    for name in ("sequential", "reconstructed"):
-        torch.testing.assert_close(ways[name](x), ways["factorized"](x), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        ways["reconstructed"](x), ways["factorized"](x), rtol=1e-3, atol=1e-4
+    )
     title = f"{shape[0]} -> {shape[1]}, rank {rank}, {tokens} tokens"
     runs = {name: _forward_backward(way, [layer, dense], x) for name, way in ways.items()}
     timings: Timings = session.time(title, runs, _DENSE)
-    predicted = {
-        name: plan.candidate(name).seconds for name in ("factorized", "sequential", "reconstructed")
-    }
+    predicted = {one.name: one.seconds for one in plan.candidates}
     predicted[_DENSE] = plan.dense.seconds
     return Case(title, predicted, {name: timings.median(name) for name in runs})
 
@@ -102,22 +99,6 @@ def _forward_backward(
 def _factorized(layer: TTLinear, x: Tensor) -> Tensor:
     left, right, _ = layer.factors()
     return factorized_linears(x, [left], [right], bias=True)[0]
-
-
-def _sequential(layer: TTLinear, plan: Plan, x: Tensor) -> Tensor:
-    """Run the searched tree, product by product; autograd goes back along the same tree."""
-    assert plan.search is not None, "the layer has ranks"
-    network = linear_network(layer.shape, x.shape[0])
-    modes = [network.sizes[index] for index in network.tensors["x"]]
-    padded = nn.functional.pad(x, (0, layer.shape.in_width - layer.in_features))
-    made: dict[str, Tensor] = {"x": padded.reshape(modes)}
-    for k, core in enumerate(layer.gated_cores()):
-        inner = [network.sizes[index] for index in network.tensors[f"core{k}"]]
-        made[f"core{k}"] = core.reshape(inner)
-    for step in plan.search.forward:
-        made[step.result] = torch.einsum(step.what, *(made[name] for name in step.reads))
-    y = made["y"].reshape(x.shape[0], -1)[:, : layer.out_features]
-    return y if layer.bias is None else y + layer.bias
 
 
 def _show(session: Session, cases: Sequence[Case]) -> None:

@@ -1,8 +1,7 @@
-"""Plan a layer at a batch: which way of computing it is predicted to be fastest.
+"""The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
 
-What is predicted of one layer at one batch: the ways to compute it, timed, and against dense.
-
-Find where a tensor train stops paying against nn.Linear, and a shape that would pay.
+:func:`break_even` compares one linear layer with ``nn.Linear``, and :func:`suggest` searches a rank
+at which it would be faster.
 """
 
 import functools
@@ -11,16 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
-from comera.planning.candidate import Candidate
-from comera.planning.contraction import Schedule
+from comera.planning.candidate import Candidate, Step
+from comera.planning.contraction import Search
 from comera.planning.linear_ways import factorized, reconstructed, torch_linear
-from comera.planning.lookup_ways import Lookup
+from comera.planning.lookup_ways import Lookup, torch_embedding
 from comera.planning.machine import Machine, load_machine
-from comera.planning.operation import Step
 from comera.planning.printing import show_bytes, show_count, show_seconds, table_html, text_table
-from comera.planning.products import Layer, check_count, check_width, first_where
-from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
+from comera.planning.products import Layer, first_where
+from comera.shapes import BTTShape, LinearShape, TTShape
 
+_KEPT = 1024
+"""Plans that are cached."""
 _STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
 _CANDIDATE_HEADER = (
     "candidate", "operations", "time", "time / dense", "saved", "peak", "peak / dense"
@@ -39,8 +39,8 @@ class Plan:
         candidates: The ways to compute the layer, fastest first by prediction.
         runs: Names of those that the layer has code for; the others are there for comparison.
         dense: The torch layer it replaces.
-        search: The tree with the fewest operations, forward and all gradients planned together;
-            the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
+        search: The contraction tree with the fewest operations, forward and all gradients planned
+            together. None for blocks, and for a layer whose weight has vanished.
         eager: On a GPU, where all else is of a captured step, the plan of eager mode; else None.
     """
 
@@ -49,9 +49,9 @@ class Plan:
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
-    runs: tuple[str, ...]
+    runs: frozenset[str]
     dense: Candidate
-    search: Schedule | None
+    search: Search | None
     eager: "Plan | None" = None
 
     @property
@@ -205,9 +205,6 @@ def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
     )
 
 
-_KEPT_PLANS = 1024
-
-
 def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None = None) -> Plan:
     """Plan a linear layer; a second call with equal arguments returns the same plan.
 
@@ -222,107 +219,39 @@ def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None
     Raises:
         ValueError: If the machine has no rate for ``dtype``.
     """
-    return _plan_linear(layer, machine or load_machine(), dtype)
+    return _plan(layer, machine or load_machine(), dtype)
 
 
 def plan_embedding(
-    shape: TTMShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    distinct: int | None = None,
-    num_embeddings: int | None = None,
-    embedding_dim: int | None = None,
-    train: bool = True,
+    lookup: Lookup, *, dtype: str = "float32", machine: Machine | None = None
 ) -> Plan:
-    """Plan the lookups of a table; a second call with the same arguments returns the same plan.
-
-    Args:
-        shape: Modes and ranks.
-        tokens: Indices in the batch.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: The machine on which it will run; the profile of this computer's CPU if None.
-        distinct: How many different indices to expect; as many as can be if None.
-        num_embeddings: Rows of the table if the modes multiply to more.
-        embedding_dim: Width if the modes multiply to more.
-        train: Whether a backward pass follows.
-
-    Raises:
-        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, a
-            size does not fit the modes, or the machine has no rate for ``dtype``.
-    """
-    check_count("tokens", tokens)
-    if distinct is not None and not 1 <= distinct <= tokens:
-        raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
-    rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
-    columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
-    different = min(tokens, rows) if distinct is None else distinct
-    lookup = Lookup(shape, tokens, different, rows, columns, train)
-    return _plan_embedding(lookup, machine or load_machine(), dtype)
+    """Plan the lookups of a table, as :func:`plan_linear` plans a linear layer."""
+    return _plan(lookup, machine or load_machine(), dtype)
 
 
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
+@functools.lru_cache(maxsize=_KEPT)
+def _plan(layer: Layer | Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
-    shape = layer.shape
-    eager = None if machine.eager is None else _plan_linear(layer, machine.eager, dtype)
-    title = (
-        f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
-        f"ranks {' '.join(map(str, shape.ranks))}"
+    if isinstance(layer, Lookup):
+        made, runs = lookup_ways.candidates(layer, machine, dtype)
+        best, dense = lookup_ways.best_tree(layer), torch_embedding(layer, machine, dtype)
+    else:
+        made, runs = linear_ways.candidates(layer, machine, dtype)
+        best, dense = linear_ways.best_tree(layer), torch_linear(layer, machine, dtype)
+    return Plan(
+        title=str(layer),
+        tokens=layer.tokens,
+        dtype=dtype,
+        machine=machine,
+        candidates=tuple(sorted(made, key=lambda one: one.seconds)),  # of equals the first listed
+        runs=frozenset(runs),
+        dense=dense,
+        search=best,
+        eager=None if machine.eager is None else _plan(layer, machine.eager, dtype),
     )
-    dense = linear_ways.torch_linear(layer, machine, dtype)
-    if 0 in shape.ranks:
-        empty = linear_ways.only_bias(layer, machine, dtype)
-        return Plan(
-            title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
-        )
-    if isinstance(shape, BTTShape):
-        only = linear_ways.blocks(layer, machine, dtype)
-        return Plan(title, layer.tokens, dtype, machine, (only,), (only.name,), dense, None, eager)
-    optimal, search = linear_ways.sequential(layer, machine, dtype)
-    candidates = [
-        linear_ways.factorized(layer, machine, dtype),
-        optimal,
-        linear_ways.reconstructed(layer, machine, dtype),
-    ]
-    ranked, runs = _ranked(candidates), ("factorized", "reconstructed")
-    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search, eager)
-
-
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
-    machine.rate(dtype)
-    shape = lookup.shape
-    eager = None if machine.eager is None else _plan_embedding(lookup, machine.eager, dtype)
-    title = (
-        f"embedding {lookup.num_embeddings} x {lookup.embedding_dim}, modes "
-        f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
-        f"{lookup.distinct} distinct rows"
-    )
-    dense = lookup_ways.torch_embedding(lookup, machine, dtype)
-    if 0 in shape.ranks:
-        empty = lookup_ways.only_zeros(lookup, machine, dtype)
-        return Plan(
-            title, lookup.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
-        )
-    optimal, search = lookup_ways.sequential(lookup, machine, dtype)
-    candidates = [
-        lookup_ways.from_factors(lookup, machine, dtype, unique=True),
-        lookup_ways.from_factors(lookup, machine, dtype, unique=False),
-        optimal,
-    ]
-    ranked, runs = _ranked(candidates), (candidates[0].name,)
-    return Plan(title, lookup.tokens, dtype, machine, ranked, runs, dense, search, eager)
-
-
-def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates, fastest first; of equals the one listed first."""
-    return tuple(sorted(candidates, key=lambda one: one.seconds))
 
 
 _MOST_ORDER = 4
-_KEPT = 1024
 
 
 @dataclass(frozen=True)

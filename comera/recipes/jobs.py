@@ -11,7 +11,6 @@ from typing import Any, Literal
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.launchers import Launcher, Local, Started, signals_blocked
-from comera.recipes.outcome import read_result
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.stop_signals import on_stop_signals
@@ -29,8 +28,6 @@ class Job:
         variant: Name of the variant that it trains.
         seed: Seed of the run.
         config: Settings of the run; ``out`` is its folder.
-        clock: The job whose seconds in training steps this one may take.
-        pace: The job whose seconds a step say how many steps those are.
         state: How far it is.
         reason: Why it failed.
         steps: Optimizer steps of the run, once they are known.
@@ -40,8 +37,6 @@ class Job:
     variant: str
     seed: int
     config: RunConfig
-    clock: "Job | None" = None
-    pace: "Job | None" = None
     state: State = "waiting"
     reason: str = ""
     steps: int | None = None
@@ -54,11 +49,6 @@ class Job:
     @property
     def folder(self) -> Path:
         return Path(self.config.out)
-
-    @property
-    def needs(self) -> "list[Job]":
-        """Return the jobs that must be finished before this one can begin."""
-        return [job for job in (self.clock, self.pace) if job is not None]
 
 
 @dataclass
@@ -85,10 +75,8 @@ class _Running:
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished already, and find out what stands in the way of the others.
 
-    A job whose steps follow from the time of others is resolved as soon as those are finished.
-
     Args:
-        jobs: All of them, those that others need before those others.
+        jobs: All of them.
         overwrite: Begin a run anew whose folder holds other settings, or that was begun with other
             data.
 
@@ -97,7 +85,7 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
         FileNotFoundError: If the data of a run that was begun are not there.
     """
     for job in jobs:
-        if not _can_begin(job) or find_finished([job]):
+        if job.state != "waiting" or find_finished([job]):
             continue
         difference = other_settings(job.config)
         if difference is not None and not overwrite:
@@ -111,23 +99,11 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
 
 def find_finished(jobs: Sequence[Job]) -> list[Job]:
     """Mark and return the jobs that are finished already; what others are does not matter."""
-    found = []
-    for job in jobs:
-        if not _can_begin(job):
-            continue
-        if job.clock is not None and job.pace is not None:
-            steps = steps_in_time(job.clock.folder, job.pace.folder)
-            train = dataclasses.replace(job.config.train, steps=steps, epochs=None)
-            job.config = dataclasses.replace(job.config, train=train)
-        if is_finished(job.config) and not job.anew:
-            job.state = "finished"
-            found.append(job)
+    found = [job for job in jobs if job.state == "waiting" and not job.anew]
+    found = [job for job in found if is_finished(job.config)]
+    for job in found:
+        job.state = "finished"
     return found
-
-
-def _can_begin(job: Job) -> bool:
-    """Tell whether a job waits, and for no other one."""
-    return job.state == "waiting" and all(needed.state == "finished" for needed in job.needs)
 
 
 def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
@@ -169,13 +145,6 @@ def _data_settings(job: Job) -> tuple[Any, ...]:
     return config.masked_text, config.causal_text, config.nli, config.clicks
 
 
-def steps_in_time(clock: Path, pace: Path) -> int:
-    """Return the steps that, at the pace of one finished run, fit in the time of another."""
-    seconds = read_result(clock)["seconds"]
-    model = read_result(pace)
-    return max(1, int(seconds / model["seconds"] * model["steps"]))
-
-
 def run_jobs(
     jobs: list[Job],
     launcher: Launcher | None = None,
@@ -183,9 +152,9 @@ def run_jobs(
     watcher: Watcher | None = None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that are not finished, in their order as far as they wait for others.
+    """Run all jobs that are not finished, in their order.
 
-    A job that fails does not stop the others, except those that need it. Ctrl-C, SIGTERM or a
+    A job that fails does not stop the others. Ctrl-C, SIGTERM or a
     terminal that is closed is handed on to every running job, which saves and stops; a second one
     stops them at once.
 
@@ -251,16 +220,13 @@ def _next(jobs: Sequence[Job], overwrite: bool, watcher: Watcher) -> Job | None:
     for job in jobs:
         if job.state != "waiting":
             continue
-        failed = next((needed for needed in job.needs if needed.state == "failed"), None)
         try:
-            if failed is not None:
-                raise ValueError(f"it needs the time of {failed.name}, which failed")
             resolve([job], overwrite)
         except (ValueError, OSError) as problem:
             job.state, job.reason = "failed", str(problem)
         if job.state != "waiting":
             watcher.ended(job)
-        elif _can_begin(job):
+        else:
             return job
     return None
 

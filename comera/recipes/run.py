@@ -41,7 +41,6 @@ from comera.train.loop import train
 from comera.train.processes import Processes
 from comera.train.run_under_way import LoopResult, evaluated
 from comera.train.sharded import whole_state
-from comera.train.tensor_parallel import plan_split
 
 _log = logging.getLogger("comera")
 
@@ -75,9 +74,7 @@ def run(
         FolderInUseError: If another process trains into the folder; a RuntimeError.
         OtherProcessError: If one of the processes has failed; a RuntimeError.
     """
-    processes = dataclasses.replace(
-        processes or Processes(), one_batch=config.parallel.kind == "tensor"
-    )
+    processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
     config = with_whole_paths(config)
@@ -256,8 +253,6 @@ def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
     for name, settings in _jobs(config):
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
-        if config.parallel.kind == "tensor" and count > 1:
-            plan_split(model, count)
         if settings.ranks is not None:
             _check_target(model, settings.ranks, settings.rank_section)
         optimizer = settings.optimizer_for(settings.train.steps).build(model)
@@ -328,6 +323,7 @@ def _train_one(
         step,
         task.get_batch,
         steps=task.steps,
+        seconds=config.train.seconds,
         folder=folder,
         evaluate=task.evaluate,
         eval_every=config.train.eval_every,

@@ -252,6 +252,8 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
+        seconds: End after so many seconds in training steps, if that comes first: at the next line
+            of the log. Learning rate and rank learning follow the number of steps all the same.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
@@ -268,6 +270,7 @@ class TrainConfig:
 
     steps: int | None = field(default=None, metadata=_LENGTH)
     epochs: float | None = field(default=None, metadata=_LENGTH)
+    seconds: float | None = field(default=None, metadata=_LENGTH)
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0
@@ -293,7 +296,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"train.{name}={value} must be at least {least}")
-        for name in ("epochs", "clip_norm"):
+        for name in ("epochs", "seconds", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"train.{name}={value} must be above 0")
@@ -348,12 +351,11 @@ class ParallelConfig:
 
     Args:
         kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small; ``tensor`` splits
-            the products of a causal language model's dense layers among them.
+            dense matrices out among the processes, and keeps whole what is small.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
-    kind: Literal["ddp", "fsdp", "tensor"] = "ddp"
+    kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
 
 
@@ -561,17 +563,16 @@ def check_processes(config: RunConfig, count: int) -> None:
     size, device = config.train.batch_size, config.device
     if config.parallel.kind != "ddp":
         _check_shared(config)
-    parts = 1 if config.parallel.kind == "tensor" else count  # of the batch
-    if size % parts:
+    if size % count:
         raise ValueError(
             f"train.batch_size={size} is that of all processes together, and {count} processes "
             f"cannot have equal parts of it: give {size // count * count or count} or "
             f"{(size // count + 1) * count}"
         )
-    if config.train.accumulate > size // parts:
+    if config.train.accumulate > size // count:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
-            f"{size // parts} rows that each of {count} processes has of it"
+            f"{size // count} rows that each of {count} processes has of it"
         )
     if count > 1 and ":" in device:
         raise ValueError(
@@ -588,11 +589,6 @@ def _check_shared(config: RunConfig) -> None:
     """Check that a run can train a model whose dense matrices are shared out or split."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
-    if config.parallel.kind == "tensor" and config.causal_text is None:
-        raise ValueError(
-            f"{kind} splits the products of the model of causal_text, and this run has another: "
-            f"give parallel.kind=fsdp, {way_out}"
-        )
     optimizer = config.optimizer_for(config.train.steps)
     if optimizer.name not in _OF_SHARDS:
         raise ValueError(

@@ -25,13 +25,19 @@ from comera.recipes.jobs import (
     run_jobs,
 )
 from comera.recipes.launchers import LauncherName, make_launcher
-from comera.recipes.report.comparison import Failed, compare, read_trained, show_metric
-from comera.recipes.report.comparison_table import comparison_text, write_comparison
+from comera.recipes.report.comparison import (
+    Failed,
+    compare,
+    comparison_text,
+    read_trained,
+    show_metric,
+    write_comparison,
+)
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig
-from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
+from comera.recipes.sweep_file import Sweep, read_sweep, variant_of
 from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
@@ -139,8 +145,8 @@ def run_sweep(
             f"--launcher={launcher} would begin all {sweep.search.trials} trials at once, and "
             "those that run side by side learn nothing from each other: give --jobs"
         )
-    for variant in sweep.variants.values():
-        _check_model(variant)
+    for name, config in sweep.variants.items():
+        _check_model(name, config)
     with lock(sweep.out, "sweep"):
         search = None if sweep.search is None else _make_search(sweep, sweep.search, overwrite)
         return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
@@ -228,7 +234,7 @@ def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
     def make(name: str, settings: dict[str, Any]) -> list[Job]:
         own: dict[str, Any] = {} if config.extends is None else {"extends": config.extends}
         variant = variant_of(name, base, {**given, name: own | settings})
-        _check_model(variant)
+        _check_model(name, variant)
         alone = dataclasses.replace(sweep, variants={name: variant})
         return make_jobs(alone)
 
@@ -246,28 +252,13 @@ def _telling(search: Search, watcher: Watcher) -> Watcher:
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:
-    """List all runs of a sweep: seed by seed, those that others wait for before those others."""
-    jobs: list[Job] = []
+    """List all runs of a sweep, seed by seed."""
+    jobs = []
     for seed in sweep.seeds:
-        made: dict[str, Job] = {}
-
-        def make(name: str, seed: int = seed, made: dict[str, Job] = made) -> Job:
-            if name not in made:
-                variant = sweep.variants[name]
-                folder = sweep.out / name / f"seed-{seed}"
-                config = with_whole_paths(variant.config)
-                made[name] = Job(
-                    name,
-                    seed,
-                    dataclasses.replace(config, seed=seed, out=str(folder)),
-                    clock=make(variant.clock) if variant.clock else None,
-                    pace=make(variant.pace) if variant.pace else None,
-                )
-                jobs.append(made[name])
-            return made[name]
-
-        for name in sweep.variants:
-            make(name)
+        for name, variant in sweep.variants.items():
+            out = str(sweep.out / name / f"seed-{seed}")
+            config = dataclasses.replace(with_whole_paths(variant), seed=seed, out=out)
+            jobs.append(Job(name, seed, config))
     return jobs
 
 
@@ -275,7 +266,7 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     """Leave out runs that are not to be trained this time.
 
     Raises:
-        ValueError: If a word stands for none, or one that stays needs the time of one that goes.
+        ValueError: If a word stands for none.
     """
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
     known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
@@ -284,20 +275,15 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
             raise ValueError(
                 f"skip={word} is neither a variant nor a run{did_you_mean(word, known)}"
             )
-    kept = [job for job in jobs if not {*names[job]} & {*skip}]
-    for job in kept:
-        for needed in job.needs:
-            if needed not in kept:
-                raise ValueError(f"{needed.name} cannot be skipped: {job.name} needs its time")
-    return kept
+    return [job for job in jobs if not {*names[job]} & {*skip}]
 
 
-def _check_model(variant: Variant) -> None:
+def _check_model(name: str, config: RunConfig) -> None:
     """Make the model of a variant without memory: ranks, layers and optimizer must fit it."""
     try:
-        planned_memory(variant.config)
+        planned_memory(config)
     except ValueError as problem:
-        raise ValueError(f"variant {variant.name}: {problem}") from None
+        raise ValueError(f"variant {name}: {problem}") from None
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:

@@ -26,23 +26,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to train.
-
-    Attributes:
-        name: Name of the variant and of its folder.
-        config: Settings of the variant, for any seed.
-        clock: Name of the variant whose time it may take, instead of a number of steps.
-        pace: Name of the variant whose seconds a step say how many steps those are.
-    """
-
-    name: str
-    config: RunConfig
-    clock: str | None = None
-    pace: str | None = None
-
-
-@dataclass(frozen=True)
 class Sweep:
     """What a sweep file says.
 
@@ -51,7 +34,7 @@ class Sweep:
         seeds: Each variant is trained with each of them.
         reference: Name of the variant that the others are compared with.
         metric: Key of the last evaluation to compare.
-        variants: The variants by name, in the order of the file.
+        variants: Settings of the variants by name, in the order of the file, for any seed.
         launchers: Settings of launchers by their names.
         search: Variants that are to be proposed, if any.
         given: Settings of the base, and what every variant changes of them.
@@ -61,7 +44,7 @@ class Sweep:
     seeds: tuple[int, ...]
     reference: str
     metric: str
-    variants: dict[str, Variant]
+    variants: dict[str, RunConfig]
     launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
     search: SearchConfig | None = None
     given: tuple[dict[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
@@ -128,10 +111,6 @@ def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> Se
     other = search.extends
     if other is not None and (not isinstance(other, str) or other not in variants):
         raise ValueError(f"search.extends={other} is no variant{did_you_mean(other, variants)}")
-    if other is not None and (variants[other] or {}).get("same_time_as") is not None:
-        raise ValueError(
-            f"search.extends={other} waits for the time of another: name one that does not"
-        )
     taken = next((name for name in variants if name.startswith("trial-")), None)
     if taken is not None:
         raise ValueError(f"variant {taken}: such names are those of the search's trials")
@@ -168,7 +147,7 @@ def _base(given: Any, folder: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _OF_THE_SWEEP}
 
 
-def _variants(base: dict[str, Any], given: Any) -> dict[str, Variant]:
+def _variants(base: dict[str, Any], given: Any) -> dict[str, RunConfig]:
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"variants={given!r} must be mappings of settings, by name")
     for name, settings in given.items():
@@ -179,65 +158,38 @@ def _variants(base: dict[str, Any], given: Any) -> dict[str, Variant]:
             )
         if not isinstance(settings, Mapping | None):
             raise ValueError(f"variant {name}: {settings!r} must be a mapping of settings")
-        for key in ("extends", "same_time_as"):
-            other = (settings or {}).get(key)
-            if other is not None and (not isinstance(other, str) or other not in given):
-                raise ValueError(
-                    f"variant {name}: {key}={other} is no variant{did_you_mean(other, given)}"
-                )
-    variants = {name: variant_of(name, base, given) for name in given}
-    _check_waiting(variants)
-    return variants
+        other = (settings or {}).get("extends")
+        if other is not None and (not isinstance(other, str) or other not in given):
+            raise ValueError(
+                f"variant {name}: extends={other} is no variant{did_you_mean(other, given)}"
+            )
+    return {name: variant_of(name, base, given) for name in given}
 
 
-def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> Variant:
-    """Return the variant of a name, with what it extends; raises ``ValueError``, naming it."""
-    own = dict(given[name] or {})
-    pace, clock = own.pop("extends", None), own.pop("same_time_as", None)
-    if clock is not None and pace is None:
-        raise ValueError(
-            f"variant {name}: same_time_as={clock} needs extends, the variant whose seconds a "
-            "step say how many steps fit in that time"
-        )
+def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a variant, with what it extends.
+
+    Raises:
+        ValueError: If they do not go together; names the variant.
+    """
     try:
-        train = nested(own).get("train")
-        for key in ("steps", "epochs"):
-            if clock is not None and isinstance(train, dict) and train.get(key) is not None:
-                raise ValueError(f"same_time_as sets the steps, so train.{key} cannot")
         config = parse_settings(RunConfig, merged(base, _overrides(name, given, ())))
         config.check()
     except ValueError as problem:
         raise ValueError(f"variant {name}: {problem}") from None
-    return Variant(name, config, clock, pace if clock is not None else None)
+    return config
 
 
 def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
     """Return what a variant changes of the base, with what it extends."""
     if name in inner:
         raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
-    own = {k: v for k, v in (given[name] or {}).items() if k not in ("extends", "same_time_as")}
-    own = nested(own)
+    own = nested({key: value for key, value in (given[name] or {}).items() if key != "extends"})
     for key in _OF_THE_SWEEP:
         if key in own:
             raise ValueError(f"{key} is not for a variant to set: the sweep does")
     other = (given[name] or {}).get("extends")
     return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
-
-
-def _check_waiting(variants: Mapping[str, Variant]) -> None:
-    """Check that no variant waits for its own time, by however many others."""
-
-    def walk(name: str, inner: tuple[str, ...]) -> None:
-        if name in inner:
-            raise ValueError(
-                f"variant {name} waits for its own time: {' -> '.join((*inner, name))}"
-            )
-        for other in (variants[name].clock, variants[name].pace):
-            if other is not None:
-                walk(other, (*inner, name))
-
-    for name in variants:
-        walk(name, ())
 
 
 def _seeds(given: Any) -> tuple[int, ...]:
@@ -250,9 +202,9 @@ def _seeds(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _metric(given: Any, variants: Mapping[str, Variant]) -> str:
+def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
     """Return the requested metric, if every variant's task has it; by default the first of them."""
-    measured = [(name, variant.config.metrics) for name, variant in variants.items()]
+    measured = [(name, config.metrics) for name, config in variants.items()]
     shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
     if given is None:
         return shared[0]

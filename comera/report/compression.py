@@ -13,9 +13,9 @@ from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
+from comera.planning.planner import plan_embedding, plan_linear
 from comera.planning.printing import show_bytes, show_count, table_html, text_table
 
 if TYPE_CHECKING:
@@ -235,31 +235,16 @@ def _ways(
 ) -> tuple[Candidate | None, Candidate | None]:
     """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
     setting = layer.planner_setting()
-    dtype, machine = setting["dtype"], setting["machine"]
+    machine, dtype = setting["machine"], setting["dtype"]
     shape: Any = layer.shape.of_ranks(ranks)
     if isinstance(layer, CompressedLinear):
-        request = replace(layer.at(tokens), shape=shape)
-        if 0 in ranks:
-            ways = [linear_ways.only_bias(request, machine, dtype)]
-        elif isinstance(layer, BTTLinear):
-            ways = [linear_ways.blocks(request, machine, dtype)]
-        else:
-            ways = [
-                way(request, machine, dtype)
-                for way in (linear_ways.factorized, linear_ways.reconstructed)
-            ]
-        return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
-            request, machine, dtype
-        )
+        made = plan_linear(replace(layer.at(tokens), shape=shape), dtype=dtype, machine=machine)
+        return made.chosen, made.dense
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
-        batch = Lookup(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
-        mine = (
-            lookup_ways.only_zeros(batch, machine, dtype)
-            if 0 in ranks
-            else lookup_ways.from_factors(batch, machine, dtype, unique=True)
-        )
-        return mine, lookup_ways.torch_embedding(batch, machine, dtype)
+        lookup = Lookup(shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
+        made = plan_embedding(lookup, dtype=dtype, machine=machine)
+        return made.chosen, made.dense
     assert isinstance(layer, HotRows), "there are no other layers"
     return None, None  # every index is counted as one of the train's
 

@@ -13,6 +13,7 @@ from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
+from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
 from comera.planning.planner import Plan, plan_embedding, plan_linear, suggest
 from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
@@ -259,13 +260,9 @@ def _plan_layer(
     if isinstance(layer, CompressedLinear):
         return plan_linear(layer.at(tokens, together=together), **setting)
     assert isinstance(layer, TTTable), "there are no other layers"
-    return plan_embedding(
-        layer.shape,
-        tokens,
-        **setting,
-        num_embeddings=layer.num_embeddings - layer.hot_rows,
-        embedding_dim=layer.embedding_dim,
-    )
+    rows = layer.num_embeddings - layer.hot_rows
+    lookup = Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
+    return plan_embedding(lookup, **setting)
 
 
 def _instead(

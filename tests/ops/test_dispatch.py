@@ -320,7 +320,7 @@ CHECKS = {  # validation, and what is remembered between two passes
         "is_concrete",
     ): "and others look at what is computed, not at numbers",
     ("nn/forms.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
-    ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
+    ("optim/came.py", "is_eager"): "a compiler makes blocks of its own",
 }
 
 

@@ -330,7 +330,7 @@ def test_variants_of_a_sweep_choose(config, tmp_path):
     }
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(content))
-    found = {k: v.config.optimizer for k, v in read_sweep(path).variants.items()}
+    found = {k: v.optimizer for k, v in read_sweep(path).variants.items()}
     assert [(o.name, o.lr, getattr(o, "rank", None)) for o in found.values()] == [
         ("came", None, None),
         ("came", 1e-3, None),

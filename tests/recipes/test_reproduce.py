@@ -5,8 +5,7 @@ import pytest
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Failed, Trained, compare
-from comera.recipes.report.comparison_table import write_comparison
+from comera.recipes.report.comparison import Failed, Trained, compare, write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
 from comera.recipes.sweep_file import read_sweep
 
