@@ -247,10 +247,10 @@ def test_commands_exist(path):
 def test_a_command_that_does_not_exist_is_found():
     assert commands_of("`comera trian x.yaml`") == [["trian", "x.yaml"]]
     assert wrong_in(["trian", "x.yaml"]) == "trian"
-    assert wrong_in(["bench", "linaer"]) == "linaer"
-    assert wrong_in(["bench", "linear", "--ranks", "3"]) == "--ranks"
+    assert wrong_in(["checkpoint", "inspekt"]) == "inspekt"
+    assert wrong_in(["calibrate", "--thread", "3"]) == "--thread"
     assert wrong_in(["train", "configs/none.yaml"]) == "configs/none.yaml"
-    assert wrong_in(["bench", "linear|stepp"]) == "stepp"
+    assert wrong_in(["checkpoint", "inspect|stepp"]) == "stepp"
     assert wrong_in(["train", "configs/quickstart.yaml", "--train.steps=3"]) is None
 
 

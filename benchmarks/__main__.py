@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.commands import main
+
+sys.exit(main())
