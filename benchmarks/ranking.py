@@ -5,7 +5,7 @@ All combinations of widths, ranks and tokens are measured; on Ctrl-C those that 
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
