@@ -304,7 +304,9 @@ def _buffers_apart(model: PreTrainedModel, given: Mapping[str, Any] | None) -> d
 
 
 def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
-    """Describe the same layer in the dtype that the whole model has; gates see to themselves."""
+    """Describe the same layer in the dtype of the whole model; gates stay wide by themselves."""
+    if entry.get("dtype") is None:  # an output layer without a bias
+        return entry
     return {**entry, "dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -5,7 +5,8 @@ They hold torch's own layers, which tools that look for ``nn.Linear`` find and m
 Contract the cores of a layer once and for all, pruned ranks left out, in float64.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from comera.nn.dense_weight import read_only
 from comera.nn.linear import TTLinear, along
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
 from comera.nn.table import HotRows, TTTable
 from comera.ops.cores import is_open
 
@@ -99,6 +100,26 @@ class FrozenLinear(nn.Sequential, Frozen):
         """The bias of the last layer; None if there is none."""
         return self[-1].bias
 
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "rank": self.rank,
+            "bias": self.bias is not None,
+            "dtype": dtype_name(next(self.parameters())),
+            "feature_dim": self.feature_dim,
+            "dense_form": self.dense_form,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device of what :meth:`config` has returned."""
+        settings = {key: config[key] for key in cls._SETTINGS}
+        return cls(**settings, device="meta", dtype=dtype_of(config))
+
+    _SETTINGS = ("in_features", "out_features", "rank", "bias", "feature_dim", "dense_form")
+
     def forward(self, input: Tensor) -> Tensor:
         self.check_not_training()
         if self.feature_dim == -1:
@@ -147,6 +168,46 @@ class FrozenTable(Frozen):
         self.basis = None if basis is None else _linear(basis.T)
         self.hot_rows = 0 if hot is None else hot.shape[0]
         self.register_buffer("row_order", row_order)
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "left": [self.left.num_embeddings, *self.inner[0]],
+            "right": [self.right.num_embeddings, *self.inner[1]],
+            "hot": None if self.hot is None else list(self.hot.weight.shape),
+            "basis": self.basis is not None,
+            "padding_idx": self.padding_idx,
+            "row_order": self.row_order is not None,
+            "step": self.step,
+            "dtype": dtype_name(self.left.weight),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], lead: nn.Module | None = None, *more: Any
+    ) -> Self:
+        """Make a table on the ``meta`` device of what :meth:`config` has returned."""
+        dtype = dtype_of(config)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        rows, width, hot = config["num_embeddings"], config["embedding_dim"], config["hot"]
+        table_class: Any = cls
+        return table_class(
+            *more,
+            rows,
+            width,
+            empty(*whole_numbers(config, "left")),
+            empty(*whole_numbers(config, "right")),
+            None if hot is None else empty(*whole_numbers(config, "hot")),
+            empty(hot[1], width) if config["basis"] else None,
+            config["padding_idx"],
+            empty(rows, dtype=torch.int32) if config["row_order"] else None,
+            config["step"],
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -233,6 +294,16 @@ class FrozenEmbeddingBag(FrozenTable):
         super().__init__(*table, **more)
         self.mode, self.include_last_offset = mode, include_last_offset
 
+    def config(self) -> dict[str, Any]:
+        own = {"mode": self.mode, "include_last_offset": self.include_last_offset}
+        return super().config() | own
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], lead: nn.Module | None = None, *more: Any
+    ) -> Self:
+        return super().from_config(config, lead, config["mode"], config["include_last_offset"])
+
     def forward(
         self,
         input: Tensor,
@@ -280,6 +351,20 @@ class FrozenHead(Frozen):
         self.in_features, self.out_features = table.embedding_dim, table.num_embeddings
         self.embedding = table
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, beside its table."""
+        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
+        """Make a layer on a frozen table, its bias on the ``meta`` device."""
+        if not isinstance(lead, FrozenTable):
+            raise ValueError(f"it works on a frozen table, not on {type(lead).__name__}")
+        if config["dtype"] is None:
+            return cls(lead, None)
+        rows = lead.num_embeddings
+        return cls(lead, torch.empty(rows, dtype=dtype_of(config), device="meta"))
 
     def forward(self, input: Tensor) -> Tensor:
         self.check_not_training()
