@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from comera.report.model_plan import plan
     from comera.saved.model_folder import load_model, save_model
     from comera.saved.shards import push_to_hub
-    from comera.serving.freeze import freeze_, frozen
-    from comera.serving.to_plain import to_plain_
+    from comera.serving.freeze import freeze_, frozen, to_plain_
     from comera.shapes import BTTShape, TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
     from comera.surgery.rows import order_rows_, update_hot_rows_
@@ -101,8 +100,7 @@ _HOMES = {
     "comera.report.model_plan": ("plan",),
     "comera.saved.shards": ("push_to_hub",),
     "comera.saved.model_folder": ("load_model", "save_model"),
-    "comera.serving.freeze": ("freeze_", "frozen"),
-    "comera.serving.to_plain": ("to_plain_",),
+    "comera.serving.freeze": ("freeze_", "frozen", "to_plain_"),
     "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),

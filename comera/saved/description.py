@@ -18,12 +18,8 @@ from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear
-from comera.serving.frozen_layers import (
-    FrozenEmbedding,
-    FrozenEmbeddingBag,
-    FrozenHead,
-    FrozenLinear,
-)
+from comera.serving.freeze import refuses_training
+from comera.serving.layers import FactoredEmbedding, FactoredEmbeddingBag, FactoredHead, ThinLinear
 
 Entry = Mapping[str, Any]
 """The description of one layer: its ``kind``, its ``config()`` and the layer it ``works_on``."""
@@ -53,7 +49,7 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
 
 for _class in (
     TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
-    FrozenLinear, FrozenEmbedding, FrozenEmbeddingBag, FrozenHead,
+    ThinLinear, FactoredEmbedding, FactoredEmbeddingBag, FactoredHead,
 ):  # fmt: skip
     register_kind(_class.__name__, _class)
 
@@ -102,17 +98,17 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         config: How it was compressed, to be kept for people; nothing is made of it.
 
     Returns:
-        What JSON can hold: ``layers`` by name, of each tensor that has several names the others in
-        ``tied``, the names of frozen parameters and of experts that have been taken apart
-        (``split_experts``, where there are any), and of the dense model its class and, of a model
-        of transformers, its configuration. Classes are named, as text; nothing is ever imported or
-        called by these names.
+        What JSON can hold: ``layers`` by name; of each tensor that has several names the others in
+        ``tied``; the names of ``frozen`` parameters, of experts that have been taken apart
+        (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
+        dense model its class and, of a model of transformers, its configuration. Classes are
+        named, as text; nothing is ever imported or called by these names.
 
     Raises:
         ValueError: If a layer is of a class that has no form in a file, or works on the parameters
             of a layer outside the model.
     """
-    apart = split_names(model)
+    served = [name for name, part in model.named_modules() if refuses_training(part)]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -122,7 +118,8 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         "layers": describe_layers(model),
         "tied": tied_names(model),
         "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
-        **({"split_experts": apart} if apart else {}),
+        "split_experts": split_names(model),
+        "served": served,
     }
 
 
@@ -134,7 +131,7 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     described = {}
     for name, layer in found.items():
         entry = {"kind": _kind_of(layer), **layer.config()}
-        if isinstance(layer, (TiedTTLinear, FrozenHead)):
+        if isinstance(layer, (TiedTTLinear, FactoredHead)):
             other = layer.embedding
             if id(other) not in name_of:
                 raise ValueError(
@@ -233,9 +230,10 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
     if not all(isinstance(entry, dict) for entry in described["layers"].values()):
         raise ValueError(f"{where} is damaged: every layer must be a dict")
-    apart = described.get("split_experts", [])
-    if not isinstance(apart, list) or not all(isinstance(name, str) for name in apart):
-        raise ValueError(f"{where} is damaged: split_experts must be a list of names")
+    for part in ("split_experts", "served"):
+        names = described.get(part)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{where} is damaged: {part} must be a list of names")
     return described
 
 
