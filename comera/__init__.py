@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from comera.saved.shards import push_to_hub as push_to_hub
     from comera.serving.freeze import freeze_ as freeze_
     from comera.serving.freeze import frozen as frozen
-    from comera.serving.to_plain import to_plain_ as to_plain_
+    from comera.serving.freeze import to_plain_ as to_plain_
     from comera.shapes import BTTShape as BTTShape
     from comera.shapes import TTMShape as TTMShape
     from comera.shapes import TTShape as TTShape
@@ -112,8 +112,7 @@ _HOMES = {
     "comera.report.model_plan": ("plan",),
     "comera.saved.shards": ("push_to_hub",),
     "comera.saved.model_folder": ("load_model", "save_model"),
-    "comera.serving.freeze": ("freeze_", "frozen"),
-    "comera.serving.to_plain": ("to_plain_",),
+    "comera.serving.freeze": ("freeze_", "frozen", "to_plain_"),
     "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
     "comera.surgery.rows": ("update_hot_rows_",),
