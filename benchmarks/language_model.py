@@ -28,7 +28,7 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import TTLinear
-from comera.planning.printing import text_table
+from comera.planning.printing import Table
 
 METHODS = {
     "svd": "SVD of the weight, one share",
@@ -210,7 +210,7 @@ class Bench:
             for name, text in METHODS.items()
             if any(point["method"] == name for point in self.points)
         ]
-        return text_table("perplexity", header, rows)
+        return Table("perplexity", header, rows).text()
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from comera.extras import MissingPackageError
 from comera.recipes.cli import make_parser
 from comera.recipes.parse import nested, parse_settings
 from comera.recipes.run_config import RunConfig
-from comera.recipes.search import read_search
-from comera.recipes.sweep_file import _KEYS
+from comera.recipes.search import extremes, read_search
+from comera.recipes.sweep import _KEYS
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -103,14 +103,13 @@ def test_settings_of_runs_and_sweeps_exist(path):
         if "seeds" in settings or settings.keys() <= {"submitit", "ray"}:
             assert not settings.keys() - set(_KEYS)
             if "search" in settings:
+                pytest.importorskip("optuna")
                 for key, domain in read_search(settings["search"]).over.items():
-                    for value in domain.extremes:
+                    for value in extremes(domain):
                         parse_settings(RunConfig, nested({key: value}))
             for variant in settings.get("variants", {}).values():
-                own = {"extends", "same_time_as"}
-                parse_settings(
-                    RunConfig, nested({k: v for k, v in variant.items() if k not in own})
-                )
+                own = {key: value for key, value in variant.items() if key != "extends"}
+                parse_settings(RunConfig, nested(own))
         else:
             parse_settings(RunConfig, settings)
 

@@ -22,6 +22,7 @@ from comera.extras import MissingPackageError, did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.list_runs import holds_runs
 from comera.recipes.parse import described, file_of, parser_of, wanted
 from comera.recipes.report.run_report import write_report
@@ -35,7 +36,6 @@ from comera.recipes.run_commands import (
     with_underscores,
 )
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
