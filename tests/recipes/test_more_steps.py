@@ -17,8 +17,8 @@ import comera
 from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
+from comera.recipes.after_training import runs_table
 from comera.recipes.folder import other_settings
-from comera.recipes.list_runs import runs_table
 from comera.recipes.optimizers import OptimizerConfig, twin_of
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import planned_memory, run
@@ -166,16 +166,11 @@ def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
 def test_a_run_of_a_sweep_that_failed_before_its_settings_were_written_is_listed(tmp_path):
     folder = tmp_path / "tt" / "seed-0"
     folder.mkdir(parents=True)
-    log = folder / "log.txt"
-    log.write_text("2 threads\nrun folder tt/seed-0, device cpu: preparing data\n")
-    assert "tt/seed-0 │      │     0 │ not begun │" in listed(tmp_path)
-    with log.open("a") as file:
-        file.write('Traceback (most recent call last):\n  File "run.py"\n    read()\n')
-        file.write("FileNotFoundError: there is no folder [text]: look\n")
-    assert "│ failed: there is no folder [text]: look │" in listed(tmp_path)
-    with log.open("a") as file:
-        file.write("2 threads\n")  # it was started again
-    assert "│ not begun │" in listed(tmp_path)
+    (folder / "log.txt").write_text("2 threads\n")
+    failed = {"variant": "tt", "seed": 0, "reason": "there is no folder [text]: look"}
+    (tmp_path / "results.json").write_text(json.dumps({"failed": [failed]}))
+    row = "tt/seed-0 │      │     0 │ failed: there is no folder [text]: look │"
+    assert row in listed(tmp_path)
 
 
 def listed(folder: Path) -> str:
