@@ -19,13 +19,14 @@ from comera.checkpoint.archive import Archive
 from comera.recipes.build import find_device, without_remarks
 from comera.recipes.data_record import DataRecord, missing_data, named_data, with_places
 from comera.recipes.folder import other_data
+from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import METRICS
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.recipes.trained import export, load_run, predictions
-from comera.train.log import from_json, last_logged
+from comera.train.log import last_logged
 
 COMMANDS = {
     "list": "Show what runs there are, or what the files of one are.",
@@ -185,7 +186,7 @@ _FILES = {
     "tokenizer.json": "its vocabulary, for the package tokenizers",
     "categories.safetensors": "the rows of its tables by the categories of the log",
     "dense": "the same of the dense twin",
-    "log.txt": "what it printed, as a run of a sweep",
+    LOG: "what it printed, as a run of a sweep",
     "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
@@ -205,8 +206,6 @@ def holds_runs(folder: Path) -> bool:
 
 def runs_table(folder: Path) -> Table:
     """List the runs in a folder and below, the last one to be written to first.
-
-    Runs of a sweep that failed before they wrote anything are listed from its ``results.json``.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no run in it.
@@ -238,7 +237,7 @@ def files_table(folder: Path) -> Table:
 
 def _runs(folder: Path) -> Iterator[Path]:
     """Yield folders of runs; what is inside of one, such as its twin, is part of it."""
-    if is_run(folder) or _failure(folder):
+    if is_run(folder) or _has_only_a_log(folder):
         yield folder
         return
     for below in sorted(folder.iterdir()):
@@ -246,22 +245,16 @@ def _runs(folder: Path) -> Iterator[Path]:
             yield from _runs(below)
 
 
-def _failure(run: Path) -> str | None:
-    """Return why a run of a sweep without settings failed, by ``results.json`` of the sweep."""
-    if (run / "config.yaml").exists():
-        return None
-    with contextlib.suppress(ValueError, OSError, KeyError):
-        facts = from_json((run.parent.parent / "results.json").read_text(encoding="utf-8"))
-        for failed in facts["failed"]:
-            if (run.parent.name, run.name) == (failed["variant"], f"seed-{failed['seed']}"):
-                return failed["reason"]
-    return None
+def _has_only_a_log(folder: Path) -> bool:
+    """Return whether a run of a sweep was started here and has not come to write its settings."""
+    return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 
 def _row(run: Path) -> tuple[str, ...]:
     size = f"{_size(run) / _MB:.1f}"
-    if reason := _failure(run):
-        return "", "0", f"failed: {escape(reason)}", "", "", size
+    if _has_only_a_log(run):
+        error = why_failed(last_session(run) or "")
+        return "", "0", f"failed: {escape(error)}" if error else "not begun", "", "", size
     settings, result = _settings(run), _result(run)
     logged, evaluated = last_logged(run, "loss"), last_logged(run, "eval/loss")
     done = result.get("steps") or (logged[0] if logged else 0)
