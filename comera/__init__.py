@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from comera.report.explore import explore
     from comera.report.memory_use import memory_report
     from comera.report.model_plan import plan
-    from comera.saved.model_folder import load_model, save_model
-    from comera.saved.shards import push_to_hub
+    from comera.saved.model_folder import load_model, push_to_hub, save_model
     from comera.serving.freeze import freeze_, frozen, to_plain_
     from comera.shapes import BTTShape, TTMShape, TTShape
     from comera.surgery.canonical import canonicalize_
@@ -98,8 +97,7 @@ _HOMES = {
     "comera.report.explore": ("explore",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
-    "comera.saved.shards": ("push_to_hub",),
-    "comera.saved.model_folder": ("load_model", "save_model"),
+    "comera.saved.model_folder": ("load_model", "push_to_hub", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen", "to_plain_"),
     "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
