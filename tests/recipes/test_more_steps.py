@@ -14,11 +14,11 @@ import yaml
 from rich.console import Console
 
 import comera
+from comera._command import INTERRUPTED
 from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.folder import other_settings
-from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.list_runs import runs_table
 from comera.recipes.optimizers import OptimizerConfig, twin_of
 from comera.recipes.parse import parse_settings, read_yaml
