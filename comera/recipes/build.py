@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera.nn.attention_init import init_keys_as_queries_
 from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
-from comera.recipes.optimizers import make_optimizer
-from comera.recipes.run_config import OptimizerConfig, RunConfig
+from comera.recipes.optimizers import OptimizerConfig
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task import Task
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_
@@ -83,13 +83,13 @@ def build_step(
     if share_out is not None:
         share_out(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
-    optimizer = make_optimizer(model, settings, config.width)
+    optimizer = settings.build(model)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
         optimizer,
         [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
-    ranks = None if config.ranks is None else config.ranks.make(model, task.steps)
+    ranks = None if config.ranks is None else config.ranks.build(model, task.steps)
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     return TrainStep(
         model

@@ -26,7 +26,15 @@ from rich.console import Console
 
 from comera._command import INTERRUPTED
 from comera.allocator import reuse_freed_memory
-from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml, section_of
+from comera.recipes.parse import (
+    file_of,
+    hints_of,
+    merged,
+    nested,
+    parse_settings,
+    read_yaml,
+    section_of,
+)
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
 from comera.train.processes import joined
@@ -155,7 +163,7 @@ def _check_key(word: str, key: str) -> None:
 
 def _keys(kind: type, within: str = "") -> Iterator[str]:
     """Yield all keys, those of sections after a dot."""
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in hints_of(kind).items():
         yield within + name
         section, _ = section_of(hint)
         if section is not None:
@@ -174,7 +182,7 @@ def _hint_of(key: str) -> Any:
             options = (hint, *typing.get_args(hint))
             holds_any = any(typing.get_origin(option) is dict for option in options)
             return Any if holds_any else None
-        hint = typing.get_type_hints(section).get(name)
+        hint = hints_of(section).get(name)
         section, _ = section_of(hint)
     return hint
 

@@ -116,12 +116,13 @@ def test_on_a_cpu_the_winner_that_is_named_is_the_one_that_wins(width, rank, tok
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_card_both_winners_are_those_that_win(capsys):
-    from comera.bench.calibrate import calibrate
-    from comera.recipes.cli import main
+    from benchmarks.commands import main
+
+    from comera.calibrate.machine import calibrate
 
     calibrate("cuda", lambda line: None)
     words = ["--device=cuda", "--curve=width", "--points=512,8192", "--dtype=bfloat16"]
-    assert main(["bench", "linear", *words]) == 0
+    assert main(["linear", *words]) == 0
     shown = capsys.readouterr().out
     assert "captured: the planner named the winner at 2 of 2" in shown
     assert "eager: the planner named the winner at 2 of 2" in shown

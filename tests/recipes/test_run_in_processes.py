@@ -17,13 +17,13 @@ from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import lock
+from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
     CheckpointConfig,
     DlrmConfig,
     ImportancePruningConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
@@ -68,21 +68,21 @@ def cases() -> dict[str, RunConfig]:
     return {
         "stages": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
-            optimizer=OptimizerConfig(gate_lr=0.1), twin=True,
+            optimizer=MuonConfig(gate_lr=0.1), twin=True,
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
-            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
+            optimizer=MuonConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "importance": config(
             10, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
-            optimizer=OptimizerConfig("adamw"), train=every(steps=10, accumulate=2),
+            optimizer=AdamWConfig(), train=every(steps=10, accumulate=2),
         ),
         "in backward": config(
-            8, masked_text=text, optimizer=OptimizerConfig("came", in_backward=True),
+            8, masked_text=text, optimizer=CAMEConfig(in_backward=True),
             train=every(steps=8, clip_norm=None),
         ),
         "pairs": config(8, nli=nli),
@@ -136,7 +136,7 @@ def _found(rank):
     outcomes["dropout"] = trained_with_dropout(processes)
     lossy = CheckpointConfig("lossy", keep_last=None)
     outcomes["lossy"] = trained("shared out", "2/lossy", processes, checkpoints=lossy)
-    optimizer = OptimizerConfig("came")
+    optimizer = CAMEConfig()
     problems = {
         "came": said(lambda: trained("shared out", "came", processes, optimizer=optimizer)),
         "odd": said(lambda: trained("dense", "odd", processes, train=TrainConfig(9, batch_size=9))),
