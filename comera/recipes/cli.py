@@ -15,14 +15,13 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from rich.console import Console
 
 from comera import __version__
-from comera._command import imports_are_done
+from comera._command import INTERRUPTED, imports_are_done
 from comera.allocator import reuse_freed_memory
 from comera.checkpoint.archive import FolderInUseError
 from comera.extras import MissingPackageError, did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, holds_runs, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
-from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.parse import described, file_of, parser_of, wanted
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report

@@ -24,8 +24,8 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from comera._command import INTERRUPTED
 from comera.allocator import reuse_freed_memory
-from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.parse import (
     file_of,
     hints_of,
