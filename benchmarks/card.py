@@ -1,14 +1,13 @@
-"""All there is to know of one card, in ten minutes: ``python -m benchmarks.card``.
+"""Test and time everything on one card: ``python -m benchmarks.card``, or ``make gpu``.
 
 Every stage is a process of its own with a share of the time: one that fails, hangs or is cut off
-takes nothing from the others, and what it had found by then is kept. All tables are put together
-in one page and one JSON file. Needs neither the command line's packages nor pandas.
+takes nothing from the others, and what it had found by then is kept. All tables are put together in
+one page and one JSON file.
 """
 
 import argparse
 import contextlib
 import datetime
-import gc
 import importlib.util
 import json
 import os
@@ -24,18 +23,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.card_parts import FULL, PARTS, TINY, Cell, Part, Sizes
-from benchmarks.session import machine_facts, machine_line
 from comera.files import replacing
 
 SECONDS = 600
-"""What all stages take together at most, by default."""
+"""Seconds of all stages together at most, by default."""
 
 _CHECKOUT = Path(__file__).parents[1]
 _INTERRUPTED = 130
 _TOOLS = 2
 _TAIL = 3
-"""Last lines of a stage's output that are put into the page."""
+"""Last lines of the output of a test that are put into the page."""
+
+_STEP = "step --peers=none --repeats=5"
+_WIDE = "--layers=2 --width=4096 --ffn=16384 --heads=64 --vocab=8192 --rank=64"
+_MIDDLE = "--layers=4 --width=2048 --ffn=8192 --heads=32 --vocab=8192 --rank=64"
+_TINY_MODEL = "--batch=2 --layers=1 --width=16 --ffn=32 --heads=2 --vocab=40 --length=6 --rank=4"
+_TINY = f"{_TINY_MODEL} --repeats=1"
 
 
 @dataclass(frozen=True)
@@ -45,69 +48,92 @@ class Stage:
     Attributes:
         name: One word.
         share: Seconds out of ``SECONDS``; what stages before it leave is shared out again.
+        words: Benchmark and its options; none of what is no benchmark.
+        tiny: Options for a trial on any machine, which replace these.
     """
 
     name: str
     share: float
+    words: str = ""
+    tiny: str = ""
 
 
 STAGES = (
     Stage("doctor", 40),
-    Stage("calibrate", 80),
-    Stage("operators", 45),
-    Stage("steps", 205),
-    Stage("layers", 20),
-    Stage("tables", 15),
-    Stage("memory", 40),
-    Stage("runs", 30),
+    Stage("calibrate", 90),
+    Stage("steps", 100, f"{_STEP} --batch 32 8 128 --precision bf16 fp32 tf32", _TINY),
+    Stage("steps-compiled", 75, f"{_STEP} --batch 32 8 --precision bf16 --compile", _TINY),
+    Stage("steps-4096", 40, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_WIDE}", _TINY),
+    Stage("steps-2048", 35, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_MIDDLE}", _TINY),
+    Stage("layers", 20, "linear --curve=width --points 768 2048 4096 8192 --tokens=4096 "
+          "--dtype=bfloat16 --rank=30 --repeats=5", "--points=16 --tokens=8"),
+    Stage("tables", 15, "embedding --peers=none --rank=30 --repeats=5",
+          "--rows=60 --width=16 --indices=24 --rank=4 --repeats=1"),
+    Stage("memory", 60, "memory --batch 1 32", _TINY_MODEL),
     Stage("tests", 85),
     Stage("sanitize", 40),
-)
-"""In this order: what is measured goes by the times that ``calibrate`` has found."""
+)  # fmt: skip
+"""In this order: measurements go by the times that ``calibrate`` has found."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a stage went.
+    """The end of a stage.
 
     Attributes:
         name: Of the stage.
-        seconds: What it took.
+        seconds: Its duration.
         problem: Why it did not come to its end, or None.
-        table: What a measured part found so far: rows, and jobs that were skipped or failed.
-        lines: The last lines it printed.
+        found: Content of the JSON file of a benchmark, or None.
+        lines: What it printed: all lines of a benchmark, the last ones of a test.
     """
 
     name: str
     seconds: float
     problem: str | None
-    table: dict[str, Any] | None
+    found: dict[str, Any] | None
     lines: list[str]
+
+    def outcome(self) -> str:
+        """Return a line on how the stage went."""
+        if self.found is not None:
+            tables = f"{len(self.found['results'])} tables"
+            return f"{self.problem}, {tables}" if self.problem else tables
+        last = f": {self.lines[-1].strip()}" if self.lines else ""
+        return f"{self.problem or 'ended'}{last}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all stages, or one of them in this process; returns the exit status."""
+    """Run all stages one after the other; returns the exit status."""
     options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "error: device='cuda' needs a GPU that torch can see; --device cpu runs here",
-            file=sys.stderr,
-        )
-        return 1
-    if options.part:
-        deadline = time.monotonic() + options.seconds
-        measure(PARTS[options.part], device, TINY if options.tiny else FULL, options.out, deadline)
-        return 0
-    named = {stage.name for stage in STAGES}
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return _refuse("device='cuda' needs a GPU that torch can see; --device cpu runs here")
+    named = sorted(stage.name for stage in STAGES)
     unknown = [name for name in options.only or () if name not in named]
     if unknown:
-        print(
-            f"error: only={unknown[0]!r} must be some of {', '.join(sorted(named))}",
-            file=sys.stderr,
-        )
-        return 1
-    return run_stages(options)
+        return _refuse(f"only={unknown[0]!r} must be some of {', '.join(named)}")
+    chosen = [stage for stage in STAGES if not options.only or stage.name in options.only]
+    ended: list[Ended] = []
+    deadline, status = time.monotonic() + options.seconds, 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for number, stage in enumerate(chosen):
+            left = deadline - time.monotonic()
+            allowed = left * stage.share / sum(later.share for later in chosen[number:])
+            print(f"{stage.name}: at most {allowed:.0f} s", flush=True)
+            ended.append(_run(stage, allowed, options))
+            _write(options.out, ended)
+            print(f"  {ended[-1].outcome()}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = _INTERRUPTED
+    print(f"wrote {options.out}.md and {options.out}.json")
+    return status or int(any(each.problem for each in ended))
+
+
+def _refuse(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,128 +143,61 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="Only these stages.")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes, to try the stages out.")
     parser.add_argument(
-        "--out",
-        type=Path,
+        "--out", type=Path,
         default=Path("runs") / f"gpu-{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M}",
-        help="Folder for the page, the JSON file and what stages print.",
-    )
-    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
+        help="Folder for the output of stages; the page and the JSON file stand beside it.",
+    )  # fmt: skip
     return parser
 
 
-def measure(part: Part, device: torch.device, sizes: Sizes, path: Path, deadline: float) -> None:
-    """Do the jobs of a part until the time is up; what is done is written after each of them."""
-    found: dict[str, Any] = {
-        "title": part.title,
-        "columns": list(part.columns),
-        "machine": machine_facts(device, kept=False),
-        "rows": [],
-        "skipped": [],
-        "failed": [],
-    }
-    for job in part.jobs(device, sizes):
-        if time.monotonic() >= deadline:
-            found["skipped"].append(job.what)
-        else:
-            found["skipped"].append(f"{job.what} (begun)")  # if this process is ended meanwhile
-            _write_json(path, found)
-            try:
-                found["rows"] += job.run()
-            except Exception as problem:  # whatever it is, the next job may do
-                lines = str(problem).strip().splitlines() or [""]
-                found["failed"].append(f"{job.what}: {type(problem).__name__}: {lines[0]}")
-            found["skipped"].pop()
-            gc.collect()  # graphs and models hold each other
-        _write_json(path, found)
-
-
-def _write_json(path: Path, content: object) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def run_stages(options: argparse.Namespace) -> int:
-    """Run the chosen stages one after the other and write what they found after each."""
-    chosen = [stage for stage in STAGES if not options.only or stage.name in options.only]
-    ended: list[Ended] = []
-    deadline = time.monotonic() + options.seconds
-    status = 0
-    try:
-        for number, stage in enumerate(chosen):
-            left = deadline - time.monotonic()
-            allowed = left * stage.share / sum(later.share for later in chosen[number:])
-            print(f"{stage.name}: at most {allowed:.0f} s", flush=True)
-            ended.append(_run(stage.name, allowed, options))
-            _write_page(options.out, ended)
-            print(f"  {_outcome(ended[-1])}", flush=True)
-    except KeyboardInterrupt:
-        print("interrupted")
-        status = _INTERRUPTED
-    print(f"wrote {options.out}.md and {options.out}.json")
-    return status or int(any(each.problem for each in ended))
-
-
-def _run(name: str, allowed: float, options: argparse.Namespace) -> Ended:
-    """Run a stage; its output goes to a file, whose end is looked at."""
-    log, table = options.out / f"{name}.txt", options.out / f"{name}.json"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = _command(name, allowed, table, options)
-    if command is None:
-        return Ended(name, 0.0, None, None, [f"skipped: {_CHECKOUT} is no checkout"])
+def _run(stage: Stage, allowed: float, options: argparse.Namespace) -> Ended:
+    """Run a stage; its output goes to a file."""
+    log, table = options.out / f"{stage.name}.txt", options.out / f"{stage.name}.json"
     began = time.monotonic()
     with log.open("w") as output:
-        status = _wait_for(command, output, allowed)
+        status = _wait_for(_command(stage, allowed, table, options), output, allowed)
     problem = None
     if status is None:
         problem = f"did not end within {allowed:.0f} s"
     elif status:
         problem = f"ended with status {status}"
     found = json.loads(table.read_text()) if table.exists() else None
-    words = [re.sub(r"\s+", " ", line).strip() for line in log.read_text().splitlines()]
-    lines = [line for line in words if line][-_TAIL:]
-    return Ended(name, time.monotonic() - began, problem, found, lines)
+    lines = [line.rstrip() for line in log.read_text().splitlines() if line.strip()]
+    whole = stage.words or stage.name == "calibrate"
+    seconds = time.monotonic() - began
+    return Ended(stage.name, seconds, problem, found, lines if whole else lines[-_TAIL:])
 
 
-def _command(
-    name: str, allowed: float, table: Path, options: argparse.Namespace
-) -> list[str] | None:
-    """Return the words of a stage's command; None where it needs a checkout and there is none."""
+def _command(stage: Stage, allowed: float, table: Path, options: argparse.Namespace) -> list[str]:
+    """Return the words of a stage's command."""
     python, device = sys.executable, options.device
-    if name in PARTS:
-        words = [python, "-m", "benchmarks.card", "--part", name, "--device", device]
-        # A job that has begun may end: what is left of the time is for starting and ending.
-        words += ["--seconds", f"{0.8 * allowed:.1f}", "--out", str(table)]
-        return words + (["--tiny"] if options.tiny else [])
-    if name == "doctor":
+    if stage.words:
+        words = stage.words.split() + (stage.tiny.split() if options.tiny else [])
+        words += [f"--device={device}", f"--json={table.absolute()}"]
+        return [python, "-m", "benchmarks", *words]
+    if stage.name == "doctor":
         return [python, "-m", "comera.recipes.doctor"]
-    if name == "calibrate":
+    if stage.name == "calibrate":
         code = f"from comera.calibrate.machine import calibrate; calibrate({device!r})"
         return [python, "-c", code]
-    if not (_CHECKOUT / "Makefile").is_file():
-        return None
-    if name == "tests":
+    if stage.name == "tests":
         where = ["-m", "gpu"] if device == "cuda" else ["tests/test_shapes.py"]
         together = ["-n", "6"] if importlib.util.find_spec("xdist") else []
         return [python, "-m", "pytest", "-q", "-p", "no:benchmark", *together, *where]
-    kernels = len(re.findall(r"\w+:\w+", _makefile_line("SANITIZED")))
+    lines = (_CHECKOUT / "Makefile").read_text().splitlines()
+    sanitized = next(line for line in lines if line.startswith("SANITIZED"))
+    seconds = int(allowed / (_TOOLS * len(re.findall(r"\w+:\w+", sanitized))))
     return [
         "make", "--no-print-directory", "sanitize", f"GPU_PYTHON={python}",
-        f"SANITIZER_SECONDS={max(1, int(allowed / (_TOOLS * kernels)))}",
+        f"SANITIZER_SECONDS={max(1, seconds)}",
     ]  # fmt: skip
-
-
-def _makefile_line(name: str) -> str:
-    lines = (_CHECKOUT / "Makefile").read_text().splitlines()
-    return next(line for line in lines if line.startswith(name))
 
 
 def _wait_for(command: Sequence[str], output: Any, allowed: float) -> int | None:
     """Run a command to its end and return its status; None where it was ended for its time."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    cwd = _CHECKOUT if (_CHECKOUT / "Makefile").is_file() else None
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, cwd=_CHECKOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=output,
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
         return process.wait(allowed)
@@ -246,18 +205,16 @@ def _wait_for(command: Sequence[str], output: Any, allowed: float) -> int | None
         return None
     finally:
         if process.poll() is None:
-            _end(process, asked="pytest" in command)
+            _end(process)
 
 
-def _end(process: subprocess.Popen[bytes], asked: bool) -> None:
-    """End a process and what it has started, which share a group.
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started, which share a group.
 
-    Args:
-        process: The process.
-        asked: Whether to send Ctrl-C first, upon which pytest names the tests that have failed.
+    Ctrl-C comes first: a benchmark then writes the tables it has, and pytest names the tests that
+    have failed, for which pytest-xdist waits ten seconds for its workers.
     """
-    first = ((signal.SIGINT, 15),) if asked else ()  # pytest-xdist waits ten seconds for workers
-    for number, seconds in (*first, (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+    for number, seconds in ((signal.SIGINT, 15), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -265,63 +222,26 @@ def _end(process: subprocess.Popen[bytes], asked: bool) -> None:
             return
 
 
-def _write_page(out: Path, ended: Sequence[Ended]) -> None:
-    """Write all tables as one page and as one JSON file, beside the folder of the stages."""
-    _write_json(out.with_name(out.name + ".json"), [vars(each) for each in ended])
-    text = "\n".join(_page(ended)) + "\n"
-    with replacing(out.with_name(out.name + ".md")) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+def _write(out: Path, ended: Sequence[Ended]) -> None:
+    """Write all outcomes as one page and as one JSON file, beside the folder of the stages."""
+    contents = {
+        ".json": json.dumps([vars(each) for each in ended], indent=1),
+        ".md": "\n".join(_page(ended)),
+    }
+    for suffix, text in contents.items():
+        with replacing(out.with_name(out.name + suffix)) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def _page(ended: Sequence[Ended]) -> Iterator[str]:
-    tables = [each for each in ended if each.table is not None]
     yield f"# One card, {datetime.date.today().isoformat()}"
-    if tables:
-        assert tables[0].table is not None
-        yield ""
-        yield machine_line(tables[0].table["machine"], "several precisions")
     yield from ("", "| stage | s | outcome |", "|---|---|---|")
     for each in ended:
-        yield f"| {each.name} | {each.seconds:.0f} | {_cell(_outcome(each))} |"
-    for each in tables:
-        yield from _table(each)
-
-
-def _outcome(ended: Ended) -> str:
-    """Say in a line how a stage went."""
-    last = f": {ended.lines[-1]}" if ended.lines and ended.table is None else ""
-    if ended.problem:
-        return f"{ended.problem}{last}"
-    if ended.table is None:
-        return f"ended{last}"
-    counts = {name: len(ended.table[name]) for name in ("rows", "skipped", "failed")}
-    more = [f"{counts[name]} {name}" for name in ("skipped", "failed") if counts[name]]
-    return ", ".join([f"{counts['rows']} rows", *more])
-
-
-def _table(ended: Ended) -> Iterator[str]:
-    """Yield a part's table, then what is not in it and why."""
-    found = ended.table
-    assert found is not None
-    yield from ("", f"## {found['title']}", "")
-    yield f"| {' | '.join(found['columns'])} |"
-    yield "|" + "---|" * len(found["columns"])
-    for row in found["rows"]:
-        yield f"| {' | '.join(map(_cell, row))} |"
-    if found["skipped"]:
-        yield from ("", f"No time was left for: {'; '.join(found['skipped'])}.")
-    for line in found["failed"]:
-        yield from ("", f"Failed: {line}")
-
-
-def _cell(value: Cell) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return value.replace("|", "\\|")
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        outcome = each.outcome().replace("|", "\\|")
+        yield f"| {each.name} | {each.seconds:.0f} | {outcome} |"
+    for each in ended:
+        if len(each.lines) > _TAIL:
+            yield from ("", f"## {each.name}", "", "```", *each.lines, "```")
 
 
 if __name__ == "__main__":

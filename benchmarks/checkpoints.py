@@ -1,5 +1,6 @@
-"""Checkpoints: copied, compressed and read, and the k-means of their codes."""
+"""Time checkpoints that are copied, compressed and read, and the k-means of their codes."""
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import faiss_codes
-from benchmarks.session import Session
+from benchmarks.session import Session, add_repeats, add_sizes
 from comera.checkpoint.archive import packed
 from comera.checkpoint.codebook import learn
 from comera.checkpoint.contents import Quality, decode, encode
@@ -18,18 +19,23 @@ _LARGEST = 50304 * 1024
 """Entries of the largest tensor of Pythia-410M, the model of ExCP's release."""
 
 
-def checkpoints(session: Session, entries: int, width: int, quality: Quality) -> None:
-    """Measure checkpoints of a model of square random weights under AdamW, and of its change.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add_sizes(
+        parser,
+        {
+            "parameters": (16_777_216, "Number of parameters of the model."),
+            "width": (2048, "Width of the weight matrices."),
+        },
+    )
+    add_repeats(parser)
 
-    Args:
-        session: Where to run and print.
-        entries: Parameters.
-        width: Rows and columns of each weight.
-        quality: Quality of the lossy checkpoint.
-    """
-    _whole(session, entries, width, quality)
-    for count in (width**2, _LARGEST):
-        _clusters(session, torch.randn(count))
+
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Measure checkpoints of a model of square random weights under AdamW, and of its change."""
+    _whole(session, options.parameters, options.width, Quality())
+    for entries in (options.width**2, _LARGEST):
+        _clusters(session, torch.randn(entries))
 
 
 def _whole(session: Session, entries: int, width: int, quality: Quality) -> None:
@@ -42,25 +48,25 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
     def snapshot() -> Any:
         return take_snapshot(model, states, None, policy)
 
-    taken = snapshot()
     lossless = take_snapshot(model, states, None, Policy(lossless=True))
-    link, key = encode(taken, base, quality)[0], encode(taken, None, quality)[0]
-    whole = encode(lossless, None, quality)[0]
-    runs: dict[str, Callable[[], object]] = {
-        "copied": snapshot,
-        "compressed, change": lambda: packed(encode(taken, base, quality)[0].done),
-        "compressed, key frame": lambda: packed(encode(taken, None, quality)[0].done),
-        "compressed, lossless": lambda: packed(encode(lossless, None, quality)[0].done),
-        "read, change": lambda: decode(link.done, base, 1 << 62),
-        "read, key frame": lambda: decode(key.done, None, 1 << 62),
-        "read, lossless": lambda: decode(whole.done, None, 1 << 62),
-    }
+    taken = snapshot()
+    cases = {
+        "change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None),
+    }  # fmt: skip
+    done = {name: encode(what, from_, quality)[0].done for name, (what, from_) in cases.items()}
+    runs: dict[str, Callable[[], object]] = {"copied": snapshot}
+    for name, (what, from_) in cases.items():
+        runs[f"compressed, {name}"] = lambda what=what, from_=from_: packed(  # type: ignore[misc]
+            encode(what, from_, quality)[0].done
+        )
+    for name, (_, from_) in cases.items():
+        runs[f"read, {name}"] = lambda name=name, from_=from_: decode(done[name], from_, 1 << 62)  # type: ignore[misc]
     title = f"{sum(w.numel() for w in model.values()):,} parameters and their moments"
     timings = session.measure(title, runs, "copied")
     for name in runs:
         session.note(f"{name}: {raw / timings.median(name) / 1e6:,.0f} MB/s")
-    for name, streams in (("change", link), ("key frame", key), ("lossless", whole)):
-        session.note(f"{name}: {raw / sum(map(len, streams.done.values())):.1f}x smaller")
+    for name, streams in done.items():
+        session.note(f"{name}: {raw / sum(map(len, streams.values())):.1f}x smaller")
 
 
 def _clusters(session: Session, values: Tensor) -> None:
@@ -88,11 +94,11 @@ def _state(session: Session, entries: int, width: int) -> tuple[dict[str, Tensor
     def draw(scale: float) -> Tensor:
         return scale * torch.randn(width, width, device=session.device)
 
-    count = max(1, round(entries / width**2))
-    model = {f"{k}.weight": draw(1.0) for k in range(count)}
+    number = max(1, round(entries / width**2))
+    model = {f"{k}.weight": draw(1.0) for k in range(number)}
     moments = {
         k: {"step": torch.tensor(100.0), "exp_avg": draw(1e-4), "exp_avg_sq": draw(1e-3).square()}
-        for k in range(count)
+        for k in range(number)
     }
-    groups = [{"params": list(range(count)), "param_names": list(model), "lr": 1e-3}]
+    groups = [{"params": list(range(number)), "param_names": list(model), "lr": 1e-3}]
     return model, {"state": moments, "param_groups": groups}

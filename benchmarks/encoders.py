@@ -1,5 +1,6 @@
 """The transformer whose training step is measured: by default that of CoMERA's section 5.1."""
 
+import argparse
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.checks import check_model
+from benchmarks.session import PAPER_RANKS, Session, add_rank, add_sizes, rank_of
 from comera.models.transformer import Encoder, SequenceClassifier
 from comera.nn.convert import tensorize_
 from comera.nn.linear import TTLinear
@@ -17,14 +20,14 @@ from comera.rank.two_stage import TwoStage
 from comera.train.step import TrainStep
 
 LEARNING_RATE = 1e-4
-FIRST_WORD = 5
-"""Numbers below stand for padding and other marks."""
-
 TARGET = 0.2
 """Target of rank learning, as a share of the cores; any would take the same time."""
 
+_FIRST_WORD = 5
+"""Numbers below stand for padding and other marks."""
+
 _CLASSES, _DROPOUT, _SEGMENTS, _STD = 3, 0.1, 2, 0.02
-_PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
+PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}
 
 Kind = Literal["dense", "comera"]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -41,8 +44,8 @@ class Encoders:
         heads: Attention heads.
         vocab: Tokens.
         length: Tokens of every sequence.
-        rank: Bound on the bonds of the linear layers, or all of them.
         embedding_rank: Bound on the bonds of the token table.
+        rank: Bound on the bonds of the linear layers, or all of them.
     """
 
     layers: int = 6
@@ -51,8 +54,8 @@ class Encoders:
     heads: int = 12
     vocab: int = 30522
     length: int = 128
-    rank: int | list[int] = field(default_factory=lambda: [12, 30, 30, 30, 16])
     embedding_rank: int = 30
+    rank: int | list[int] = field(default_factory=lambda: list(PAPER_RANKS))
 
     def __str__(self) -> str:
         return f"{self.layers} encoders of width {self.width}"
@@ -67,7 +70,7 @@ class Encoders:
             )  # fmt: skip
             model: nn.Module = SequenceClassifier(encoder, _CLASSES)
         if kind == "comera":
-            table = _PAPER_TABLE.get((self.vocab, self.width))
+            table = PAPER_TABLE.get((self.vocab, self.width))
             config = TTConfig(
                 rank=self.rank,
                 embedding_rank=self.embedding_rank,
@@ -89,20 +92,56 @@ class Encoders:
 
     def batch(self, size: int, device: torch.device) -> Batch:
         """Draw random tokens, segments and labels."""
-        tokens = torch.randint(FIRST_WORD, self.vocab, (size, self.length))
+        tokens = torch.randint(_FIRST_WORD, self.vocab, (size, self.length))
         labels = torch.randint(0, _CLASSES, (size,))
         return tokens.to(device), torch.zeros_like(tokens).to(device), labels.to(device)
+
+    def check(self, session: Session, model: nn.Module, batch: Batch) -> None:
+        """Compare a compressed model with its dense one, on two sequences of a batch.
+
+        Raises:
+            DisagreementError: If an output or a gradient is off.
+        """
+        what = f"{self}, batch {len(batch[0])}"
+        session.print(check_model(what, model, batch[:2], most=2, padded=False))
+
+
+def add_encoders(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the model."""
+    blank = Encoders()
+    add_sizes(
+        parser,
+        {
+            "layers": (blank.layers, "Number of encoder blocks."),
+            "width": (blank.width, "Width of the model."),
+            "ffn": (blank.ffn, "Hidden width of the feed-forward parts."),
+            "heads": (blank.heads, "Number of attention heads of a block."),
+            "vocab": (blank.vocab, "Number of rows of the token table."),
+            "length": (blank.length, "Number of tokens of a sequence."),
+            "embedding_rank": (blank.embedding_rank, "Rank of the token table."),
+        },
+    )
+    add_rank(parser)
+
+
+def encoders_of(options: argparse.Namespace) -> Encoders:
+    """Return the model that the options describe.
+
+    Raises:
+        ValueError: If there are no words.
+    """
+    if options.vocab <= _FIRST_WORD:
+        raise ValueError(
+            f"vocab={options.vocab} must be above {_FIRST_WORD}, the first word's number"
+        )
+    sizes = ("layers", "width", "ffn", "heads", "vocab", "length", "embedding_rank")
+    return Encoders(**{name: getattr(options, name) for name in sizes}, rank=rank_of(options.rank))
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     """Compute the mean cross entropy of a batch."""
-    return loss_of_rows(model, batch, slice(None))
-
-
-def loss_of_rows(model: nn.Module, batch: Batch, rows: slice | Tensor) -> Tensor:
-    """Compute the mean cross entropy of some sequences of the batch."""
     tokens, segments, labels = batch
-    return F.cross_entropy(model(tokens, segments, padded=False)[rows], labels[rows])
+    return F.cross_entropy(model(tokens, segments, padded=False), labels)
 
 
 def train_step(

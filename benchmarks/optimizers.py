@@ -1,21 +1,24 @@
-"""Optimizers of a dense language model side by side: their step, and what it adds to training."""
+"""Time the updates of optimizers on a dense language model, and weigh their state.
 
+Each is timed for --gap updates, so that each GaLore finds its subspaces once. A whole step is
+forward and backward, the same for all, and an update. The updates are all of one model, in turn,
+with the gradients of one batch.
+"""
+
+import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from statistics import mean, median
+from typing import Any
 
 import torch
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from benchmarks import peers
-from benchmarks.linear import count
-from benchmarks.session import Session
+from benchmarks.session import Session, add_peers, add_repeats, add_sizes, count
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.optim.came import CAME
 from comera.optim.galore import GaLore, GaLoreAdamW
@@ -26,71 +29,67 @@ from comera.optim.state_size import state_bytes
 
 _LR = 1e-5
 _BASELINE = "AdamW, fused"
-_MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Llama:
-    """A dense causal language model in the shape of LLaMA, and its batch.
-
-    Args:
-        layers: Layers of the model.
-        width: Width of the model.
-        ffn: Width of the feed-forward part.
-        heads: Heads of each attention.
-        vocab: Tokens.
-        length: Tokens of every sequence.
-        batch: Sequences.
-    """
-
-    layers: int
-    width: int
-    ffn: int
-    heads: int
-    vocab: int
-    length: int
-    batch: int
-
-    def model(self) -> nn.Module:
-        """Make a new model."""
-        torch.manual_seed(0)
-        decoder = Decoder(self.vocab, self.width, self.layers, self.heads, self.ffn)
-        return CausalLanguageModel(decoder, self.vocab)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark: a language model of 58 million parameters."""
+    add_decoder(parser, layers=8, width=512, ffn=1376, heads=8)
+    add_sizes(
+        parser,
+        {
+            "length": (128, "Number of tokens of a sequence."),
+            "batch": (4, "Number of sequences in a batch."),
+            "rank": (128, "Rank of the subspaces of GaLore."),
+            "gap": (200, "Number of updates from one subspace to the next."),
+        },
+    )
+    help = "Beside AdamW time only optimizers whose names contain one of these words."
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=help)
+    add_peers(parser)
+    add_repeats(parser)
 
 
-def optimizers(
-    session: Session, llama: Llama, rank: int, gap: int, with_peers: bool, only: Sequence[str]
+def add_decoder(
+    parser: argparse.ArgumentParser, layers: int, width: int, ffn: int, heads: int
 ) -> None:
-    """Time ``gap`` updates of each optimizer, so that each GaLore finds its subspaces once.
+    """Add the shape of a language model."""
+    add_sizes(
+        parser,
+        {
+            "layers": (layers, "Number of blocks of the model."),
+            "width": (width, "Width of the model."),
+            "ffn": (ffn, "Hidden width of the feed-forward parts."),
+            "heads": (heads, "Number of attention heads of a block."),
+            "vocab": (32000, "Number of tokens of the vocabulary."),
+        },
+    )
 
-    A whole step is forward and backward, the same for all, and an update. The updates are all of
-    one model, in turn, with the gradients of one batch.
 
-    Args:
-        session: Where to run and print.
-        llama: The model.
-        rank: Rank of GaLore's subspaces.
-        gap: Updates from one subspace to the next.
-        with_peers: Time galore-torch and came-pytorch too.
-        only: Names of those to time, beside AdamW, or parts of names; none for all.
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Time all optimizers that are asked for.
 
     Raises:
         ValueError: If one of ``only`` is part of no name.
     """
-    model = llama.model().to(session.device)
-    backward = _backward_seconds(session, model, llama)
-    ours, theirs = _ours(model, rank, gap), _theirs(model, rank, gap) if with_peers else {}
-    for part in only:
+    torch.manual_seed(0)
+    decoder = Decoder(options.vocab, options.width, options.layers, options.heads, options.ffn)
+    model: nn.Module = CausalLanguageModel(decoder, options.vocab).to(session.device)
+    rank, gap = options.rank, options.gap
+    ours = _ours(model, rank, gap)
+    theirs = _theirs(model, rank, gap) if options.peers == "all" else {}
+    for part in options.only:
         if not any(part in name for name in (*ours, *theirs)):
             raise ValueError(f"only={part!r} is part of none of {', '.join((*ours, *theirs))}")
+    backward = _backward_seconds(session, model, options)
 
     def wanted(name: str) -> bool:
-        return not only or name == _BASELINE or any(part in name for part in only)
+        parts = options.only
+        return not parts or name == _BASELINE or any(part in name for part in parts)
 
     made = {name: make() for name, make in ours.items() if wanted(name)}
     runs: dict[str, Callable[[], object]] = {name: made[name].step for name in made}
-    for run in runs.values():  # first updates make the state, and find the first subspaces
-        run()
+    for update in runs.values():  # first updates make the state, and find the first subspaces
+        update()
 
     def peer(name: str, make: Callable[[], Optimizer]) -> Callable[[], object]:
         made[name] = make()
@@ -101,70 +100,32 @@ def optimizers(
             session.add_peer(runs, name, functools.partial(peer, name, make))
     seconds = _in_turn(session, runs, gap)
     title = (
-        f"{count(model):,} parameters, {llama.layers} layers of width {llama.width}, "
-        f"{llama.batch} x {llama.length} tokens, GaLore of rank {rank}: means over {gap} updates"
+        f"{count(model):,} parameters, {options.layers} layers of width {options.width}, "
+        f"{options.batch} x {options.length} tokens, GaLore of rank {rank}: "
+        f"means over {gap} updates"
     )
-    rows = [_Row(name, _state_bytes(made[name]), seconds[name], backward) for name in runs]
-    session.show_table(title, _table(rows))
-    session.results.append({"title": title, "rows": [row.as_dict(rows[0]) for row in rows]})
+    columns = {
+        "optimizer": "", "state MiB": ",.1f", "state ratio": ".2f", "update ms": ",.1f",
+        "update ratio": ".2f", "step ms": ",.1f", "step ratio": ".3f",
+        "longest / median step": ".2f",
+    }  # fmt: skip
 
+    def rows() -> Iterator[tuple[Any, ...]]:
+        base: tuple[float, ...] = ()
+        for name in runs:
+            update = mean(seconds[name])
+            found = _state_bytes(made[name]) / 2**20, 1e3 * update, 1e3 * (backward + update)
+            base = base or found
+            pairs = [
+                value
+                for own, first in zip(found, base, strict=True)
+                for value in (own, own / first)
+            ]
+            longest, middle = max(seconds[name]), median(seconds[name])
+            yield name, *pairs, (backward + longest) / (backward + middle)
 
-@dataclass(frozen=True)
-class _Row:
-    """One optimizer: bytes of its state, seconds of its updates, seconds of what comes before."""
-
-    name: str
-    state: int
-    seconds: list[float]
-    backward: float
-
-    @property
-    def update(self) -> float:
-        return mean(self.seconds)
-
-    @property
-    def step(self) -> float:
-        return self.backward + self.update
-
-    @property
-    def stall(self) -> float:
-        """Return the longest step over the median one."""
-        return (self.backward + max(self.seconds)) / (self.backward + median(self.seconds))
-
-    def as_dict(self, base: "_Row") -> dict[str, float | str]:
-        return {
-            "optimizer": self.name,
-            "state_bytes": self.state,
-            "state_ratio": self.state / base.state,
-            "update_ms": 1e3 * self.update,
-            "update_ratio": self.update / base.update,
-            "step_ms": 1e3 * self.step,
-            "step_ratio": self.step / base.step,
-            "longest_over_median_step": self.stall,
-        }
-
-
-def _table(rows: list[_Row]) -> Table:
-    table = Table(caption="ratios: to the first line; a step is an update and what comes before it",
-                  caption_justify="left")  # fmt: skip
-    table.add_column("")
-    for heading in (
-        "state MiB", "ratio", "update ms", "ratio", "step ms", "ratio", "longest / median step",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for row in rows:
-        found = row.as_dict(rows[0])
-        table.add_row(
-            row.name,
-            f"{row.state / _MIB:,.1f}",
-            f"{found['state_ratio']:.2f}",
-            f"{found['update_ms']:,.1f}",
-            f"{found['update_ratio']:.2f}",
-            f"{found['step_ms']:,.1f}",
-            f"{found['step_ratio']:.3f}",
-            f"{row.stall:.2f}",
-        )
-    return table
+    caption = "ratios: to the first line; a step is an update and what comes before it"
+    session.table(title, columns, rows(), caption)
 
 
 def _ours(model: nn.Module, rank: int, gap: int) -> dict[str, Callable[[], Optimizer]]:
@@ -193,9 +154,10 @@ def _theirs(model: nn.Module, rank: int, gap: int) -> dict[str, Callable[[], Opt
     }
 
 
-def _backward_seconds(session: Session, model: nn.Module, llama: Llama) -> float:
+def _backward_seconds(session: Session, model: nn.Module, options: argparse.Namespace) -> float:
     """Time forward and backward; the gradients stay."""
-    tokens = torch.randint(llama.vocab, (llama.batch, llama.length + 1), device=session.device)
+    size = options.batch, options.length + 1
+    tokens = torch.randint(options.vocab, size, device=session.device)
 
     def run() -> None:
         model.zero_grad()
@@ -203,7 +165,7 @@ def _backward_seconds(session: Session, model: nn.Module, llama: Llama) -> float
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
     run()
-    return median(_timed(session, run) for _ in range(session.repeats))
+    return median(_seconds(session, run) for _ in range(session.repeats))
 
 
 def _in_turn(
@@ -212,13 +174,10 @@ def _in_turn(
     """Return seconds of every run in every round; each round begins with another one."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
-    for number in track(
-        range(rounds), "updates", console=session.console, transient=True,
-        disable=not session.console.is_terminal,
-    ):  # fmt: skip
+    for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_timed(session, runs[name]))
+            seconds[name].append(_seconds(session, runs[name]))
     return seconds
 
 
@@ -230,7 +189,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
     return sum(state_bytes(optimizer).values())
 
 
-def _timed(session: Session, run: Callable[[], object]) -> float:
+def _seconds(session: Session, run: Callable[[], object]) -> float:
     session.synchronize()
     began = time.perf_counter()
     run()

@@ -1,12 +1,15 @@
-"""Time whole training steps, the rank objective in them, and steps of a truncated model."""
+"""Time a training step of a transformer.
 
-import copy
+Dense, comera with the rank objective, and GaLore on dense, at every batch size. On a GPU both as
+CUDA graphs too, and what is in these. With --compile comera compiled, and on a GPU both compiled
+and as graphs: what a compressed step has to beat is the better dense one.
+"""
+
+import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks import peers
@@ -14,86 +17,102 @@ from benchmarks.encoders import (
     LEARNING_RATE,
     Batch,
     Encoders,
+    add_encoders,
+    encoders_of,
     learned_ranks,
     loss_fn,
-    loss_of_rows,
     train_step,
 )
-from benchmarks.linear import count
-from benchmarks.numerics import Pairs, compare, compare_model
-from benchmarks.session import Session
+from benchmarks.session import Session, add_peers, add_repeats, add_several, count
 from benchmarks.timing import Timings
-from comera.nn.module import tensor_trains
-from comera.rank.prune import prune_to_
-from comera.surgery.truncate import truncate_
+from comera.calibrate.in_turn import tf32_products
 from comera.train.capture import WARM_UP
 from comera.train.step import TrainStep
 
 _DENSE, _COMERA = "dense, AdamW", "comera, AdamW, rank objective"
 _COMPILE, _GRAPH = ", compiled", ", CUDA graph"
-_COMPILED = _COMERA + _COMPILE
+_PRECISIONS = ("fp32", "tf32", "bf16")
 _GALORE = f"dense, GaLoreAdamW, rank {peers.GALORE_RANK}"
 
 
-def step(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add_several(parser, "--batch", [8], "Numbers of sequences in a batch.")
+    parser.add_argument(
+        "--compile", action="store_true",
+        help="Time comera under torch.compile too, and on a GPU both, as CUDA graphs.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", nargs="+", choices=_PRECISIONS, default=["fp32"],
+        help="Products in float32, in float32 by tf32 on a GPU, or in bfloat16 by autocast.",
+    )  # fmt: skip
+    add_encoders(parser)
+    add_peers(parser)
+    add_repeats(parser)
+
+
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Time steps at every batch size, in every precision."""
+    encoders = encoders_of(options)
+    model = encoders.model("comera", session.device)
+    data = [encoders.batch(size, session.device) for size in options.batch]
+    for batch in data:
+        encoders.check(session, model, batch)
+    for precision in options.precision:
+        with tf32_products(precision == "tf32"):
+            _steps(session, encoders, data, precision, options.peers == "all", options.compile)
+
+
+def _steps(
     session: Session,
     encoders: Encoders,
-    batches: Sequence[int],
+    data: Sequence[Batch],
+    precision: str,
     with_peers: bool,
-    compile: bool = False,
+    compile: bool,
 ) -> None:
-    """Time dense, comera with the rank objective, and GaLore on dense, at every batch size.
-
-    On a GPU both as CUDA graphs too, and what is in these. With ``compile`` comera compiled, and on
-    a GPU both compiled and as graphs: what a compressed step has to beat is the better dense one.
-    """
-    model = encoders.model("comera", session.device)
-    data = [encoders.batch(size, session.device) for size in batches]
-    for size, batch in zip(batches, data, strict=True):
-        session.check(compare_model(f"{encoders}, batch {size}", model, loss_of_rows, batch))
-    dense = encoders.model("dense", session.device)
+    """Time steps at every batch size, in one precision."""
+    make = functools.partial(train_step, precision="bf16" if precision == "bf16" else "fp32")
+    model, dense = (encoders.model(kind, session.device) for kind in ("comera", "dense"))
     steps = {
-        _DENSE: train_step(dense, graph=False),
-        _COMERA: train_step(model, learned_ranks(model), graph=False),
+        _DENSE: make(dense, graph=False),
+        _COMERA: make(model, learned_ranks(model), graph=False),
     }
     if compile:
         other = encoders.model("comera", session.device)
-        steps[_COMPILED] = train_step(other, learned_ranks(other), compile=True, graph=False)
+        compiled = make(other, learned_ranks(other), compile=True, graph=False)
+        steps[_COMERA + _COMPILE] = compiled
     graphs: dict[str, TrainStep] = {}
     if session.device.type == "cuda":  # with an optimizer each, on the same model
         for how in ("", _COMPILE) if compile else ("",):
-            graphs[_DENSE + how + _GRAPH] = train_step(dense, compile=bool(how))
-            ranks = learned_ranks(model)
-            graphs[_COMERA + how + _GRAPH] = train_step(model, ranks, compile=bool(how))
+            graphs[_DENSE + how + _GRAPH] = make(dense, compile=bool(how))
+            graphs[_COMERA + how + _GRAPH] = make(model, learned_ranks(model), compile=bool(how))
         steps |= graphs
-    parameters = {
-        name: count(model if name.startswith(_COMERA) else dense) for name in (*steps, _GALORE)
-    }
 
     @functools.cache  # made only where its package is there, and once for all batches
     def galore() -> TrainStep:
         other = encoders.model("dense", session.device)
         return TrainStep(other, loss_fn, peers.galore_adamw(other, LEARNING_RATE))
 
-    for size, batch in zip(batches, data, strict=True):
+    for batch in data:
         for one in graphs.values():
             for _ in range(WARM_UP + 3):  # until it is captured for this batch
                 one(batch)
         runs: dict[str, Callable[[], object]] = {
             name: functools.partial(one, batch) for name, one in steps.items()
         }
-        adjust = None
         if with_peers:
             session.add_peer(
-                runs,
-                _GALORE,
-                lambda batch=batch: functools.partial(galore(), batch),  # type: ignore[misc]
-            )
-        if _GALORE in runs:  # a step with new subspaces is too rare for the rounds to meet it
-            adjust = functools.partial(_amortise, _refresh(session, galore(), batch))
-        counts = {name: parameters[name] for name in runs}
-        title = f"{encoders}, {size} sequences of {encoders.length} tokens, training step"
-        session.measure(title, runs, _DENSE, counts, adjust)
+                runs, _GALORE, lambda batch=batch: functools.partial(galore(), batch)  # type: ignore[misc]
+            )  # fmt: skip
+        counts = {name: count(model if name.startswith(_COMERA) else dense) for name in runs}
+        where = "" if precision == "fp32" else f", {precision}"
+        title = f"{encoders}, {len(batch[0])} sequences of {encoders.length} tokens, training step"
+        refresh = _refresh(session, galore(), batch) if _GALORE in runs else None
+        timings = session.time(title, runs, _DENSE)
+        if refresh is not None:  # such a step is too rare for the rounds to meet it
+            timings = _amortise(refresh, timings)
+        session.show_times(title + where, timings, counts)
         for name, one in graphs.items():
             described = one.describe()
             session.print(f"{name}: {described}")
@@ -123,52 +142,3 @@ def _amortise(refresh: float, timings: Timings) -> Timings:
     gap = peers.GALORE_GAP
     plain = timings.seconds[_GALORE]
     return timings.with_seconds(_GALORE, [((gap - 1) * t + refresh) / gap for t in plain])
-
-
-def objective(session: Session, encoders: Encoders, batch: int) -> None:
-    """Time the objective alone, forward and backward, against the whole step without it."""
-    model, data = encoders.model("comera", session.device), encoders.batch(batch, session.device)
-    session.check(compare_model(f"{encoders}, batch {batch}", model, loss_of_rows, data))
-    step = train_step(model)
-    loss = torch.ones((), requires_grad=True, device=session.device)
-    for stage in ("early", "late"):
-        ranks = learned_ranks(model, early=stage == "early")
-
-        def alone(ranks=ranks) -> None:
-            ranks.objective(loss * 1).backward()
-            ranks.step(loss.detach())
-            step.optimizer.zero_grad()
-
-        title = f"{encoders}, {batch} sequences of {encoders.length} tokens, {stage} stage"
-        timings = session.measure(title, {"step": lambda: step(data), "objective": alone}, "step")
-        session.note(f"{stage} stage: the objective adds {100 / timings.ratio('objective'):.2f} %")
-
-
-def truncation(session: Session, encoders: Encoders, batch: int, keep: float) -> None:
-    """Time a model at ``keep`` times the size of its cores, before and after truncation."""
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} must be in (0, 1]: the share of the cores that remains")
-    masked, data = encoders.model("comera", session.device), encoders.batch(batch, session.device)
-    cores = sum(core.numel() for m in tensor_trains(masked).values() for core in m.cores)
-    prune_to_(tensor_trains(masked), keep * cores)
-    cut = copy.deepcopy(masked)
-    truncate_(cut)
-    session.check(compare_model(f"{encoders}, batch {batch}", masked, loss_of_rows, data))
-    pairs: Pairs = {"the loss": (_loss(cut, data), _loss(masked, data))}
-    dtype = next(cut.parameters()).dtype
-    session.check(compare(f"{encoders}, truncated", pairs, dtype, "the masked model"))
-    steps = {"masked": train_step(masked), "truncated": train_step(cut)}
-    session.measure(
-        f"{encoders}, {batch} sequences of {encoders.length} tokens, cores cut to {keep:g}",
-        {name: lambda one=one: one(data) for name, one in steps.items()},  # type: ignore[misc]
-        "masked",
-        {"masked": count(masked), "truncated": count(cut)},
-    )
-
-
-@torch.no_grad()
-def _loss(model: nn.Module, data: Batch) -> torch.Tensor:
-    model.eval()
-    loss = loss_fn(model, data)
-    model.train()
-    return loss

@@ -6,14 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
-
-from comera.extras import needed_by
-
-if TYPE_CHECKING:
-    import pandas as pd
+from typing import Any
 
 _STAT = Path("/proc/stat")
 _SHORTEST = 0.5
@@ -22,11 +15,16 @@ _SHORTEST = 0.5
 _TOLERATED = 0.1
 """Cores that others may take from a process without a word."""
 
+_MORE_ROOM = 1.2
+"""Calls of a sample are counted out for so many times its least duration."""
+
 
 def watch_neighbours() -> Callable[[int], str | None]:
-    """Begin to watch; the result, called with the threads in use, is a line if cores were short.
+    """Begin to watch other processes.
 
-    Where the system does not count, it is never one.
+    Returns:
+        A function of the threads in use. It returns a line if cores were short, and None where they
+        were not or the system does not count.
     """
     busy, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
 
@@ -47,17 +45,13 @@ def watch_neighbours() -> Callable[[int], str | None]:
 
 
 def _busy_seconds() -> float | None:
-    """Return seconds that all cores were busy since the start of the system."""
+    """Return the seconds that all cores were busy since the start of the system."""
     try:
         words = _STAT.read_text().split("\n", 1)[0].split()[1:]
     except OSError:
         return None
     user, nice, system, _idle, _wait, *interrupts = map(int, words[:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-
-
-_MORE_ROOM = 1.2
-"""Calls of a sample are counted out for so many times its least duration."""
 
 
 @dataclass(frozen=True)
@@ -110,98 +104,41 @@ class Timings:
         """Return the same timings with other numbers for one run."""
         return Timings({**self.seconds, name: seconds}, self.baseline)
 
-    def to_pandas(self) -> "pd.DataFrame":
-        """Return one row a run: milliseconds and ratios, median and extremes."""
-        with needed_by("a table of times"):
-            import pandas as pd
-        rows = []
-        for name, values in self.seconds.items():
-            ratios, (low, high) = self.ratios(name), self.quartiles(name)
-            rows.append(
-                {
-                    "run": name,
-                    "median_ms": 1e3 * median(values),
-                    "min_ms": 1e3 * min(values),
-                    "max_ms": 1e3 * max(values),
-                    "ratio": median(ratios),
-                    "ratio_min": min(ratios),
-                    "ratio_max": max(ratios),
-                    "ratio_q1": low,
-                    "ratio_q3": high,
-                }
-            )
-        return pd.DataFrame(rows).set_index("run")
-
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for a JSON file."""
-        return {
-            "baseline": self.baseline,
-            "summary": self.to_pandas().to_dict("index"),
-            "seconds": {name: list(values) for name, values in self.seconds.items()},
+        summary = {
+            name: {"median_ms": 1e3 * self.median(name), "ratio": self.ratio(name)}
+            for name in self.seconds
         }
-
-    def table(self, parameters: Mapping[str, int] | None = None) -> Table:
-        """Return a table for people; with a column of parameter counts where they are given."""
-        caption = f"ratio: {self.baseline} over the run, round by round; above 1 the run is faster"
-        table = Table(caption=caption, caption_justify="left")
-        table.add_column("")
-        if parameters:
-            table.add_column("parameters", justify="right")
-        for heading in ("median ms", "min – max", "ratio", "min – max"):
-            table.add_column(heading, justify="right")
-        for name, row in self.to_pandas().iterrows():
-            counted = [f"{parameters[str(name)]:,}"] if parameters else []
-            table.add_row(
-                str(name),
-                *counted,
-                milliseconds(row.median_ms),
-                f"{milliseconds(row.min_ms)} – {milliseconds(row.max_ms)}",
-                f"{row.ratio:.2f}",
-                f"{row.ratio_min:.2f} – {row.ratio_max:.2f}",
-            )
-        return table
-
-
-class InterruptedTimingError(KeyboardInterrupt):
-    """Ctrl-C; ``so_far`` holds the rounds that were complete by then."""
-
-    def __init__(self, so_far: Timings) -> None:
-        super().__init__()
-        self.so_far = so_far
+        return {"baseline": self.baseline, "summary": summary, "seconds": dict(self.seconds)}
 
 
 def alternate(
     runs: Mapping[str, Callable[[], object]],
     repeats: int,
     baseline: str,
-    *,
-    warm_up: int = 1,
     at_least: float = 0.0,
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
-    tick: Callable[[], object] = lambda: None,
 ) -> Timings:
     """Time each run once a round, in turn; each round begins with another one.
+
+    A round before the others does not count. It finds out how often a short run has to be called.
 
     Args:
         runs: What to time, by name.
         repeats: Rounds that count.
         baseline: Name of the run that the others are compared with.
-        warm_up: Rounds before, which do not count. At least one: it finds out how often a short
-            run has to be called.
         at_least: Seconds a sample should take: a shorter run is called several times in a row,
             and the sample is their mean.
         synchronize: Waits until the device has finished.
         clock: Seconds from any origin.
-        tick: Called after each sample, outside of it.
 
     Raises:
-        ValueError: If ``repeats`` or ``warm_up`` is below one.
-        InterruptedTimingError: If Ctrl-C comes after at least one whole round.
+        ValueError: If ``repeats`` is below one.
     """
-    for name, value in (("repeats", repeats), ("warm_up", warm_up)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
     names = list(runs)
     calls: dict[str, int] = {}
 
@@ -215,7 +152,7 @@ def alternate(
         return clock() - began
 
     def warm(name: str) -> int:
-        # No more than tenfold at once: what a short sample says of a call is mostly noise.
+        # No more than tenfold at once: the length of a short sample is mostly noise.
         count, took = 1, sample(name, 1)
         while took < at_least:
             count = max(count + 1, min(10 * count, int(_MORE_ROOM * at_least / took * count) + 1))
@@ -223,25 +160,15 @@ def alternate(
         return count
 
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    try:
-        for number in range(warm_up + repeats):
-            # In turn, so that others on the machine slow down all runs alike, and from another one
-            # on each time, so that none always finds the caches that the same run has left.
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                if number == 0:
-                    calls[name] = warm(name)
-                else:
-                    took = sample(name, calls[name]) / calls[name]
-                    if number >= warm_up:
-                        seconds[name].append(took)
-                tick()
-    except KeyboardInterrupt:
-        whole = min(map(len, seconds.values()))
-        if whole == 0:
-            raise
-        done = {name: values[:whole] for name, values in seconds.items()}
-        raise InterruptedTimingError(Timings(done, baseline)) from None
+    for number in range(1 + repeats):
+        # In turn, so that others on the machine slow down all runs alike, and from another one on
+        # each time, so that none always finds the caches that the same run has left.
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if number == 0:
+                calls[name] = warm(name)
+            else:
+                seconds[name].append(sample(name, calls[name]) / calls[name])
     return Timings(seconds, baseline)
 
 

@@ -291,7 +291,7 @@ def report(folder: str, /, *, console: Console) -> None:
     Args:
         folder: Folder of the run or the sweep.
     """
-    from comera.recipes.list_runs import holds_runs
+    from comera.recipes.after_training import holds_runs
     from comera.recipes.report.run_report import write_report
     from comera.recipes.report.sweep_report import write_sweep_report
 

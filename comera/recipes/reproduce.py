@@ -32,8 +32,7 @@ from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison import comparison_cells, read_comparison
 from comera.recipes.run import planned_memory, planned_model
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, run_sweep, unskipped
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, Task
 from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,7 +48,6 @@ def run(
     config: RunConfig,
     console: Console | None = None,
     quiet: bool = False,
-    began: Callable[[int], None] | None = None,
     processes: Processes | None = None,
 ) -> list[Outcome]:
     """Train what a configuration describes, resuming what is unfinished in its folder.
@@ -60,7 +58,6 @@ def run(
         config: The whole run.
         console: The console that the tables go to.
         quiet: Whether to show no progress bars.
-        began: Called with the number of optimizer steps, once the data is there.
         processes: Those that train the models together, all of which call this; None for this one
             alone. Only the first one writes.
 
@@ -103,8 +100,6 @@ def run(
         processes.from_first(lambda: _begin(config, task.record, console))
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
-        if began is not None:
-            began(task.steps)
         return _train_all(config, task, device, console, quiet, processes)
 
 

@@ -63,10 +63,12 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
     from comera.allocator import reuse_freed_memory
     from comera.recipes.run import run
     from comera.train.processes import joined
+    from comera.train.stop_signals import stop_with_parent
 
     if command == "plan":
         _show_plan(settings, console)
         return 0
+    stop_with_parent()
     reuse_freed_memory()
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from comera.recipes import reproduce as papers
-from comera.recipes.launchers import LauncherName
+from comera.recipes.jobs import LauncherName
 from comera.recipes.parse import file_of, first_sentence
 from comera.recipes.run_commands import changes_of
 from comera.recipes.sweep import run_sweep

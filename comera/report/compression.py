@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from comera.extras import needed_by
 from comera.nn.block_linear import BTTLinear
 from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import CompressedLinear, TTLinear
@@ -16,7 +15,7 @@ from comera.nn.table import HotRows, TTTable
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.planner import plan_embedding, plan_linear
-from comera.planning.printing import show_bytes, show_count, table_html, text_table
+from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +69,7 @@ class LayerReport:
     dense_saved_bytes: int
 
 
-class CompressionReport:
+class CompressionReport(Report):
     """A table of layers and totals; prints itself, also in Jupyter.
 
     The table is as wide as the terminal at most, and names the columns for which there is no room;
@@ -118,10 +117,7 @@ class CompressionReport:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row a layer, columns as in :class:`LayerReport`. Needs pandas."""
-        with needed_by("to_pandas()"):
-            import pandas as pd  # takes as long to import as all the rest of this package
-
-        return pd.DataFrame([vars(layer) for layer in self.layers])
+        return data_frame(self.layers)
 
     def summary(self) -> str:
         """Return lines of totals."""
@@ -136,9 +132,9 @@ class CompressionReport:
             f"{show_bytes(self.dense_bytes)} dense"
         )
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and cells as text."""
-        return [name.format(self.tokens) for name in _HEADER], [
+    def tables(self) -> list[Table]:
+        """Return one row a layer."""
+        rows = [
             [
                 layer.name or "(model)",
                 layer.kind,
@@ -156,20 +152,10 @@ class CompressionReport:
             ]
             for layer in self.layers
         ]
-
-    def __str__(self) -> str:
-        header, rows = self.rows()
-        table = text_table(
-            "tensor-train layers", header, rows, left=range(4), names=0,
-            spare=[_HEADER.index(name) for name in _SPARE],
-        )  # fmt: skip
-        return f"{table}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        header, rows = self.rows()
-        return table_html(header, rows, note=self.summary())
+        header, spare = (
+            [name.format(self.tokens) for name in names] for names in (_HEADER, _SPARE)
+        )
+        return [Table("tensor-train layers", header, rows, left=range(4), names=0, spare=spare)]
 
 
 def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionReport:

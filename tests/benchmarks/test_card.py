@@ -4,141 +4,34 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import card, card_parts, kernels
-from benchmarks.card import STAGES, Stage, main, measure
-from benchmarks.card_parts import FULL, PARTS, TINY, Job, Part, Sizes
-from comera.ops.context import static_shapes
-from tests.train.tape import Capturable
+from benchmarks import __main__, card
+from benchmarks.card import STAGES, Stage, main
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(card_parts, "_AT_LEAST", 0.001)
-    monkeypatch.setattr(card_parts, "_ROUNDS", 1)
-
-
-def later():
-    return time.monotonic() + 600
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param("operators", marks=pytest.mark.slow), "steps", "layers", "tables", "runs"]
-)
-def test_every_part_fills_its_table(name, tmp_path):
-    path = tmp_path / "table.json"
-    measure(PARTS[name], CPU, replace(TINY, steps=2), path, later())
-    found = json.loads(path.read_text())
-    assert (found["skipped"], found["failed"]) == ([], [])
-    assert found["rows"]
-    for row in found["rows"]:
-        assert len(row) == len(found["columns"])
-        assert all(cell is None or isinstance(cell, str) or cell > 0 for cell in row)
-
-
-@pytest.mark.slow
-def test_memory_is_weighed_beside_dense_at_both_batches(tmp_path):
-    """At the second one here: each takes two new processes."""
-    path = tmp_path / "table.json"
-    one, other = PARTS["memory"].jobs(CPU, TINY)
-    assert (one.what, other.what) == ("batch 1, eager", "batch 2, eager")
-    measure(replace(PARTS["memory"], jobs=lambda *_: iter([other])), CPU, TINY, path, later())
-    found = json.loads(path.read_text())
-    assert [row[:2] for row in found["rows"]] == [[2, "eager"]]
-    assert found["failed"] == []
-
-
-def test_what_takes_place_on_a_card_is_planned_at_every_width_batch_and_precision():
-    card_device = torch.device("cuda", 0)
-    steps = [job.what for job in PARTS["steps"].jobs(card_device, FULL)]
-    for width in (768, 2048, 4096):
-        for batch in (8, 32, 128):
-            for precision in ("bf16", "fp32", "tf32"):
-                assert any(
-                    f"of width {width}, batch {batch}, {precision}" in what for what in steps
-                )
-    assert steps.index("6 encoders of width 768, batch 8, bf16, compiled") < 10
-    memory = [job.what for job in PARTS["memory"].jobs(card_device, FULL)]
-    assert {"batch 1, captured", "batch 32, captured", "batch 1, eager"} <= set(memory)
-
-
-@pytest.mark.parametrize("name", kernels.OPERATORS)
-def test_operators_are_timed_in_ways_that_a_graph_can_hold(name):
-    sizes = TINY.tokens, TINY.tokens, TINY.widths, TINY.rank, TINY.layers, TINY.table
-    with static_shapes():
-        for case in kernels.cases(CPU, [name], *sizes, torch.float32):
-            with Capturable():
-                case.ours(0), case.plain(0)
-
-
-def rows_of(*values):
-    return lambda: [(value,) for value in values]
-
-
-def a_part(*jobs):
-    return Part("a test", ("number",), lambda device, sizes: iter(jobs))
-
-
-def test_a_job_that_fails_is_named_and_the_others_go_on(tmp_path):
-    def fails():
-        raise RuntimeError("out of memory\nand more")
-
-    path = tmp_path / "table.json"
-    jobs = Job("first", rows_of(1)), Job("second", fails), Job("third", rows_of(2, 3))
-    measure(a_part(*jobs), CPU, TINY, path, later())
-    found = json.loads(path.read_text())
-    assert found["rows"] == [[1], [2], [3]]
-    assert found["failed"] == ["second: RuntimeError: out of memory"]
-
-
-def test_when_the_time_is_up_the_rest_is_named(tmp_path, monkeypatch):
-    now = iter([0.0, 0.5, 1.0, 2.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    path = tmp_path / "table.json"
-    jobs = [Job(str(k), rows_of(k)) for k in range(4)]
-    measure(a_part(*jobs), CPU, TINY, path, deadline=1.0)
-    found = json.loads(path.read_text())
-    assert found["rows"] == [[0], [1]]
-    assert found["skipped"] == ["2", "3"]
-
-
-def test_a_job_during_which_the_process_is_ended_is_named(tmp_path):
-    path, seen = tmp_path / "table.json", []
-    jobs = Job("long", lambda: seen.append(json.loads(path.read_text())) or [(1,)])
-    measure(a_part(jobs), CPU, TINY, path, later())
-    assert seen[0]["skipped"] == ["long (begun)"]
+RESULT = {"results": [{"title": "A table", "rows": [{"a": 1}]}], "notes": []}
 
 
 @pytest.fixture
 def stages(monkeypatch):
-    """Stages that do what is told: one that is well, one that hangs, one that fails, a table."""
-    table = {
-        "title": "A table",
-        "columns": ["a", "b"],
-        "machine": card.machine_facts(CPU, False),
-        "rows": [["x|y", 1234.5], [None, 0.1234]],
-        "skipped": ["more"],
-        "failed": ["b: why"],
-    }
+    """Stages of all kinds: one that is well, one that hangs, one that fails, a benchmark."""
     codes = {
         "doctor": "print('all is well')",
-        "steps": "import time; print('begun', flush=True); time.sleep(60)",
+        "hangs": "import time; print('begun', flush=True); time.sleep(60)",
         "tests": "print('3 failed, 9 passed'); raise SystemExit(1)",
-        "layers": f"import json, sys; open(sys.argv[1], 'w').write(json.dumps({table!r}))",
+        "layers": "import sys; print('a table')\nprint(*'1234')\nprint('x')\nprint('y')\n"
+        f"open(sys.argv[1], 'w').write({json.dumps(RESULT)!r})",
     }
-    monkeypatch.setattr(card, "STAGES", tuple(Stage(name, 1) for name in codes))
-    monkeypatch.setattr(
-        card,
-        "_command",
-        lambda name, allowed, table, options: [sys.executable, "-c", codes[name], str(table)],
-    )
+    words = {"layers": "linear"}
+    made = tuple(Stage(name, 1, words.get(name, "")) for name in codes)
+    monkeypatch.setattr(card, "STAGES", made)
+
+    def command(stage, allowed, table, options):
+        return [sys.executable, "-c", codes[stage.name], str(table)]
+
+    monkeypatch.setattr(card, "_command", command)
 
 
 def test_whatever_happens_to_a_stage_the_others_go_on(stages, tmp_path, capsys):
@@ -148,19 +41,15 @@ def test_whatever_happens_to_a_stage_the_others_go_on(stages, tmp_path, capsys):
     page = (tmp_path / "runs" / "gpu.md").read_text()
     for line in (
         "| doctor | 0 | ended: all is well |",
-        "| A table",
-        "| x\\|y | 1,234 |",
-        "| – | 0.123 |",
-        "No time was left for: more.",
-        "Failed: b: why",
-        "2 rows, 1 skipped, 1 failed",
         "ended with status 1: 3 failed, 9 passed",
-        "did not end within 3 s: begun",
+        "did not end within 3 s: KeyboardInterrupt",
+        "| layers | 0 | 1 tables |",
+        "## layers\n\n```\na table\n1 2 3 4\nx\ny\n```",
     ):
-        assert line.removeprefix("| A table") in page
-    assert "## A table" in page
+        assert line in page
     ended = json.loads((tmp_path / "runs" / "gpu.json").read_text())
-    assert [each["name"] for each in ended] == ["doctor", "steps", "tests", "layers"]
+    assert [each["name"] for each in ended] == ["doctor", "hangs", "tests", "layers"]
+    assert ended[3]["found"] == RESULT
     assert "did not end" in capsys.readouterr().out
 
 
@@ -178,13 +67,25 @@ def test_tests_that_take_too_long_name_those_that_have_failed(monkeypatch, tmp_p
     assert "test_two.py::test_fails" in (tmp_path / "gpu" / "tests.txt").read_text()
 
 
+@pytest.mark.slow
+def test_a_benchmark_that_takes_too_long_keeps_its_rows(monkeypatch, tmp_path):
+    words = "embedding --rows 60 --width 16 --indices 8 --rank 4 --repeats 20 --curve indices"
+    words += f" --points {','.join(map(str, range(8, 2000)))}"
+    monkeypatch.setattr(card, "STAGES", (Stage("tables", 1, words),))
+    assert main(["--device", "cpu", "--seconds", "40", "--out", str(tmp_path / "gpu")]) == 1
+    (ended,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert ended["problem"] == "did not end within 40 s"
+    assert ended["found"]["results"][0]["rows"][0]["indices"] == 8
+    assert "interrupted" in ended["lines"]
+
+
 def test_ctrl_c_keeps_what_was_found(stages, tmp_path, monkeypatch):
     first = card._run
 
-    def run(name, *rest):
-        if name == "steps":
+    def run(stage, *rest):
+        if stage.name == "hangs":
             raise KeyboardInterrupt
-        return first(name, *rest)
+        return first(stage, *rest)
 
     monkeypatch.setattr(card, "_run", run)
     assert main(["--device", "cpu", "--out", str(tmp_path / "gpu")]) == 130
@@ -193,7 +94,13 @@ def test_ctrl_c_keeps_what_was_found(stages, tmp_path, monkeypatch):
 
 def test_shares_of_the_time_come_to_all_of_it():
     assert sum(stage.share for stage in STAGES) == card.SECONDS == 600
-    assert set(PARTS) < {stage.name for stage in STAGES}
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.words], ids=lambda s: s.name)
+def test_the_options_of_every_benchmark_exist(stage):
+    parser = __main__.make_parser()
+    for words in (stage.words, f"{stage.words} {stage.tiny}"):
+        assert parser.parse_args([*words.split(), "--device=cuda"]).benchmark == words.split()[0]
 
 
 @pytest.mark.parametrize(
@@ -211,37 +118,30 @@ def test_bad_options_are_named(words, message, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_no_stage_needs_the_packages_of_the_command_line():
-    missing = ("jsonargparse", "docstring_parser", "typeshed_client", "zstandard", "pandas", "yaml")
+    missing = ("jsonargparse", "docstring_parser", "typeshed_client", "pandas", "yaml")
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
-import comera, benchmarks.card, comera.calibrate.machine, benchmarks.peak, comera.recipes.doctor
+from benchmarks.__main__ import make_parser
+import benchmarks.card, comera.calibrate.machine, comera.recipes.doctor
+make_parser()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow
 def test_stages_run_on_a_cpu_one_after_the_other(tmp_path):
-    """Those that take seconds; what each part measures is tested above."""
-    quick = ["doctor", "tables", "sanitize"]
-    words = [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--tiny"]
-    words += ["--seconds", "900", "--out", str(tmp_path / "gpu"), "--only", *quick]
-    ended = subprocess.run(words, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
+    quick = ["doctor", "layers", "tables", "sanitize"]
+    words = ["--device", "cpu", "--tiny", "--seconds", "900", "--out", str(tmp_path / "gpu")]
+    assert main([*words, "--only", *quick]) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [each["name"] for each in found] == quick
-    tables = {each["name"]: each["table"] for each in found if each["table"]}
-    assert set(tables) == {"tables"}
-    assert all(table["rows"] and not table["failed"] for table in tables.values())
+    assert [len(each["found"]["results"]) for each in found if each["found"]] == [1, 1]
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PARTS)
-def test_every_part_fills_its_table_on_a_card(name, tmp_path):
-    path = tmp_path / "table.json"
-    sizes = Sizes(**{**vars(TINY), "compiled": ((16, 2),)})
-    measure(PARTS[name], torch.device("cuda", 0), sizes, path, later())
-    found = json.loads(path.read_text())
-    assert found["failed"] == []
-    assert found["rows"]
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.words], ids=lambda s: s.name)
+def test_every_benchmark_fills_its_table_on_a_card(stage, capsys):
+    words = [*stage.words.split(), *stage.tiny.split(), "--device=cuda"]
+    assert __main__.main(words) == 0

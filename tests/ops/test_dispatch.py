@@ -310,9 +310,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/dense_weight.py", "is_eager"): "a weight is guarded",
     ("nn/linear.py", "on_this_machine"): "a refusal of the table",
     ("nn/linear.py", "is_eager"): "so is this",
-    ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
     ("nn/batched_contraction.py", "is_eager"): "what autograd is told by then",
-    ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
     ("nn/feed_forward_parts.py", "is_eager"): "a compiler fuses layers itself",
     (

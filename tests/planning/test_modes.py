@@ -117,6 +117,7 @@ def test_on_a_cpu_the_winner_that_is_named_is_the_one_that_wins(width, rank, tok
 @pytest.mark.slow
 def test_on_a_card_both_winners_are_those_that_win(capsys):
     from benchmarks.commands import main
+
     from comera.calibrate.machine import calibrate
 
     calibrate("cuda", lambda line: None)

@@ -326,7 +326,7 @@ def test_a_sweep_goes_on_with_the_same_data_alone(tmp_path):
     assert contents(tmp_path / "out") == {f"one/seed-0/{k}": v for k, v in before.items()}
 
 
-def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, forked_runs):
+def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, runs_here):
     config, file, name = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0
     before = contents(tmp_path / "out")
@@ -345,7 +345,7 @@ def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, forked_runs):
     assert len(noted) == 1
 
 
-def test_a_sweep_that_is_finished_needs_no_data(tmp_path, forked_runs):
+def test_a_sweep_that_is_finished_needs_no_data(tmp_path, runs_here):
     config, file, _ = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0
     shutil.rmtree(file.parent)

@@ -17,13 +17,13 @@ import comera
 from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
+from comera.recipes.after_training import runs_table
 from comera.recipes.folder import other_settings
-from comera.recipes.list_runs import runs_table
+from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.optimizers import AdamWConfig, MuonConfig, SGDConfig
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig, TwoStageConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.train.log import last_logged, read_metrics
 from comera.train.step import NonFiniteLossError
 from tests.recipes.test_sweep import interrupted_at
@@ -161,14 +161,13 @@ def test_a_run_of_a_sweep_that_failed_before_its_settings_were_written_is_listed
     folder = tmp_path / "tt" / "seed-0"
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    log.write_text("2 threads\nrun folder tt/seed-0, device cpu: preparing data\n")
+    log.write_text("$ comera train tt/seed-0.yaml\nrun folder tt/seed-0: preparing data\n")
     assert "tt/seed-0 │      │     0 │ not begun │" in listed(tmp_path)
     with log.open("a") as file:
-        file.write('Traceback (most recent call last):\n  File "run.py"\n    read()\n')
-        file.write("FileNotFoundError: there is no folder [text]: look\n")
+        file.write("error: there is no folder [text]: look\n")
     assert "│ failed: there is no folder [text]: look │" in listed(tmp_path)
     with log.open("a") as file:
-        file.write("2 threads\n")  # it was started again
+        file.write("$ comera train tt/seed-0.yaml\n")  # it was started again
     assert "│ not begun │" in listed(tmp_path)
 
 

@@ -26,8 +26,7 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
-from comera.recipes.sweep import run_sweep
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.step import TrainStep
 from tests.peers import peer

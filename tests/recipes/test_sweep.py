@@ -21,8 +21,7 @@ from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, run_sweep, show_progress
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, show_progress
 from comera.train.step import TrainStep
 from tests.texts import write_functions
 
@@ -265,9 +264,10 @@ def test_runs_that_failed_are_among_those_that_have_ended(content, tmp_path):
     jobs = [*make_jobs(sweep_of(content, tmp_path)), Job("x", 0, RunConfig())]
     finish(jobs[0])
     console = Console(file=io.StringIO(), width=200)
-    with show_progress(jobs, "loss", console, 4) as watcher:
-        for job, job.state in zip(jobs, ("finished", "failed", "stopped"), strict=True):
-            watcher.ended(job)
+    with show_progress(jobs, "loss", console, 4) as show:
+        for job, state in zip(jobs, ("finished", "failed", "stopped"), strict=True):
+            job.state = state
+            show()
     assert "2/4 1 failed" in console.file.getvalue()
 
 
@@ -310,7 +310,7 @@ def test_another_folder_than_the_file_names(content, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
-    content, tmp_path, forked_runs
+    content, tmp_path, runs_here
 ):
     content["variants"] |= {
         "fails": {"masked_text.folder": str(tmp_path / "nowhere")},

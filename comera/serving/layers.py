@@ -1,112 +1,83 @@
-"""Layers whose cores have been contracted for good: a few torch operations each, nothing trained.
+"""Contracted layers for which torch has no single one: two thin linear layers, factored tables.
 
-They hold torch's own layers, which tools that look for ``nn.Linear`` find and may replace.
-
-Contract the cores of a layer once and for all, pruned ranks left out, in float64.
+Each holds torch's own layers, which quantizers find and may replace. The cores are contracted in
+float64, without their pruned ranks.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.dense_weight import read_only
-from comera.nn.linear import TTLinear, along
-from comera.nn.module import TensorTrainModule
+from comera.nn.forms import as_torch, from_torch
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
 from comera.nn.table import HotRows, TTTable
 from comera.ops.cores import is_open
 
-_REFUSED = (
-    "this {0} was contracted by comera.freeze_ and has no cores left to train. Train the model "
-    "before it is frozen, use it frozen only inside `with comera.frozen(model):`, or call "
-    "model.eval() to let gradients pass through it to what comes before"
-)
-
 _WRITTEN = (
-    "the weight of this FrozenLinear is the product of two thin layers, so that an edit in place "
-    "would change nothing. Edit weights, as the merge of an adapter does, before comera.freeze_: "
+    "the weight of this {0} is the product of two factors, so that an edit in place would change "
+    "nothing. Edit weights, as the merge of an adapter does, before comera.freeze_: "
     "comera.densify_(model) makes layers whose weight can be edited"
 )
 
 
-class Frozen(nn.Module):
-    """Base of the frozen layers, whose ``forward`` refuses to be part of a training step."""
-
-    def check_not_training(self) -> None:
-        """Raise where the layer is in training mode and gradients are wanted.
-
-        Raises:
-            RuntimeError: With what to do instead.
-        """
-        if self.training and torch.is_grad_enabled():
-            raise RuntimeError(_REFUSED.format(type(self).__name__))
-
-
-class FrozenLinear(nn.Sequential, Frozen):
-    """A linear layer as two thin ones, or as one dense one.
+class ThinLinear(nn.Sequential):
+    """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``.
 
     Args:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        rank: Width between the two; None for a single dense layer.
-        bias: Whether there is a bias.
-        device: Device of the weights.
-        dtype: Type of the weights.
-        feature_dim: Where the features are, counted from the last dimension, which is -1.
-        dense_form: Class of the dense layer it stands for, where that is not ``nn.Linear``.
-
-    Shapes:
-        input ``(*, in_features)``, output ``(*, out_features)``; of another ``feature_dim`` as
-        :class:`~comera.nn.linear.TTPointwise`.
+        first: Without a bias.
+        second: The bias is its own.
+        dense_form: Class of both, registered by :func:`~comera.register_layer`, such as a
+            convolution of kernel 1; None for ``nn.Linear``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rank: int | None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        feature_dim: int = -1,
-        dense_form: str | None = None,
-    ) -> None:
-        to: dict[str, Any] = {"device": device, "dtype": dtype}
-        if rank is None:
-            super().__init__(nn.Linear(in_features, out_features, bias, **to))
-        else:
-            super().__init__(
-                nn.Linear(in_features, rank, False, **to), nn.Linear(rank, out_features, bias, **to)
-            )
-        self.in_features, self.out_features, self.rank = in_features, out_features, rank
-        self.feature_dim, self.dense_form = feature_dim, dense_form
+    def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:
+        super().__init__(first, second)
+        self.dense_form = dense_form
+        self.in_features = as_torch(first).in_features
+        self.rank, self.out_features = as_torch(second).in_features, as_torch(second).out_features
 
     @property
     def weight(self) -> Tensor:
-        """The dense ``(out_features, in_features)`` weight, computed where there are two layers.
+        """The dense ``(out_features, in_features)`` weight, computed in each access.
 
         Raises:
-            RuntimeError: When it is written in place though it was computed.
+            RuntimeError: When it is written in place.
         """
-        weight: Any = self[0].weight
-        if self.rank is None:
-            return weight
-        return read_only(lambda: self[1].weight @ weight, _WRITTEN)
+        first, second = map(as_torch, self)
+        return read_only(lambda: second.weight @ first.weight, _WRITTEN.format("ThinLinear"))
 
     @property
     def bias(self) -> Any:
-        """The bias of the last layer; None if there is none."""
-        return self[-1].bias
+        """The bias of the second layer; None if there is none."""
+        return self[1].bias
 
-    def forward(self, input: Tensor) -> Tensor:
-        self.check_not_training()
-        if self.feature_dim == -1:
-            return super().forward(input)
-        return along(self.feature_dim, super().forward, input)
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "rank": self.rank,
+            "bias": self.bias is not None,
+            "dtype": dtype_name(next(self.parameters())),
+            "dense_form": self.dense_form,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device of what :meth:`config` has returned."""
+        rank, form = config["rank"], config["dense_form"]
+        to = {"device": "meta", "dtype": dtype_of(config)}
+        first = nn.Linear(config["in_features"], rank, False, **to)
+        second = nn.Linear(rank, config["out_features"], config["bias"], **to)
+        return cls(from_torch(first, form), from_torch(second, form), form)
 
 
-class FrozenTable(Frozen):
+class FactoredTable(nn.Module):
     """A table of which row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
 
     Args:
@@ -123,7 +94,6 @@ class FrozenTable(Frozen):
     """
 
     row_order: Tensor | None
-    left: nn.Embedding
 
     def __init__(
         self,
@@ -144,20 +114,64 @@ class FrozenTable(Frozen):
         self.left = nn.Embedding.from_pretrained(left.flatten(1))
         self.right = nn.Embedding.from_pretrained(right.flatten(1))
         self.hot = None if hot is None else nn.Embedding.from_pretrained(hot)
-        self.basis = None if basis is None else _linear(basis.T)
+        self.basis = None if basis is None else nn.Parameter(basis, requires_grad=False)
         self.hot_rows = 0 if hot is None else hot.shape[0]
         self.register_buffer("row_order", row_order)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the left factor is the table itself."""
-        return self.right.weight.numel() == 1
-
-    def share_(self, lead: "FrozenTable") -> None:
+    def share_(self, lead: "FactoredTable") -> None:
         """Read the factors and hot rows of another table of the same sizes from now on."""
         self.left, self.right = lead.left, lead.right
         self.hot, self.basis = lead.hot, lead.basis
         self.row_order = lead.row_order
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(num_embeddings, embedding_dim)`` table, computed in each access.
+
+        Raises:
+            RuntimeError: When it is written in place.
+        """
+        every = torch.arange(self.num_embeddings, device=self.left.weight.device)
+        return read_only(
+            lambda: self._without_padding(self.rows(every), every),
+            _WRITTEN.format(type(self).__name__),
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "left": [self.left.num_embeddings, *self.inner[0]],
+            "right": [self.right.num_embeddings, *self.inner[1]],
+            "hot": None if self.hot is None else list(self.hot.weight.shape),
+            "basis": self.basis is not None,
+            "padding_idx": self.padding_idx,
+            "row_order": self.row_order is not None,
+            "step": self.step,
+            "dtype": dtype_name(self.left.weight),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a table on the ``meta`` device of what :meth:`config` has returned."""
+        dtype = dtype_of(config)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        rows, width, hot = config["num_embeddings"], config["embedding_dim"], config["hot"]
+        return cls(
+            rows,
+            width,
+            empty(*whole_numbers(config, "left")),
+            empty(*whole_numbers(config, "right")),
+            hot=None if hot is None else empty(*whole_numbers(config, "hot")),
+            basis=empty(hot[1], width) if config["basis"] else None,
+            padding_idx=config["padding_idx"],
+            row_order=empty(rows, dtype=torch.int32) if config["row_order"] else None,
+            step=config["step"],
+        )
 
     def rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
@@ -176,13 +190,18 @@ class FrozenTable(Frozen):
         is_hot = places < self.hot_rows
         hot = self.hot(torch.where(is_hot, places, 0))
         if self.basis is not None:
-            hot = self.basis(hot)
+            hot = torch.matmul(hot, self.basis)
         return torch.where(is_hot.unsqueeze(-1), hot, rows)
 
     def _kept_at(self, indices: Tensor) -> Tensor:
         if self.row_order is not None:
             return self.row_order[indices].long()
         return indices if self.step is None else indices.long() * self.step % self.num_embeddings
+
+    def _without_padding(self, rows: Tensor, indices: Tensor) -> Tensor:
+        if self.padding_idx is None:
+            return rows
+        return rows.masked_fill((indices == self.padding_idx).unsqueeze(-1), 0)
 
     def products(self, x: Tensor) -> Tensor:
         """Return the inner products of ``x`` ``(*, embedding_dim)`` with all rows, ``(*, rows)``.
@@ -197,7 +216,7 @@ class FrozenTable(Frozen):
         cold = F.linear(half, self.left.weight).transpose(-2, -1).flatten(-2)  # (*, V * W)
         whole = cold[..., : self.num_embeddings - self.hot_rows]
         if self.hot is not None:
-            seen = x if self.basis is None else F.linear(x, self.basis.weight.T)
+            seen = x if self.basis is None else F.linear(x, self.basis)
             whole = torch.cat([F.linear(seen, self.hot.weight), whole], -1)
         if self.row_order is None and self.step is None and self.padding_idx is None:
             return whole
@@ -209,29 +228,33 @@ class FrozenTable(Frozen):
         return whole
 
 
-class FrozenEmbedding(FrozenTable):
-    """Lookups in a frozen table: integers of any shape to ``(*, embedding_dim)``."""
+class FactoredEmbedding(FactoredTable):
+    """Lookups in a factored table: integers of any shape to ``(*, embedding_dim)``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self.check_not_training()
-        rows = self.rows(input)
-        if self.padding_idx is None:
-            return rows
-        return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
+        return self._without_padding(self.rows(input), input)
 
 
-class FrozenEmbeddingBag(FrozenTable):
-    """Bags of rows of a frozen table, called as :class:`torch.nn.EmbeddingBag` is.
+class FactoredEmbeddingBag(FactoredTable):
+    """Bags of rows of a factored table, called as :class:`torch.nn.EmbeddingBag` is.
 
-    Args:
+    Attributes:
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         include_last_offset: Whether the last offset is the end of the last bag.
-        table: What :class:`FrozenTable` takes.
     """
 
-    def __init__(self, mode: str, include_last_offset: bool, *table: Any, **more: Any) -> None:
-        super().__init__(*table, **more)
-        self.mode, self.include_last_offset = mode, include_last_offset
+    mode: str = "mean"
+    include_last_offset: bool = False
+
+    def config(self) -> dict[str, Any]:
+        own = {"mode": self.mode, "include_last_offset": self.include_last_offset}
+        return super().config() | own
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        bag = super().from_config(config)
+        bag.mode, bag.include_last_offset = config["mode"], config["include_last_offset"]
+        return bag
 
     def forward(
         self,
@@ -239,7 +262,6 @@ class FrozenEmbeddingBag(FrozenTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        self.check_not_training()
         flat = input.reshape(-1)
         entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
         rows, mode = self.rows(flat), self.mode
@@ -265,33 +287,42 @@ class FrozenEmbeddingBag(FrozenTable):
         return torch.where(count > 0, bags, 0)
 
 
-class FrozenHead(Frozen):
-    """``x @ table.T + bias``, of a table that a model looks up too.
+class FactoredHead(nn.Module):
+    """``x @ table.T + bias``, of a factored table that a model looks up too.
 
     Args:
-        table: The frozen table.
+        table: The table.
         bias: ``(num_embeddings,)``, or None.
     """
 
-    bias: nn.Parameter | None
-
-    def __init__(self, table: FrozenTable, bias: Tensor | None) -> None:
+    def __init__(self, table: FactoredTable, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = table.embedding_dim, table.num_embeddings
         self.embedding = table
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    @property
+    def weight(self) -> Tensor:
+        """The table's dense weight, ``(out_features, in_features)``, computed in each access."""
+        return self.embedding.weight
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, beside its table."""
+        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
+        """Make a layer on a factored table, its bias on the ``meta`` device."""
+        if not isinstance(lead, FactoredTable):
+            raise ValueError(f"it works on a factored table, not on {type(lead).__name__}")
+        if config["dtype"] is None:
+            return cls(lead, None)
+        rows = lead.num_embeddings
+        return cls(lead, torch.empty(rows, dtype=dtype_of(config), device="meta"))
+
     def forward(self, input: Tensor) -> Tensor:
-        self.check_not_training()
         products = self.embedding.products(input)
         return products if self.bias is None else products + self.bias
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    """Return a layer of this weight ``(out, in)``, without a bias and not trained."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
-    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    return layer
 
 
 @torch.no_grad()
