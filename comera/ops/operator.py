@@ -127,7 +127,8 @@ def recomputed_grads(
         grads: Gradients of what ``run`` returns.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
-        pullback: Any = torch.func.vjp(lambda *again: tuple(run(*again)), *inputs)[1]  # in a custom op
+        # Inside a custom operator, where autograd records nothing.
+        pullback: Any = torch.func.vjp(lambda *again: tuple(run(*again)), *inputs)[1]
         return pullback(tuple(grads))
     again = torch.is_grad_enabled()
     with torch.enable_grad():
