@@ -6,8 +6,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.context import static_shapes
-from comera.ops.cores import rank_gate_reference
 from comera.ops.contract_cores import contract_layer
+from comera.ops.cores import rank_gate_reference
 from comera.ops.linear.tt_linear import low_rank_linear, tt_linear, tt_to_dense
 from comera.shapes import TTShape
 
