@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from comera.checkpoint.archive import Archive, Manifest, needed, packed
+from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, decode, decode_model, encode
 from comera.checkpoint.snapshot import Policy, Snapshot, take_snapshot
 from comera.checkpoint.streams import DamagedError
@@ -28,7 +28,7 @@ KEY_EVERY = 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved, on the CPU.
+    """A checkpoint that was read, on the CPU.
 
     Attributes:
         step: Optimizer steps done.
@@ -187,7 +187,16 @@ class CheckpointChain:
         """
         step = _checked_step(step)
         with self._calls:
-            self._begin(step)
+            self.wait()
+            self.lock()
+            if self._last is None:
+                self._last = self._find_last()
+            if later := [s for s in self.steps() if s >= step]:
+                raise ValueError(
+                    f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
+                    f"cannot be added: rewind({step - 1}) deletes those after, or choose another "
+                    "folder"
+                )
             began = time.perf_counter()
             snapshot = take_snapshot(
                 model, optimizer, extra, self._policy, self._device, parameters
@@ -198,21 +207,8 @@ class CheckpointChain:
             else:
                 self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
-    def _begin(self, step: int) -> None:
-        """Wait for the save before, and check that one of this step may follow."""
-        self.wait()
-        self.lock()
-        if self._last is None:
-            self._last = self._find_last()
-        later = [s for s in self.steps() if s >= step]
-        if later:
-            raise ValueError(
-                f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
-                f"cannot be added: rewind({step - 1}) deletes those after, or choose another folder"
-            )
-
     def lock(self) -> None:
-        """Make this the one process that writes to the folder; the first save does it too.
+        """Make this the one process that writes to the folder, as the first save does.
 
         Raises:
             FolderInUseError: If another one does. It is a RuntimeError.
@@ -263,7 +259,7 @@ class CheckpointChain:
         streams, figures, weights = encode(snapshot, before and before[2], self._quality)
         file = packed(streams.done)
         encoding = time.perf_counter() - began
-        manifest = Manifest.of(
+        manifest = self._archive.write(
             step,
             previous=None if before is None else (before[0].step, before[0].checksum),
             file=file,
@@ -274,7 +270,6 @@ class CheckpointChain:
                 "seconds": {"copying": round(copying, 4), "encoding": round(encoding, 4)},
             },
         )
-        self._archive.write(manifest, file)
         self._last = (manifest, 0 if before is None else before[1] + 1, weights)
         self._retain()
 
@@ -287,8 +282,16 @@ class CheckpointChain:
                 previous = self._archive.manifest(step).previous
                 links[step] = previous and previous[0]
         every = self._keep_every
-        wanted = {*list(links)[-self._keep_last :], *(s for s in links if every and s % every == 0)}
-        self._archive.remove(sorted(links.keys() - needed(links, wanted)))
+        kept: set[int] = set()
+        for step in (
+            *list(links)[-self._keep_last :],
+            *(s for s in links if every and not s % every),
+        ):
+            at: int | None = step
+            while at is not None and at not in kept and at in links:  # what it builds on
+                kept.add(at)
+                at = links[at]
+        self._archive.remove(sorted(links.keys() - kept))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
         """Find the last checkpoint that can be built on; unsound ones after it are set aside."""

@@ -2,15 +2,22 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
+from comera.nn.module import (
+    PRUNE_BELOW,
+    TensorTrainModule,
+    dtype_of,
+    may_share,
+    params_of,
+    whole_numbers,
+)
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import on_this_machine
@@ -39,6 +46,7 @@ class CompressedLinear(TensorTrainModule):
     out_features: int
     bias: nn.Parameter | None
     shape: LinearShape  # type: ignore[assignment]
+    _shape_class: ClassVar[type[Any]]
 
     def _build_linear(
         self,
@@ -142,6 +150,41 @@ class CompressedLinear(TensorTrainModule):
         layer.freeze_like_(linear)
         return layer.train(linear.training)
 
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+            "in_modes": list(self.shape.in_modes),
+            "out_modes": list(self.shape.out_modes),
+            **super().config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device.
+
+        Args:
+            config: What :meth:`config` has returned.
+            lead: The layer whose cores and gates it works on, of one that is tied.
+
+        Raises:
+            ValueError: If no layer is described so, or it cannot work on these cores.
+        """
+        layer: Any = cls(
+            config["in_features"],
+            config["out_features"],
+            config["bias"],
+            "meta",
+            dtype_of(config),
+            shape=cls._shape_class(
+                *(whole_numbers(config, key) for key in ("in_modes", "out_modes", "ranks"))
+            ),
+            prune_below=config["prune_below"],
+        )
+        return layer._configured(config, lead)
+
     def extra_repr(self) -> str:
         widths = f"in_features={self.in_features}, out_features={self.out_features}"
         ranks = self._describe_ranks(self.num_dense / max(1, self.num_stored))
@@ -194,6 +237,7 @@ class TTLinear(CompressedLinear):
     shared_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
+    _shape_class = TTShape
 
     def __init__(
         self,
@@ -405,6 +449,17 @@ class TTPointwise(TTLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return along(self.feature_dim, super().forward, input)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "feature_dim": self.feature_dim}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        layer = super().from_config(config, lead)
+        layer.feature_dim = config["feature_dim"]
+        if type(layer.feature_dim) is not int or layer.feature_dim >= 0:
+            raise ValueError(f"feature_dim={layer.feature_dim!r} must be a whole number below 0")
+        return layer
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"

@@ -1,0 +1,180 @@
+"""Measure the peak memory of a training step.
+
+Each is measured in a process of its own: ``python -m benchmarks.memory JOB``. The base is the
+resident size after all imports and one step of an 8 x 8 layer. The peak is the largest resident
+size from then on, while the model and its optimizer are built and two steps are taken. On a GPU it
+is what torch had allocated there at most. Beside dense layers stand compressed ones; beside a table
+the plain way to read it, which gathers a slice of every core for every index.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.checks import RowByRow
+from benchmarks.embedding import draw
+from benchmarks.encoders import Encoders, add_encoders, encoders_of, learned_ranks, train_step
+from benchmarks.session import (
+    Session,
+    add_several,
+    add_sizes,
+    count,
+    in_new_process,
+)
+from comera.allocator import reuse_freed_memory
+from comera.nn.embedding import TTEmbedding
+from comera.train.capture import WARM_UP
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_FORGET_PEAK = "5"  # man 5 proc_pid_clear_refs
+_STEPS = 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add_several(parser, "--batch", [1, 8, 32], "Numbers of sequences in a batch.")
+    add_encoders(parser)
+    parser.add_argument(
+        "--table", action="store_true", help="Weigh lookups in a table of --shape ROWS WIDTH."
+    )
+    parser.add_argument("--shape", nargs=2, type=int, metavar="N", help="Of the table.")
+    parser.add_argument(
+        "--zipf", type=float, default=1.05, help="Exponent of the distribution of the indices."
+    )
+    add_sizes(parser, {"tokens": (4096, "Number of indices.")})
+
+
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Weigh a step of the model at every batch size, or of one table."""
+    if session.device.type == "cpu":
+        resident_peak()  # raises before anything starts where it cannot be read
+    tokens = options.tokens
+    theirs = "dense"
+    if options.table:
+        theirs = "plain"
+        if options.shape is None:
+            raise ValueError("--table needs --shape, its rows and width")
+        rows, width = options.shape
+        table = {"rows": rows, "width": width, "rank": max(options.rank)}
+        title = f"embedding {rows} x {width}, its rows and gradient included"
+        jobs = {f"{tokens} indices": {"table": table, "tokens": tokens, "zipf": options.zipf}}
+    else:
+        encoders = encoders_of(options)
+        title = f"{encoders}, sequences of {encoders.length} tokens, AdamW"
+        jobs = {
+            f"batch {size}": {"encoders": asdict(encoders), "batch": size} for size in options.batch
+        }
+
+    def measured() -> Iterator[tuple[Any, ...]]:
+        for name, job in jobs.items():
+            found = [_measure(session, name, kind, job) for kind in (theirs, "comera")]
+            known = all(found)
+            yield name, *found, found[0] / found[1] if known else None  # type: ignore[operator]
+
+    columns = {"": "", theirs: ",.1f", "comera": ",.1f", f"{theirs} / comera": ".2f"}
+    session.table(f"peak memory of {title}, MiB", columns, measured())
+
+
+def _measure(session: Session, name: str, kind: str, job: dict[str, Any]) -> float | None:
+    """Return MiB; None, and a note, if the process did not come to its end."""
+    blank = {"kind": kind, "device": str(session.device), "threads": torch.get_num_threads()}
+    try:
+        found = in_new_process("benchmarks.memory", {**blank, "keep": session.kept, **job})
+    except RuntimeError as problem:
+        session.note(f"{name}, {kind}: {problem}")
+        session.failed = True
+        return None
+    return found["peak"] / 2**20
+
+
+def peak(job: dict[str, Any]) -> dict[str, int]:
+    """Return bytes at the peak above the base, on a GPU those reserved, and the parameters.
+
+    Args:
+        job: ``kind`` (``dense``, ``plain`` or ``comera``), ``device``, ``threads`` and ``keep``,
+            whether freed memory is; and what is trained: ``encoders`` at a ``batch``, ``captured``
+            or not, or a ``table`` at so many ``tokens``.
+    """
+    torch.set_num_threads(job["threads"])
+    if job["keep"]:
+        reuse_freed_memory()
+    device = torch.device(job["device"])
+    read = peak_reader(device)
+    train = _train_table if "table" in job else _train_model
+    found = {"parameters": train(job, device), "peak": read()}
+    if device.type == "cuda":
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+    return found
+
+
+def peak_reader(device: torch.device) -> Callable[[], int]:
+    """Begin to watch after a step of a tiny layer; the result returns bytes above the base.
+
+    Raises:
+        ValueError: Where the system does not say.
+    """
+    layer = nn.Linear(8, 8).to(device)
+    layer(torch.ones(8, 8, device=device)).sum().backward()
+    torch.optim.AdamW(layer.parameters(), fused=True).step()
+    if device.type == "cpu":
+        return resident_peak()
+    torch.cuda.synchronize(device)
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return lambda: torch.cuda.max_memory_allocated(device) - base
+
+
+def resident_peak() -> Callable[[], int]:
+    """Begin to watch; the result returns by how many bytes the resident size rose at most.
+
+    Raises:
+        ValueError: Where the system does not say.
+    """
+    try:
+        base = _status("VmRSS")
+        _CLEAR.write_text(_FORGET_PEAK)
+    except OSError as problem:
+        raise ValueError(
+            f"device='cpu' needs Linux, where peak memory is read from {_STATUS.parent}; "
+            f"here, on {sys.platform}: {problem}"
+        ) from None
+    return lambda: _status("VmHWM") - base
+
+
+def _status(entry: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(entry))
+    return int(line.split()[1]) * 1024
+
+
+def _train_model(job: dict[str, Any], device: torch.device) -> int:
+    encoders, captured = Encoders(**job["encoders"]), job.get("captured", False)
+    model = encoders.model(job["kind"], device)
+    ranks = learned_ranks(model) if job["kind"] == "comera" else None
+    step = train_step(model, ranks, graph=None if captured else False)
+    for _ in range(WARM_UP + _STEPS if captured else _STEPS):
+        step(encoders.batch(job["batch"], device))
+    return count(model)
+
+
+def _train_table(job: dict[str, Any], device: torch.device) -> int:
+    """Train a table without an optimizer; rows that are read and their gradient are included."""
+    sizes, tokens = job["table"], job["tokens"]
+    table = TTEmbedding(sizes["rows"], sizes["width"], rank=sizes["rank"], device=device)
+    layer: nn.Module = RowByRow(table) if job["kind"] == "plain" else table
+    indices = draw(sizes["rows"], tokens, job["zipf"]).to(device)
+    grad = torch.randn(tokens, sizes["width"], device=device)
+    for _ in range(_STEPS):
+        layer.zero_grad()
+        layer(indices).backward(grad)
+    return count(layer)
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak(json.loads(sys.argv[1]))))
