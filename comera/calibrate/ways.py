@@ -29,7 +29,6 @@ from comera.ops.factors import Factors
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import factorized_feed_forward
 from comera.ops.linear.gated_feed_forward import gated_feed_forward
-from comera.ops.linear.tt_linear import factorized_linears
 from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
@@ -287,19 +286,6 @@ def _feed_forward(
     return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
 
-def _linears(
-    rows: int, width: int, out: int, count: int, device: torch.device, dtype: torch.dtype
-) -> list[Any]:
-    pairs = [_factors(width, out, 30, device, dtype) for _ in range(count)]
-    lefts, rights = [pair.left for pair in pairs], [pair.right for pair in pairs]
-
-    def run(x: Tensor) -> object:
-        ys = factorized_linears(x, lefts, rights, True)
-        return torch.autograd.grad(ys, [x, *lefts, *rights], [y.detach() for y in ys])
-
-    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
-
-
 def _batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tensor]:
     """Draw inputs that need a gradient, so many that on a card none stays in the cache."""
     one = torch.randn(shape).to(device, dtype)
@@ -383,11 +369,6 @@ TRIALS: tuple[Trial, ...] = (
     *(
         Trial("gated_feed_forward", partial(_feed_forward, *sizes, True))
         for sizes in ((1024, 768, 2048, 30), (4096, 768, 2048, 30), (4096, 4096, 11008, 30))
-    ),
-    *(
-        Trial("linears", partial(_linears, rows, *sizes))
-        for rows in (32, 1024, 4096)
-        for sizes in ((768, 768, 1), (768, 3072, 1), (768, 768, 3))
     ),
     *(
         Trial("lookup", partial(_look_up, entries, False, False))
