@@ -10,8 +10,7 @@ from comera.bench.in_turn import copies_of
 from comera.bench.kernel_case import Case, both_ways
 from comera.nn.linear import TTLinear
 from comera.ops.factors import Factors
-from comera.ops.linear.feed_forward import factorized_feed_forward
-from comera.ops.linear.gated_feed_forward import gated_feed_forward
+from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
 
 
 def feed_forwards(
