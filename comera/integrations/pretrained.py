@@ -23,6 +23,7 @@ from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.saved.description import Entry, check_description, describe, works_on_of
 from comera.saved.rebuild import rebuild_
+from comera.serving.freeze import refuse_training_
 from comera.surgery.rows import append_rows_
 
 
@@ -229,10 +230,12 @@ class TensorTrainQuantizer(HfQuantizer):
         if self.pre_quantized:
             where = f"quantization_config of {model.config.name_or_path}"
             described = check_description(self.quantization_config.described, where)
-            apart = _names_in(model, described.get("split_experts", []))
+            apart = _names_in(model, described["split_experts"])
             with experts_apart(model, apart.values()):
                 layers = _as_in(model, described["layers"], where)
             rebuild_(model, {name: _cast(entry, self._dtype) for name, entry in layers.items()})
+            for name in _names_in(model, described["served"]).values():
+                refuse_training_(model.get_submodule(name))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -304,7 +307,9 @@ def _buffers_apart(model: PreTrainedModel, given: Mapping[str, Any] | None) -> d
 
 
 def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
-    """Describe the same layer in the dtype that the whole model has; gates see to themselves."""
+    """Describe the same layer in the dtype of the whole model; gates stay wide by themselves."""
+    if entry.get("dtype") is None:  # an output layer without a bias
+        return entry
     return {**entry, "dtype": str(dtype).removeprefix("torch.")}
 
 

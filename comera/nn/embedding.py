@@ -191,6 +191,7 @@ class TTEmbeddingBag(TTTable):
     __constants__ = (
         "num_embeddings", "embedding_dim", "padding_idx", "hot_rows", "hot_rank", "mode",
     )  # fmt: skip
+    _settings = (*TTTable._settings, "mode", "include_last_offset")
 
     def __init__(
         self,

@@ -7,15 +7,22 @@ Linear tensor trains along another dimension than the last, such as 1 x 1 convol
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
+from comera.nn.module import (
+    PRUNE_BELOW,
+    TensorTrainModule,
+    dtype_of,
+    may_share,
+    params_of,
+    whole_numbers,
+)
 from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
 from comera.ops.contract_cores import contract_cores
 from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
@@ -44,6 +51,7 @@ class CompressedLinear(TensorTrainModule):
     out_features: int
     bias: nn.Parameter | None
     shape: LinearShape  # type: ignore[assignment]
+    _shape_class: ClassVar[type[Any]]
 
     def _build_linear(
         self,
@@ -147,6 +155,41 @@ class CompressedLinear(TensorTrainModule):
         layer.freeze_like_(linear)
         return layer.train(linear.training)
 
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+            "in_modes": list(self.shape.in_modes),
+            "out_modes": list(self.shape.out_modes),
+            **super().config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device.
+
+        Args:
+            config: What :meth:`config` has returned.
+            lead: The layer whose cores and gates it works on, of one that is tied.
+
+        Raises:
+            ValueError: If no layer is described so, or it cannot work on these cores.
+        """
+        layer: Any = cls(
+            config["in_features"],
+            config["out_features"],
+            config["bias"],
+            "meta",
+            dtype_of(config),
+            shape=cls._shape_class(
+                *(whole_numbers(config, key) for key in ("in_modes", "out_modes", "ranks"))
+            ),
+            prune_below=config["prune_below"],
+        )
+        return layer._configured(config, lead)
+
     def extra_repr(self) -> str:
         widths = f"in_features={self.in_features}, out_features={self.out_features}"
         ranks = self._describe_ranks(self.num_dense / max(1, self.num_stored))
@@ -197,9 +240,9 @@ class TTLinear(CompressedLinear):
     """
 
     shared_factors: tuple[Tensor, Tensor] | None = None
-    narrow_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
+    _shape_class = TTShape
 
     def __init__(
         self,
@@ -247,36 +290,18 @@ class TTLinear(CompressedLinear):
             right = right[:, : self.out_features]
         return Factors(left, right, self.bias is not None)
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether this pass is to use factors that were made together with those of others."""
-        if self.shared is None or not self.shared.is_for_now:
-            return False
-        self.shared.used.add(id(self))
-        return self.shared_factors is not None or self.narrow_factors is not None
-
     def _shared_now(self) -> tuple[Tensor, Tensor] | None:
-        """Return the factors that were made together with those of others, if they serve now."""
-        if is_eager() and not self._is_shared:
+        """Return the factors that a :class:`~comera.BatchedContraction` has made, if they fit."""
+        if self.shared_factors is None:
             return None
         self.renew_shared()
-        found, narrow = self.shared_factors, self.narrow_factors
-        if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
-            found = narrow
-        if found is None or found[0].requires_grad or not torch.is_grad_enabled():
-            return found
-        return found if may_share(found[0], self.cores[0]) else None
+        made, core = self.shared_factors[0], self.cores[0]
+        fits = made.dtype in (core.dtype, autocast_dtype(core)) and may_share(made, core)
+        return self.shared_factors if fits else None
 
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
         return _dense_is_faster(self, input) is None
-
-    def identity(self) -> tuple[object, ...]:
-        """Return what changes with ``prune_below``, and with what is done to a parameter."""
-        cores, gates = params_of(self.cores), self.gates._parameters.values()
-        sizes = [(core.shape, core.requires_grad) for core in cores]
-        kind = sizes, cores[0].dtype, cores[0].device, self.prune_below
-        return *map(id, (*cores, *gates, self._parameters.get("bias"))), *kind
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""
@@ -391,7 +416,7 @@ def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
     """Refuse all but eager mode, where calls are what takes time, and many rows on a CPU."""
     if not is_eager():
         return COMPILING
-    if layer._is_shared:
+    if layer.shared_factors is not None:
         return "its factors are shared"
     if shapes_are_static(input):
         return STATIC
@@ -471,6 +496,17 @@ class TTPointwise(TTLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return along(self.feature_dim, super().forward, input)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "feature_dim": self.feature_dim}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        layer = super().from_config(config, lead)
+        layer.feature_dim = config["feature_dim"]
+        if type(layer.feature_dim) is not int or layer.feature_dim >= 0:
+            raise ValueError(f"feature_dim={layer.feature_dim!r} must be a whole number below 0")
+        return layer
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"

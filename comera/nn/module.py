@@ -1,16 +1,10 @@
-"""What every tensor-train module shares: cores, gates, their ranks, their loading and moving.
-
-Tensors that were made for several modules together, which each of them uses for a while.
-
-Refuse tensor trains that are sharded, where they are needed whole.
-"""
+"""The base of every tensor-train module: cores, gates, ranks, loading and moving."""
 
 import logging
 import reprlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,26 +38,11 @@ class Shared:
         versions: How often each had been written to in place by then; None where torch does not
             count, as of parameters made under ``torch.inference_mode``.
         renew: Contracts everything anew, for all modules.
-        thread: The only thread to use it, and only in passes that nobody computes again, because
-            the context is left before the backward pass; None for any, as of a
-            :class:`~comera.BatchedContraction`.
-        used: Gathers the ``id`` of each module that asked for it.
     """
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
     renew: Callable[[], None]
-    thread: int | None = None
-    used: set[int] = field(default_factory=set)
-
-    @property
-    def is_for_now(self) -> bool:
-        """Whether it may be used by the pass that runs now."""
-        if self.thread is None:
-            return True
-        # Such hooks are most often activation checkpointing, which computes the same again.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return hooks is None and self.thread == threading.get_ident()
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
@@ -362,6 +341,25 @@ class TensorTrainModule(WeightByAssignment):
             raise ValueError(f"a tensor train of {self.shape} cannot work on the cores of {lead!r}")
         self.cores, self.gates = lead.cores, lead.gates
 
+    def config(self) -> dict[str, Any]:
+        """Return what ``from_config`` makes the layer of again, without its numbers, as JSON."""
+        return {
+            "ranks": list(self.ranks),
+            "start_ranks": list(self.start_ranks),
+            "prune_below": self.prune_below,
+            "dtype": dtype_name(self.cores[0]),
+            "dense_form": self.dense_form,
+        }
+
+    def _configured(self, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
+        """Set what no constructor takes, and share the parameters of the layer it is tied to."""
+        self.start_ranks = whole_numbers(config, "start_ranks")
+        form = config["dense_form"]
+        self.dense_form = None if form is None else str(form)
+        if lead is not None:
+            self.share_parameters_(lead)
+        return self
+
     def freeze_like_(self, dense: Any) -> None:
         """Take over from a dense layer whether its weight and its bias are trained."""
         for name, param in self.named_parameters():
@@ -397,7 +395,7 @@ class TensorTrainModule(WeightByAssignment):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what a :class:`~comera.BatchedContraction` shares; a copy has its own."""
-        shared = ("shared", "shared_gates", "shared_factors", "narrow_factors")
+        shared = ("shared", "shared_gates", "shared_factors")
         return {key: value for key, value in self.__dict__.items() if key not in shared}
 
     def __repr__(self) -> str:
@@ -407,6 +405,27 @@ class TensorTrainModule(WeightByAssignment):
         size = f"{smaller:.1f}x smaller" if smaller >= 1 else f"{1 / smaller:.1f}x larger"
         size = size if all(self.ranks) else "weight vanished"
         return f"modes={self._modes.describe_modes()}, ranks={list(self.ranks)}, {size}"
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the dtype of a tensor as a ``config`` has it, such as ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a ``config`` names; raise ``ValueError`` if there is none."""
+    dtype = getattr(torch, str(config["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={config['dtype']!r} is none of torch's")
+    return dtype
+
+
+def whole_numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Return a list of a ``config``; raise ``ValueError`` if it is none of whole numbers."""
+    values = config[key]
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ValueError(f"{key}={values!r} must be a list of whole numbers")
+    return tuple(values)
 
 
 def check_model(model: Any) -> None:

@@ -3,16 +3,16 @@
 Rows that are read most may be kept apart, as coordinates in one basis that they share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_at, decompose_table, widened
 from comera.nn.init import Init
-from comera.nn.module import TensorTrainModule
+from comera.nn.module import TensorTrainModule, dtype_of, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
@@ -90,7 +90,7 @@ class TTTable(TensorTrainModule):
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
             :class:`~comera.nn.table.HotRows`. None if there are none.
         row_order: ``(num_embeddings,)`` int32, the row at which each index is kept, where
-            :func:`~comera.update_hot_rows_` has moved some or :func:`~comera.order_rows_` all; None
+            :func:`~comera.update_hot_rows_` has moved some; None
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
             golden section, which costs no memory. A state dict tells, as extra state.
@@ -102,6 +102,9 @@ class TTTable(TensorTrainModule):
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
+    _settings: ClassVar[tuple[str, ...]] = (
+        "padding_idx", "sparse", "hot_rows", "hot_rank", "scatter_rows", "prune_below",
+    )  # fmt: skip
 
     def _build_table(
         self,
@@ -307,6 +310,48 @@ class TTTable(TensorTrainModule):
     @property
     def num_dense(self) -> int:
         return (self.num_embeddings - self.hot_rows) * self.embedding_dim
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            **{key: getattr(self, key) for key in self._settings},
+            "row_order": self.row_order is not None,
+            "row_modes": list(self.shape.row_modes),
+            "col_modes": list(self.shape.col_modes),
+            **super().config(),
+            "hot": self.hot.config() if isinstance(self.hot, HotRows) else None,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a table on the ``meta`` device.
+
+        Args:
+            config: What :meth:`config` has returned.
+            lead: The table whose cores and hot rows it reads, of one that is tied.
+
+        Raises:
+            ValueError: If no table is described so, or it cannot read those cores.
+        """
+        layer: Any = cls(
+            config["num_embeddings"],
+            config["embedding_dim"],
+            **{key: config[key] for key in cls._settings},
+            shape=TTMShape(
+                *(whole_numbers(config, key) for key in ("row_modes", "col_modes", "ranks"))
+            ),
+            device="meta",
+            dtype=dtype_of(config),
+        )
+        if config["row_order"]:
+            layer.row_order = torch.empty(layer.num_embeddings, dtype=torch.int32, device="meta")
+        if isinstance(layer.hot, HotRows):
+            layer.hot.resize_ranks_(whole_numbers(config["hot"], "ranks"))
+            layer.hot.prune_below = config["hot"]["prune_below"]
+            layer.hot._configured(config["hot"], None)
+        return layer._configured(config, lead)
 
     @classmethod
     @torch.no_grad()

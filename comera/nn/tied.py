@@ -1,12 +1,13 @@
 """An output layer that works on the cores of the embedding it is tied to, and the names of both."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.dense_weight import WeightByAssignment
+from comera.nn.module import dtype_name, dtype_of
 from comera.nn.table import TTTable
 
 
@@ -69,6 +70,28 @@ class TiedTTLinear(WeightByAssignment):
         dense.weight = weight
         dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, beside its embedding."""
+        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> "TiedTTLinear":
+        """Make a layer on an embedding, its bias on the ``meta`` device.
+
+        Args:
+            config: What :meth:`config` has returned.
+            lead: The embedding.
+
+        Raises:
+            ValueError: If ``lead`` is no tensor-train table.
+        """
+        if not isinstance(lead, TTTable):
+            raise ValueError(f"it works on the cores of a table, not of {type(lead).__name__}")
+        if config["dtype"] is None:
+            return cls(lead)
+        bias = torch.empty(lead.num_embeddings, dtype=dtype_of(config), device="meta")
+        return cls(lead, nn.Parameter(bias))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

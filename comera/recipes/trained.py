@@ -28,7 +28,7 @@ from comera.nn.convert import densify_
 from comera.nn.evaluation_mode import model_size
 from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
-from comera.serving.to_plain import to_plain_
+from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
 
 if TYPE_CHECKING:

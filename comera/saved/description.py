@@ -1,375 +1,88 @@
-"""What a model is, beside its weights, in plain numbers, strings and lists.
+"""What a model is, beside its tensors, in numbers, strings and lists that JSON can hold.
 
-Which layers a description can speak of: what it says of each, and how that makes one again.
+A registry has the classes of layers by the names that files use. Each describes a layer by its
+``config()`` and makes one again by ``from_config()``.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comera import __version__
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.forms import split_names
-from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
+from comera.nn.linear import TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule
-from comera.nn.table import HotRows, TTTable
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear
-from comera.serving.frozen_layers import (
-    Frozen,
-    FrozenEmbedding,
-    FrozenEmbeddingBag,
-    FrozenHead,
-    FrozenLinear,
-    FrozenTable,
-)
-from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
+from comera.serving.freeze import refuses_training
+from comera.serving.layers import FactoredEmbedding, FactoredEmbeddingBag, FactoredHead, ThinLinear
 
 Entry = Mapping[str, Any]
-"""What a description says of one layer: plain numbers, strings and lists."""
+"""The description of one layer: its ``kind``, its ``config()`` and the layer it ``works_on``."""
+
+_CLASSES: dict[str, Any] = {}
 
 
-class Kind(NamedTuple):
-    """How layers of one class are described and made.
+def register_kind(name: str, layer_class: type[nn.Module]) -> None:
+    """Register a class of layers with :func:`~comera.save_model` and :func:`~comera.load_model`.
 
-    Attributes:
-        layer_class: Layers of exactly this class.
-        describe: Returns what JSON can hold and ``build`` needs; the key ``kind`` is taken.
-        build: Makes such a layer on the ``meta`` device from what ``describe`` has returned and,
-            of a layer that works on the parameters of another one, that layer.
-        works_on: Returns the layer whose parameters it works on, or None.
-    """
-
-    layer_class: type[nn.Module]
-    describe: Callable[[Any], dict[str, Any]]
-    build: Callable[[Entry, nn.Module | None], nn.Module]
-    works_on: Callable[[Any], nn.Module | None] = lambda layer: None
-
-
-_KINDS: dict[str, Kind] = {}
-
-
-def register_kind(name: str, kind: Kind) -> None:
-    """Let :func:`~comera.save_model` and :func:`~comera.load_model` know layers of another class.
+    The class has a method ``config()``, which returns a dict of what JSON can hold, and a class
+    method ``from_config(config, lead)``, which makes such a layer on the ``meta`` device. ``lead``
+    is the layer whose parameters it works on, or None. A class derived from a layer of comera
+    inherits both, and extends them if its constructor takes more.
 
     Args:
-        name: What the file calls it; it stays the same as long as files are to be read.
-        kind: How such layers are described and made.
+        name: The name in files; it stays the same as long as files are to be read.
+        layer_class: Layers of exactly this class are meant.
 
     Raises:
-        ValueError: If the name is that of layers of another class.
+        ValueError: If the name is that of another class.
     """
-    known = _KINDS.get(name)
-    if known is not None and known.layer_class is not kind.layer_class:
-        raise ValueError(f"{name!r} is the name of {known.layer_class.__qualname__}")
-    _KINDS[name] = kind
+    known = _CLASSES.setdefault(name, layer_class)
+    if known is not layer_class:
+        raise ValueError(f"{name!r} is the name of {known.__qualname__}")
 
 
-def kind_named(name: Any) -> Kind:
-    """Return the kind that a file names.
+for _class in (
+    TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
+    ThinLinear, FactoredEmbedding, FactoredEmbeddingBag, FactoredHead,
+):  # fmt: skip
+    register_kind(_class.__name__, _class)
+
+
+def class_of_kind(name: Any) -> Any:
+    """Return the class that a file names.
 
     Raises:
-        ValueError: If there is none of that name here.
+        ValueError: If no class of that name is registered.
     """
-    if not isinstance(name, str) or name not in _KINDS:
+    if not isinstance(name, str) or name not in _CLASSES:
         raise ValueError(
-            f"layers of kind {name!r} are not known here, only {', '.join(_KINDS)}: import what "
+            f"layers of kind {name!r} are not known here, only {', '.join(_CLASSES)}: import what "
             "registers them, or a newer comera"
         )
-    return _KINDS[name]
+    return _CLASSES[name]
 
 
-def name_of_kind(layer: nn.Module) -> str | None:
-    """Return what files call layers of this class; None of a layer that needs no description.
+def _kind_of(layer: nn.Module) -> str | None:
+    """Return the name of a layer's class in files; None of a layer that needs no description.
 
     Raises:
-        ValueError: If it is a tensor train, or a frozen one, of a class that is not registered.
+        ValueError: If its class is not registered, and derived from one that needs a description.
     """
-    for name, kind in _KINDS.items():
-        if type(layer) is kind.layer_class:
+    for name, layer_class in _CLASSES.items():
+        if type(layer) is layer_class:
             return name
-    if isinstance(layer, (TensorTrainModule, TiedTTLinear, Frozen)):
+    if isinstance(layer, (TensorTrainModule, *_CLASSES.values())):
         raise ValueError(
             f"{type(layer).__qualname__} has no form in a file: give it one with "
             "comera.saved.description.register_kind"
         )
     return None
-
-
-# ── tensor trains ────────────────────────────────────────────────────────────────────────────────
-
-
-def _common(layer: TensorTrainModule) -> dict[str, Any]:
-    return {
-        "ranks": list(layer.ranks),
-        "start_ranks": list(layer.start_ranks),
-        "prune_below": layer.prune_below,
-        "dtype": _dtype_of(layer.cores[0]),
-        **({} if layer.dense_form is None else {"dense_form": layer.dense_form}),
-    }
-
-
-def _dtype_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _dtype(entry: Entry) -> torch.dtype:
-    dtype = getattr(torch, str(entry["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype={entry['dtype']!r} is none of torch's")
-    return dtype
-
-
-def _tuple(entry: Entry, key: str) -> tuple[int, ...]:
-    values = entry[key]
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise ValueError(f"{key}={values!r} must be a list of whole numbers")
-    return tuple(values)
-
-
-def _describe_linear(layer: CompressedLinear) -> dict[str, Any]:
-    return {
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
-        "bias": layer.bias is not None,
-        "in_modes": list(layer.shape.in_modes),
-        "out_modes": list(layer.shape.out_modes),
-        **_common(layer),
-    }
-
-
-def _build_linear(
-    entry: Entry,
-    other: nn.Module | None,
-    linear_class: Callable[..., Any] = TTLinear,
-    shape_class: Callable[..., LinearShape] = TTShape,
-) -> Any:
-    layer = linear_class(
-        entry["in_features"],
-        entry["out_features"],
-        entry["bias"],
-        "meta",
-        _dtype(entry),
-        shape=shape_class(*(_tuple(entry, key) for key in ("in_modes", "out_modes", "ranks"))),
-        prune_below=entry["prune_below"],
-    )
-    return _finish(layer, entry, other)
-
-
-def _build_blocks(entry: Entry, other: nn.Module | None) -> BTTLinear:
-    return _build_linear(entry, other, BTTLinear, BTTShape)
-
-
-def _describe_pointwise(layer: TTPointwise) -> dict[str, Any]:
-    return {**_describe_linear(layer), "feature_dim": layer.feature_dim}
-
-
-def _build_pointwise(entry: Entry, other: nn.Module | None) -> TTLinear:
-    return _build_linear(entry, other, partial(TTPointwise, feature_dim=_feature_dim(entry)))
-
-
-def _feature_dim(entry: Entry) -> int:
-    dim = entry.get("feature_dim", -1)
-    if type(dim) is not int or dim >= 0:
-        raise ValueError(f"feature_dim={dim!r} must be a whole number below 0")
-    return dim
-
-
-def _describe_table(layer: TTTable) -> dict[str, Any]:
-    described = {
-        "num_embeddings": layer.num_embeddings,
-        "embedding_dim": layer.embedding_dim,
-        "padding_idx": layer.padding_idx,
-        "sparse": layer.sparse,
-        "hot_rows": layer.hot_rows,
-        "hot_rank": layer.hot_rank,
-        "scatter_rows": layer.scatter_rows,
-        "row_order": layer.row_order is not None,
-        "row_modes": list(layer.shape.row_modes),
-        "col_modes": list(layer.shape.col_modes),
-        **_common(layer),
-    }
-    return described | ({"hot": _common(layer.hot)} if isinstance(layer.hot, HotRows) else {})
-
-
-def _describe_bag(layer: TTEmbeddingBag) -> dict[str, Any]:
-    own = {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
-    return _describe_table(layer) | own
-
-
-_OF_TABLES = ("padding_idx", "sparse", "hot_rows", "hot_rank", "scatter_rows", "prune_below")
-
-
-def _build_table(
-    table_class: type[TTTable], entry: Entry, other: nn.Module | None, *more: str
-) -> TTTable:
-    layer: Any = table_class(
-        entry["num_embeddings"],
-        entry["embedding_dim"],
-        **{key: entry[key] for key in (*_OF_TABLES, *more)},
-        shape=TTMShape(*(_tuple(entry, key) for key in ("row_modes", "col_modes", "ranks"))),
-        device="meta",
-        dtype=_dtype(entry),
-    )
-    if entry["row_order"]:
-        layer.row_order = torch.empty(layer.num_embeddings, dtype=torch.int32, device="meta")
-    if isinstance(layer.hot, HotRows):
-        layer.hot.resize_ranks_(_tuple(entry["hot"], "ranks"))
-        layer.hot.start_ranks = _tuple(entry["hot"], "start_ranks")
-        layer.hot.prune_below = entry["hot"]["prune_below"]
-    return _finish(layer, entry, other)
-
-
-def _build_embedding(entry: Entry, other: nn.Module | None) -> TTTable:
-    return _build_table(TTEmbedding, entry, other)
-
-
-def _build_bag(entry: Entry, other: nn.Module | None) -> TTTable:
-    return _build_table(TTEmbeddingBag, entry, other, "mode", "include_last_offset")
-
-
-def _finish(layer: Any, entry: Entry, other: Any) -> Any:
-    """Set what no constructor takes, and share the parameters of a layer that it was tied to."""
-    layer.start_ranks = _tuple(entry, "start_ranks")
-    form = entry.get("dense_form")
-    layer.dense_form = None if form is None else str(form)
-    if other is not None:
-        layer.share_parameters_(other)
-    return layer
-
-
-# ── layers on a table's cores ────────────────────────────────────────────────────────────────────
-
-
-def _describe_tied(layer: TiedTTLinear) -> dict[str, Any]:
-    dtype = None if layer.bias is None else _dtype_of(layer.bias)
-    return {"bias": layer.bias is not None, "dtype": dtype}
-
-
-def _build_tied(entry: Entry, other: nn.Module | None) -> TiedTTLinear:
-    if not isinstance(other, TTTable):
-        raise ValueError(f"it works on the cores of a table, not of {type(other).__name__}")
-    if not entry["bias"]:
-        return TiedTTLinear(other)
-    bias = torch.empty(other.num_embeddings, dtype=_dtype(entry), device="meta")
-    return TiedTTLinear(other, nn.Parameter(bias))
-
-
-# ── frozen layers ────────────────────────────────────────────────────────────────────────────────
-
-
-def _describe_frozen_linear(layer: Any) -> dict[str, Any]:
-    return {
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
-        "rank": layer.rank,
-        "bias": layer.bias is not None,
-        "dtype": _dtype_of(layer[0].weight),
-        **({} if layer.feature_dim == -1 else {"feature_dim": layer.feature_dim}),
-        **({} if layer.dense_form is None else {"dense_form": layer.dense_form}),
-    }
-
-
-def _build_frozen_linear(entry: Entry, other: nn.Module | None) -> FrozenLinear:
-    sizes = entry["in_features"], entry["out_features"], entry["rank"], entry["bias"]
-    form = entry.get("dense_form")
-    return FrozenLinear(
-        *sizes, "meta", _dtype(entry), _feature_dim(entry), None if form is None else str(form)
-    )
-
-
-def _describe_frozen_table(layer: FrozenTable) -> dict[str, Any]:
-    hot = None if layer.hot is None else list(layer.hot.weight.shape)
-    return {
-        "num_embeddings": layer.num_embeddings,
-        "embedding_dim": layer.embedding_dim,
-        "left": [layer.left.num_embeddings, *layer.inner[0]],
-        "right": [layer.right.num_embeddings, *layer.inner[1]],
-        "hot": hot,
-        "basis": layer.basis is not None,
-        "padding_idx": layer.padding_idx,
-        "row_order": layer.row_order is not None,
-        "step": layer.step,
-        "dtype": _dtype_of(layer.left.weight),
-    }
-
-
-def _describe_frozen_bag(layer: FrozenEmbeddingBag) -> dict[str, Any]:
-    own = {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
-    return _describe_frozen_table(layer) | own
-
-
-def _of_frozen_table(entry: Entry) -> dict[str, Any]:
-    """Return what a frozen table is made of, its tensors without values."""
-
-    dtype = _dtype(entry)
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    rows, width, hot = entry["num_embeddings"], entry["embedding_dim"], entry["hot"]
-    return {
-        "num_embeddings": rows,
-        "embedding_dim": width,
-        "left": empty(*_tuple(entry, "left")),
-        "right": empty(*_tuple(entry, "right")),
-        "hot": None if hot is None else empty(*_tuple(entry, "hot")),
-        "basis": empty(hot[1], width) if entry["basis"] else None,
-        "padding_idx": entry["padding_idx"],
-        "row_order": empty(rows, dtype=torch.int32) if entry["row_order"] else None,
-        "step": entry["step"],
-    }
-
-
-def _build_frozen_embedding(entry: Entry, other: nn.Module | None) -> FrozenEmbedding:
-    return FrozenEmbedding(**_of_frozen_table(entry))
-
-
-def _build_frozen_bag(entry: Entry, other: nn.Module | None) -> FrozenEmbeddingBag:
-    own = entry["mode"], entry["include_last_offset"]
-    return FrozenEmbeddingBag(*own, **_of_frozen_table(entry))
-
-
-def _describe_frozen_head(layer: FrozenHead) -> dict[str, Any]:
-    return {"bias": None if layer.bias is None else _dtype_of(layer.bias)}
-
-
-def _build_frozen_head(entry: Entry, other: nn.Module | None) -> FrozenHead:
-    if not isinstance(other, FrozenTable):
-        raise ValueError(f"it works on a frozen table, not on {type(other).__name__}")
-    if entry["bias"] is None:
-        return FrozenHead(other, None)
-    dtype = _dtype({"dtype": entry["bias"]})
-    return FrozenHead(other, torch.empty(other.num_embeddings, dtype=dtype, device="meta"))
-
-
-# ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-register_kind("TTLinear", Kind(TTLinear, _describe_linear, _build_linear))
-register_kind("BTTLinear", Kind(BTTLinear, _describe_linear, _build_blocks))
-register_kind("TTPointwise", Kind(TTPointwise, _describe_pointwise, _build_pointwise))
-register_kind("TTEmbedding", Kind(TTEmbedding, _describe_table, _build_embedding))
-register_kind("TTEmbeddingBag", Kind(TTEmbeddingBag, _describe_bag, _build_bag))
-register_kind(
-    "TiedTTLinear",
-    Kind(TiedTTLinear, _describe_tied, _build_tied, lambda layer: layer.embedding),
-)
-register_kind("FrozenLinear", Kind(FrozenLinear, _describe_frozen_linear, _build_frozen_linear))
-register_kind(
-    "FrozenEmbedding", Kind(FrozenEmbedding, _describe_frozen_table, _build_frozen_embedding)
-)
-register_kind(
-    "FrozenEmbeddingBag", Kind(FrozenEmbeddingBag, _describe_frozen_bag, _build_frozen_bag)
-)
-register_kind(
-    "FrozenHead",
-    Kind(FrozenHead, _describe_frozen_head, _build_frozen_head, lambda layer: layer.embedding),
-)
 
 
 FORMAT = "comera-model"
@@ -385,17 +98,17 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         config: How it was compressed, to be kept for people; nothing is made of it.
 
     Returns:
-        What JSON can hold: ``layers`` by name, of each tensor that has several names the others in
-        ``tied``, the names of frozen parameters and of experts that have been taken apart
-        (``split_experts``, where there are any), and of the dense model its class and, of a model
-        of transformers, its configuration. Classes are named, as text; nothing is ever imported or
-        called by these names.
+        What JSON can hold: ``layers`` by name; of each tensor that has several names the others in
+        ``tied``; the names of ``frozen`` parameters, of experts that have been taken apart
+        (``split_experts``) and of models given to :func:`~comera.freeze_` (``served``); and of the
+        dense model its class and, of a model of transformers, its configuration. Classes are
+        named, as text; nothing is ever imported or called by these names.
 
     Raises:
         ValueError: If a layer is of a class that has no form in a file, or works on the parameters
             of a layer outside the model.
     """
-    apart = split_names(model)
+    served = [name for name, part in model.named_modules() if refuses_training(part)]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -405,7 +118,8 @@ def describe(model: nn.Module, config: TTConfig | None = None) -> dict[str, Any]
         "layers": describe_layers(model),
         "tied": tied_names(model),
         "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
-        **({"split_experts": apart} if apart else {}),
+        "split_experts": split_names(model),
+        "served": served,
     }
 
 
@@ -416,11 +130,9 @@ def describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
     leads: dict[int, str] = {}
     described = {}
     for name, layer in found.items():
-        kind_name = name_of_kind(layer)
-        kind = kind_named(kind_name)
-        entry = {"kind": kind_name, **kind.describe(layer)}
-        other = kind.works_on(layer)
-        if other is not None:
+        entry = {"kind": _kind_of(layer), **layer.config()}
+        if isinstance(layer, (TiedTTLinear, FactoredHead)):
+            other = layer.embedding
             if id(other) not in name_of:
                 raise ValueError(
                     f"{name} works on the parameters of a {type(other).__name__} that is no layer "
@@ -441,7 +153,7 @@ def _layers(module: nn.Module, name: str = "", seen: set[int] | None = None) -> 
     if id(module) in seen:
         return
     seen.add(id(module))
-    if name_of_kind(module) is not None:
+    if _kind_of(module) is not None:
         yield name, module
         return
     for key, child in module.named_children():
@@ -518,9 +230,10 @@ def check_description(described: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where} is damaged: {part} must be a {plain.__name__}")
     if not all(isinstance(entry, dict) for entry in described["layers"].values()):
         raise ValueError(f"{where} is damaged: every layer must be a dict")
-    apart = described.get("split_experts", [])
-    if not isinstance(apart, list) or not all(isinstance(name, str) for name in apart):
-        raise ValueError(f"{where} is damaged: split_experts must be a list of names")
+    for part in ("split_experts", "served"):
+        names = described.get(part)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{where} is damaged: {part} must be a list of names")
     return described
 
 

@@ -30,6 +30,7 @@ from comera.saved.rebuild import (
     fill_,
     put_in_place_,
 )
+from comera.serving.freeze import refuse_training_
 
 log = logging.getLogger("comera")
 
@@ -147,13 +148,15 @@ def load_model(
     described, tensors = _read(folder)
     model = _made(model, described)
     where = _device_of(model) if device is None else torch.device(device)
-    with experts_apart(model, described.get("split_experts", [])):
+    with experts_apart(model, described["split_experts"]):
         made = build_layers(described["layers"])
         check_places(model, made)
         tensors = _with_tied(tensors, described["tied"], folder)
         check_tensors(model, made, {name: tuple(t.shape) for name, t in tensors.items()})
     model = put_in_place_(model, made)
     fill_(model, tensors, described["tied"], described["frozen"])
+    for name in described["served"]:
+        refuse_training_(model.get_submodule(name))
     _check_filled(model)
     return model.to(where)
 

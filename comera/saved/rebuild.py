@@ -10,7 +10,7 @@ from comera.extras import listed
 from comera.nn.forms import as_torch
 from comera.nn.swap import swap_layers_
 from comera.nn.tied import rename_tied_weights_
-from comera.saved.description import Entry, kind_named, works_on_of
+from comera.saved.description import Entry, class_of_kind, works_on_of
 
 _DAMAGE = (
     AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,
@@ -57,9 +57,9 @@ def _build(
     if other is not None and (other not in layers or other in (*above, name)):
         raise ValueError(f"{name or 'the model'}: it works on {other!r}, which is no other layer")
     lead = None if other is None else _build(other, layers, made, (*above, name))
-    kind = kind_named(entry.get("kind"))
+    layer_class = class_of_kind(entry.get("kind"))
     try:
-        made[name] = kind.build(entry, lead)
+        made[name] = layer_class.from_config(entry, lead)
     except _DAMAGE as problem:
         what = f"{entry['kind']} is described wrongly: {type(problem).__name__}: {problem}"
         raise ValueError(f"{name or 'the model'}: {what}") from problem

@@ -13,7 +13,7 @@ from torch import nn
 
 import comera
 from comera.nn.linear import TTLinear
-from comera.saved.description import Kind, register_kind
+from comera.saved.description import register_kind
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, load_model, read_description, save_model
 
 
@@ -217,18 +217,13 @@ def test_layers_of_others_can_be_registered(tmp_path):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         save_model(model, tmp_path)
-    kind = Kind(
-        Scaled,
-        lambda layer: {"rank": layer.ranks[0]},
-        lambda entry, other: Scaled(32, 64, rank=entry["rank"], device="meta"),
-    )
-    register_kind("tests.Scaled", kind)
+    register_kind("tests.Scaled", Scaled)
     folder = save_model(model, tmp_path)
     loaded = load_model(folder, nn.Sequential(nn.Linear(32, 64)))
     assert type(loaded[0]) is Scaled
     assert torch.equal(loaded[0].weight, model[0].weight)
     with pytest.raises(ValueError, match=r"'tests\.Scaled' is the name of Scaled"):
-        register_kind("tests.Scaled", kind._replace(layer_class=nn.Linear))
+        register_kind("tests.Scaled", nn.Linear)
 
 
 def test_reading_only_what_was_written_of_a_model(folder):

@@ -13,7 +13,7 @@ from torch import nn
 import comera
 from comera.extras import MissingPackageError
 from comera.serving import freeze
-from comera.serving.frozen_layers import FrozenHead, FrozenLinear
+from comera.serving.layers import FactoredHead, ThinLinear
 from tests.mixtures import CONFIGS, ROWS, TIES, draw_mixture
 from tests.serving.test_plain import check_same
 
@@ -64,8 +64,11 @@ def test_what_a_layer_becomes(ways, bias):
     served = comera.freeze_(model)
     assert served is model
     layer = served[0]
-    assert [type(part) for part in layer] == [nn.Linear] * (2 if ways == "thin" else 1)
-    assert layer.rank == (4 if ways == "thin" else None)
+    if ways == "thin":
+        assert [type(part) for part in layer] == [nn.Linear] * 2
+        assert layer.rank == 4
+    else:
+        assert type(layer) is nn.Linear
     torch.testing.assert_close(layer.weight, dense.weight.detach())
     assert (layer.bias is None) == (not bias)
     assert not any(param.requires_grad for param in served.parameters())
@@ -94,7 +97,7 @@ def test_pruned_ranks_are_gone(monkeypatch):
 def test_a_smaller_dense_layer_is_taken_without_measuring(monkeypatch):
     monkeypatch.setattr(freeze, "time_ratio", lambda *_: pytest.fail("measured"))
     layer = comera.TTLinear(16, 16, rank=9)
-    assert comera.freeze_(layer).rank is None
+    assert type(comera.freeze_(layer)) is nn.Linear
 
 
 def test_what_was_chosen_is_said(caplog, monkeypatch):
@@ -161,7 +164,7 @@ def test_one_layer_alone(ways):
     layer = comera.TTLinear(64, 96, rank=4)
     x = torch.randn(3, 64)
     with comera.frozen(layer) as served, torch.no_grad():
-        assert type(served) is FrozenLinear
+        assert type(served) is (ThinLinear if ways == "thin" else nn.Linear)
         torch.testing.assert_close(served(x), layer(x))
 
 
@@ -181,8 +184,15 @@ def test_an_output_layer_reads_the_table_it_is_tied_to(monkeypatch):
     model = nn.ModuleDict({"embed": nn.Embedding(300, 64), "head": nn.Linear(64, 300)})
     model["head"].weight = model["embed"].weight
     config = comera.TTConfig(rank=4, tied="share", init="orthogonal")
-    served = comera.freeze_(comera.tensorize_(model, config))
-    assert type(served["head"]) is FrozenHead
+    comera.tensorize_(model, config)
+    for ratio in (10.0, 0.1):
+        monkeypatch.setattr(freeze, "time_ratio", lambda *_, ratio=ratio: ratio)
+        with comera.frozen(model) as served:
+            assert type(served["head"]) is (nn.Linear if ratio > 1 else FactoredHead)
+            torch.testing.assert_close(served["head"].weight, served["embed"].weight)
+        assert all(param.requires_grad for param in model.parameters())
+    served = comera.freeze_(model)
+    assert type(served["head"]) is FactoredHead
     assert served["head"].embedding is served["embed"]
 
 
@@ -202,7 +212,8 @@ def test_eight_bits_are_close():
     x = torch.randn(4, 64)
     for quantize in ("int8", Int8WeightOnlyConfig()):
         served = comera.freeze_(copy.deepcopy(model), quantize=quantize)
-        assert type(served[0][0].weight).__module__.startswith("torchao")
+        linears = [part for part in served.modules() if isinstance(part, nn.Linear)]
+        assert all(type(part.weight).__module__.startswith("torchao") for part in linears)
         with torch.no_grad():
             off = (served(x) - model(x)).norm() / model(x).norm()
         assert 0 < off < 0.02

@@ -1,0 +1,374 @@
+"""Contracted layers for which torch has no single one: two thin linear layers, factored tables.
+
+Each holds torch's own layers, which quantizers find and may replace. The cores are contracted in
+float64, without their pruned ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comera.nn.dense_weight import read_only
+from comera.nn.forms import as_torch, from_torch
+from comera.nn.linear import TTLinear
+from comera.nn.module import TensorTrainModule, dtype_name, dtype_of, whole_numbers
+from comera.nn.table import HotRows, TTTable
+from comera.ops.cores import is_open
+
+_WRITTEN = (
+    "the weight of this {0} is the product of two factors, so that an edit in place would change "
+    "nothing. Edit weights, as the merge of an adapter does, before comera.freeze_: "
+    "comera.densify_(model) makes layers whose weight can be edited"
+)
+
+
+class ThinLinear(nn.Sequential):
+    """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``.
+
+    Args:
+        first: Without a bias.
+        second: The bias is its own.
+        dense_form: Class of both, registered by :func:`~comera.register_layer`, such as a
+            convolution of kernel 1; None for ``nn.Linear``.
+    """
+
+    def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:
+        super().__init__(first, second)
+        self.dense_form = dense_form
+        self.in_features = as_torch(first).in_features
+        self.rank, self.out_features = as_torch(second).in_features, as_torch(second).out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(out_features, in_features)`` weight, computed in each access.
+
+        Raises:
+            RuntimeError: When it is written in place.
+        """
+        first, second = map(as_torch, self)
+        return read_only(lambda: second.weight @ first.weight, _WRITTEN.format("ThinLinear"))
+
+    @property
+    def bias(self) -> Any:
+        """The bias of the second layer; None if there is none."""
+        return self[1].bias
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "rank": self.rank,
+            "bias": self.bias is not None,
+            "dtype": dtype_name(next(self.parameters())),
+            "dense_form": self.dense_form,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device of what :meth:`config` has returned."""
+        rank, form = config["rank"], config["dense_form"]
+        to = {"device": "meta", "dtype": dtype_of(config)}
+        first = nn.Linear(config["in_features"], rank, False, **to)
+        second = nn.Linear(rank, config["out_features"], config["bias"], **to)
+        return cls(from_torch(first, form), from_torch(second, form), form)
+
+
+class FactoredTable(nn.Module):
+    """A table of which row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        left: ``(V, P, R)``.
+        right: ``(W, R, Q)``.
+        hot: The first rows, ``(hot_rows, embedding_dim)``, or ``(hot_rows, K)`` where there is a
+            basis; None for none.
+        basis: ``(K, embedding_dim)``, of which the hot rows are made.
+        padding_idx: A row that reads as zeros.
+        row_order: ``(num_embeddings,)``, the row at which each index is kept.
+        step: Instead: index ``i`` is kept at row ``i * step`` modulo the number of rows.
+    """
+
+    row_order: Tensor | None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        left: Tensor,
+        right: Tensor,
+        hot: Tensor | None = None,
+        basis: Tensor | None = None,
+        padding_idx: int | None = None,
+        row_order: Tensor | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.step = padding_idx, step
+        self.inner = tuple(left.shape[1:]), tuple(right.shape[1:])
+        self.left = nn.Embedding.from_pretrained(left.flatten(1))
+        self.right = nn.Embedding.from_pretrained(right.flatten(1))
+        self.hot = None if hot is None else nn.Embedding.from_pretrained(hot)
+        self.basis = None if basis is None else nn.Parameter(basis, requires_grad=False)
+        self.hot_rows = 0 if hot is None else hot.shape[0]
+        self.register_buffer("row_order", row_order)
+
+    def share_(self, lead: "FactoredTable") -> None:
+        """Read the factors and hot rows of another table of the same sizes from now on."""
+        self.left, self.right = lead.left, lead.right
+        self.hot, self.basis = lead.hot, lead.basis
+        self.row_order = lead.row_order
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense ``(num_embeddings, embedding_dim)`` table, computed in each access.
+
+        Raises:
+            RuntimeError: When it is written in place.
+        """
+        every = torch.arange(self.num_embeddings, device=self.left.weight.device)
+        return read_only(
+            lambda: self._without_padding(self.rows(every), every),
+            _WRITTEN.format(type(self).__name__),
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "left": [self.left.num_embeddings, *self.inner[0]],
+            "right": [self.right.num_embeddings, *self.inner[1]],
+            "hot": None if self.hot is None else list(self.hot.weight.shape),
+            "basis": self.basis is not None,
+            "padding_idx": self.padding_idx,
+            "row_order": self.row_order is not None,
+            "step": self.step,
+            "dtype": dtype_name(self.left.weight),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a table on the ``meta`` device of what :meth:`config` has returned."""
+        dtype = dtype_of(config)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        rows, width, hot = config["num_embeddings"], config["embedding_dim"], config["hot"]
+        return cls(
+            rows,
+            width,
+            empty(*whole_numbers(config, "left")),
+            empty(*whole_numbers(config, "right")),
+            hot=None if hot is None else empty(*whole_numbers(config, "hot")),
+            basis=empty(hot[1], width) if config["basis"] else None,
+            padding_idx=config["padding_idx"],
+            row_order=empty(rows, dtype=torch.int32) if config["row_order"] else None,
+            step=config["step"],
+        )
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
+        outside = (indices < 0) | (indices >= self.num_embeddings)
+        places = self._kept_at(torch.where(outside, 0, indices))
+        # what is no row must not be taken for one: it is past the end of the left factor too
+        end = self.left.num_embeddings * self.right.num_embeddings
+        cold = torch.where(outside, end, (places - self.hot_rows).clamp(min=0))
+        width = self.right.num_embeddings
+        left = self.left(torch.div(cold, width, rounding_mode="floor"))
+        right = self.right(torch.remainder(cold, width))
+        rows = torch.matmul(left.unflatten(-1, self.inner[0]), right.unflatten(-1, self.inner[1]))
+        rows = rows.flatten(-2)[..., : self.embedding_dim]
+        if self.hot is None:
+            return rows
+        is_hot = places < self.hot_rows
+        hot = self.hot(torch.where(is_hot, places, 0))
+        if self.basis is not None:
+            hot = torch.matmul(hot, self.basis)
+        return torch.where(is_hot.unsqueeze(-1), hot, rows)
+
+    def _kept_at(self, indices: Tensor) -> Tensor:
+        if self.row_order is not None:
+            return self.row_order[indices].long()
+        return indices if self.step is None else indices.long() * self.step % self.num_embeddings
+
+    def _without_padding(self, rows: Tensor, indices: Tensor) -> Tensor:
+        if self.padding_idx is None:
+            return rows
+        return rows.masked_fill((indices == self.padding_idx).unsqueeze(-1), 0)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return the inner products of ``x`` ``(*, embedding_dim)`` with all rows, ``(*, rows)``.
+
+        The table is not formed: x meets the right factor first, then the left one.
+        """
+        (p, r), (_, q) = self.inner
+        padded = F.pad(x, (0, p * q - self.embedding_dim)).unflatten(-1, (p, q))
+        right = self.right.weight.unflatten(-1, (r, q)).flatten(0, 1)  # (W * R, Q)
+        half = F.linear(padded, right)  # (*, P, W * R)
+        half = half.unflatten(-1, (-1, r)).transpose(-3, -2).flatten(-2)  # (*, W, P * R)
+        cold = F.linear(half, self.left.weight).transpose(-2, -1).flatten(-2)  # (*, V * W)
+        whole = cold[..., : self.num_embeddings - self.hot_rows]
+        if self.hot is not None:
+            seen = x if self.basis is None else F.linear(x, self.basis)
+            whole = torch.cat([F.linear(seen, self.hot.weight), whole], -1)
+        if self.row_order is None and self.step is None and self.padding_idx is None:
+            return whole
+        every = torch.arange(self.num_embeddings, device=x.device)
+        if self.row_order is not None or self.step is not None:
+            whole = whole.index_select(-1, self._kept_at(every))
+        if self.padding_idx is not None:
+            whole = torch.where(every == self.padding_idx, 0, whole)
+        return whole
+
+
+class FactoredEmbedding(FactoredTable):
+    """Lookups in a factored table: integers of any shape to ``(*, embedding_dim)``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._without_padding(self.rows(input), input)
+
+
+class FactoredEmbeddingBag(FactoredTable):
+    """Bags of rows of a factored table, called as :class:`torch.nn.EmbeddingBag` is.
+
+    Attributes:
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: Whether the last offset is the end of the last bag.
+    """
+
+    mode: str = "mean"
+    include_last_offset: bool = False
+
+    def config(self) -> dict[str, Any]:
+        own = {"mode": self.mode, "include_last_offset": self.include_last_offset}
+        return super().config() | own
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        bag = super().from_config(config)
+        bag.mode, bag.include_last_offset = config["mode"], config["include_last_offset"]
+        return bag
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        flat = input.reshape(-1)
+        entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
+        rows, mode = self.rows(flat), self.mode
+        if self.padding_idx is not None:
+            # Not left to torch's padding_idx, by which an exported program is one of fixed sizes.
+            counted = (flat != self.padding_idx).unsqueeze(-1)
+            rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
+            rows = torch.cat([rows, counted.to(rows.dtype)], -1)
+            mode = "max" if mode == "max" else "sum"
+        bags = F.embedding_bag(
+            entries,
+            rows,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
+        if self.padding_idx is None or self.mode == "sum":
+            return bags[:, : self.embedding_dim]
+        bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
+        if self.mode == "mean":
+            return bags / count.clamp(min=1)
+        return torch.where(count > 0, bags, 0)
+
+
+class FactoredHead(nn.Module):
+    """``x @ table.T + bias``, of a factored table that a model looks up too.
+
+    Args:
+        table: The table.
+        bias: ``(num_embeddings,)``, or None.
+    """
+
+    def __init__(self, table: FactoredTable, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = table.embedding_dim, table.num_embeddings
+        self.embedding = table
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The table's dense weight, ``(out_features, in_features)``, computed in each access."""
+        return self.embedding.weight
+
+    def config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes the layer of again, beside its table."""
+        return {"dtype": None if self.bias is None else dtype_name(self.bias)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
+        """Make a layer on a factored table, its bias on the ``meta`` device."""
+        if not isinstance(lead, FactoredTable):
+            raise ValueError(f"it works on a factored table, not on {type(lead).__name__}")
+        if config["dtype"] is None:
+            return cls(lead, None)
+        rows = lead.num_embeddings
+        return cls(lead, torch.empty(rows, dtype=dtype_of(config), device="meta"))
+
+    def forward(self, input: Tensor) -> Tensor:
+        products = self.embedding.products(input)
+        return products if self.bias is None else products + self.bias
+
+
+@torch.no_grad()
+def thin_factors(layer: TTLinear | HotRows) -> tuple[Tensor, Tensor]:
+    """Return A ``(in, R)`` and B ``(R, out)`` of a layer that is ``x @ A @ B``.
+
+    R is the bond between the two sides without its pruned ranks, at least one; the dtype is that of
+    the cores.
+    """
+    split, dtype = layer.shape.split, layer.cores[0].dtype
+    # as the cores of a table whose columns are of width one
+    cores = [core.unsqueeze(2) for core in _open_cores(layer)]
+    left, right = (_joined(part).squeeze(2) for part in (cores[:split], cores[split:]))
+    left, right = left.squeeze(0), right.squeeze(-1)
+    if isinstance(layer, TTLinear):
+        left, right = left[: layer.in_features], right[:, : layer.out_features]
+    return left.to(dtype).contiguous(), right.to(dtype).contiguous()
+
+
+@torch.no_grad()
+def table_factors(table: TTTable) -> tuple[Tensor, Tensor]:
+    """Return ``left (V, P, R)`` and ``right (W, R, Q)`` of the rows of a table that are not hot.
+
+    Row ``v * W + w`` is ``left[v] @ right[w]``; the dtype is that of the cores.
+    """
+    split, dtype = table.shape.split, table.cores[0].dtype
+    cores = _open_cores(table)
+    left, right = _joined(cores[:split]).squeeze(0), _joined(cores[split:]).squeeze(-1)
+    return left.to(dtype).contiguous(), right.transpose(0, 1).to(dtype).contiguous()
+
+
+def _open_cores(layer: TensorTrainModule) -> list[Tensor]:
+    """Return the cores in float64 with gates multiplied in, and only the ranks that are open."""
+    cores = [core.detach().double() for core in layer.cores]
+    for k, gate in enumerate(layer.gates):
+        keep = is_open(gate, layer.prune_below).nonzero().flatten()
+        if not len(keep):  # the weight has vanished
+            return [core.new_zeros(1, *core.shape[1:-1], 1) for core in cores]
+        cores[k] = cores[k].index_select(-1, keep) * gate.detach().double()[keep]
+        cores[k + 1] = cores[k + 1].index_select(0, keep)
+    return cores
+
+
+def _joined(cores: list[Tensor]) -> Tensor:
+    """Contract cores ``(r, v, p, s)`` to ``(r, product of v, product of p, s)``."""
+    whole = cores[0]
+    for core in cores[1:]:
+        whole = torch.einsum("rvps,swqt->rvwpqt", whole, core).flatten(3, 4).flatten(1, 2)
+    return whole
