@@ -27,8 +27,7 @@ from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Case, Way, Ways, forget_times
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
-from comera.ops.linear.feed_forward import factorized_feed_forward
-from comera.ops.linear.gated_feed_forward import gated_feed_forward
+from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
 from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
