@@ -6,11 +6,8 @@ A dry run does two steps of each variant at its true shapes on drawn data.
 import contextlib
 import dataclasses
 import datetime
-import os
 import platform
-import signal
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +27,7 @@ from comera.recipes.data_record import DataRecord
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison import comparison_cells, read_comparison
 from comera.recipes.run import planned_memory, planned_model
+from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, Task
@@ -73,45 +71,50 @@ def file_of(name: str, scale: Scale) -> Path:
 
 
 def reproduce(
-    name: str,
-    scale: Scale = "small",
+    name: str | None = None,
+    /,
     *,
-    out: Path = Path("runs/reproduce"),
-    changes: Mapping[str, Any] | None = None,
-    skip: Sequence[str] = (),
-    minutes: float | None = None,
+    scale: Scale = "small",
+    out: str = "runs/reproduce",
+    set: list[str] = [],  # noqa: B006
+    skip: list[str] = [],  # noqa: B006
     jobs: int | None = None,
     overwrite: bool = False,
-    console: Console | None = None,
+    dry_run: bool = False,
+    console: Console,
 ) -> int:
-    """Train what is unfinished of an experiment, and write ``REPRODUCTION.md``.
+    """Train an experiment of the papers, small or at their scale.
+
+    The same command resumes it, and OUT/REPRODUCTION.md collects what is finished.
 
     Args:
-        name: Name of the experiment.
-        scale: ``small`` takes minutes on a few CPU cores; ``paper`` has the paper's shapes.
+        name: Name of the experiment; without it all are listed.
+        scale: small takes minutes on a few CPU cores, paper has the paper's shapes.
         out: Folder of all experiments.
-        changes: Settings that every run gets, such as where its data are, by dotted names.
-        skip: Variants, or runs as ``VARIANT/seed-K``, that are left out this time.
-        minutes: Save and stop after so long; the same command resumes it.
-        jobs: Runs at a time; None for one.
-        overwrite: Begin runs anew whose folders hold other settings.
-        console: The console that progress and the table go to.
-
-    Returns:
-        Exit status, as that of a sweep: 130 if it was stopped before all was done.
-
-    Raises:
-        ValueError: If a name or setting is wrong. Nothing has been trained then.
+        set: Settings that every run gets, such as where its data are:
+            --set='[nli.train=pairs.jsonl,nli.dev=dev.jsonl]'.
+        skip: Variants, or runs as VARIANT/seed-K, to leave out this time: --skip='[galore]'.
+        jobs: Number of runs at a time (default: one).
+        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
+            data; the others stay.
+        dry_run: Train nothing, but do two steps of each variant on drawn data, or go through the
+            shapes of one that takes more than 512 MiB.
     """
-    path, changes = file_of(name, scale), changes or {}
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes={minutes} must be above 0")
-    folder = out / path.stem
-    # As Ctrl-C does: runs save and stop.
-    timer = threading.Timer(60 * (minutes or 0), os.kill, (os.getpid(), signal.SIGINT))
-    timer.daemon = True
-    if minutes is not None:
-        timer.start()
+
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if name is None:
+        for each, scales in experiments().items():
+            title = parse.first_sentence(next(iter(reversed(scales.values()))))
+            show(f"{each} ({', '.join(sorted(scales, reverse=True))}): {title}")
+        return 0
+    changes, path = changes_of(set), file_of(name, scale)
+    if dry_run:
+        for line in try_out(name, scale, changes, skip=skip):
+            show(line)
+        return 0
+    folder = Path(out) / path.stem
     try:
         status = run_sweep(path, jobs, overwrite, console, folder, changes=changes, skip=skip)
     except FileNotFoundError as problem:
@@ -120,11 +123,9 @@ def reproduce(
         raise FileNotFoundError(
             f"{problem}: {source}--set='[KEY=PLACE]' sets one for all runs"
         ) from None
-    finally:
-        timer.cancel()
     if (folder / "results.json").is_file():
         write_facts(folder, changes)
-    write_reproduction(out)
+    write_reproduction(Path(out))
     return status
 
 
