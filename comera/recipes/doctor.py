@@ -65,7 +65,7 @@ def _ways(device: torch.device) -> Table:
     table = Table(title=f"which way tensors on {device} go", title_justify="left")
     for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
-    for name in sorted(TABLE.keys() - {"linear"}):  # whose way depends on rank and rows
+    for name in sorted(TABLE):
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
@@ -134,8 +134,7 @@ def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> 
     layer = TTLinear(_WIDTH, _WIDTH, rank=rank, device="meta", dtype=dtype)
 
     def is_reconstructed(rows: int) -> bool:
-        batch = Sample((rows, _WIDTH), dtype, device)
-        return TABLE["linear"].chosen(layer, batch) == "reconstructed"
+        return not layer.is_factorized(Sample((rows, _WIDTH), dtype, device))  # type: ignore[arg-type]
 
     if not is_reconstructed(_MOST_ROWS):
         return "-"
