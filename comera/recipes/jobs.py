@@ -423,7 +423,7 @@ def run_jobs(
                 while not signals and (launcher.at_once or len(running) + 1) > len(running):
                     job = next((job for job in jobs if job.state == "waiting"), None)
                     if job is not None:
-                        _write_settings(job.config)
+                        write_settings(job.config)
                         running[job] = launcher.start(job.config.out, job.config.overwrite)
                         job.state = "running"
                     elif added := more():
@@ -447,7 +447,7 @@ def run_jobs(
                 run.stop()
 
 
-def _write_settings(config: RunConfig) -> None:
+def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
     settings = dataclasses.asdict(dataclasses.replace(config, overwrite=False))
     path = Path(f"{config.out}.yaml")

@@ -251,6 +251,32 @@ def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
 # ── running ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def sweep(
+    file: str,
+    /,
+    *,
+    out: str | None = None,
+    jobs: int | None = None,
+    launcher: LauncherName = "local",
+    overwrite: bool = False,
+    console: Console,
+) -> int:
+    """Train variants of one run over seeds, and compare them. The same command resumes a sweep.
+
+    Args:
+        file: YAML file that describes the sweep, or a configuration's name.
+        out: Folder of the sweep, instead of the one that the file names.
+        jobs: Number of runs that are trained at a time (default: one on this machine, as many as
+            the queue takes elsewhere).
+        launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
+            settings of the latter are the sections submitit and ray of the file.
+        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
+            data; the others stay.
+    """
+    folder = Path(out) if out else None
+    return run_sweep(file_of(file), jobs, overwrite, console, folder, launcher)
+
+
 def run_sweep(
     path: Path,
     at_once: int | None = None,
@@ -261,16 +287,15 @@ def run_sweep(
     changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
-    """Train what is unfinished of a sweep, and compare what is finished.
+    """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
 
     Args:
         path: The sweep file.
         at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
-        overwrite: Begin the runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Begin the runs anew whose folders hold other settings or other data.
         console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
-        launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
+        launcher: Where runs are started.
         changes: Settings by dotted names that every run gets, whatever the file says.
         skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
             are finished are compared all the same.
