@@ -56,7 +56,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SECONDS ?= 600
 
 gpu:
-	$(GPU_PYTHON) -m comera.bench.card --seconds $(GPU_SECONDS)
+	$(GPU_PYTHON) -m benchmarks.card --seconds $(GPU_SECONDS)
 
 # Tests of the operators under compute-sanitizer, which looks at the kernels of the one under test:
 # races in cuDNN are not ours, nor is how cuda-bindings asks the driver for what it may not have.

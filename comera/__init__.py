@@ -32,40 +32,53 @@ from comera.ops.linear import (  # noqa: F401
 from comera.ops.table import tt_embedding  # noqa: F401
 
 if TYPE_CHECKING:
-    from comera.allocator import reuse_freed_memory
-    from comera.checkpoint.chain import CheckpointChain
-    from comera.compress.compress import compress_
-    from comera.compress.compress_folder import compress_folder
-    from comera.compress.heal import heal_
-    from comera.compress.sensitivity import sensitivity
-    from comera.nn.attention_init import init_keys_as_queries_
-    from comera.nn.batched_contraction import BatchedContraction
-    from comera.nn.block_linear import BTTLinear
-    from comera.nn.collection import TTEmbeddingBagCollection
-    from comera.nn.convert import densify_, tensorize_
-    from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-    from comera.nn.forms import register_layer
-    from comera.nn.linear import TTLinear
-    from comera.nn.targets import TTConfig
-    from comera.optim.came import CAME
-    from comera.optim.galore import GaLore, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
-    from comera.optim.groups import galore_param_groups, param_groups
-    from comera.optim.in_backward import OptimizerInBackward
-    from comera.optim.muon import MuonAdamW
-    from comera.rank.importance_pruning import ImportancePruning
-    from comera.rank.two_stage import TwoStage
-    from comera.recipes.trained import load_run, load_sweep
-    from comera.report.compression import compression_report
-    from comera.report.explore import explore
-    from comera.report.memory_use import memory_report
-    from comera.report.model_plan import plan
-    from comera.saved.model_folder import load_model, push_to_hub, save_model
-    from comera.serving.freeze import freeze_, frozen, to_plain_
-    from comera.shapes import BTTShape, TTMShape, TTShape
-    from comera.surgery.canonical import canonicalize_
-    from comera.surgery.rows import order_rows_, update_hot_rows_
-    from comera.surgery.truncate import truncate_
-    from comera.train.step import TrainStep
+    from comera.allocator import reuse_freed_memory as reuse_freed_memory
+    from comera.checkpoint.chain import CheckpointChain as CheckpointChain
+    from comera.compress.compress import compress_ as compress_
+    from comera.compress.compress_folder import compress_folder as compress_folder
+    from comera.compress.heal import heal_ as heal_
+    from comera.compress.sensitivity import sensitivity as sensitivity
+    from comera.nn.attention_init import init_keys_as_queries_ as init_keys_as_queries_
+    from comera.nn.batched_contraction import BatchedContraction as BatchedContraction
+    from comera.nn.block_linear import BTTLinear as BTTLinear
+    from comera.nn.collection import TTEmbeddingBagCollection as TTEmbeddingBagCollection
+    from comera.nn.convert import densify_ as densify_
+    from comera.nn.convert import tensorize_ as tensorize_
+    from comera.nn.embedding import TTEmbedding as TTEmbedding
+    from comera.nn.embedding import TTEmbeddingBag as TTEmbeddingBag
+    from comera.nn.forms import register_layer as register_layer
+    from comera.nn.linear import TTLinear as TTLinear
+    from comera.nn.targets import TTConfig as TTConfig
+    from comera.optim.came import CAME as CAME
+    from comera.optim.galore import GaLore as GaLore
+    from comera.optim.galore import GaLoreAdafactor as GaLoreAdafactor
+    from comera.optim.galore import GaLoreAdamW as GaLoreAdamW
+    from comera.optim.galore import GaLoreAdamW8bit as GaLoreAdamW8bit
+    from comera.optim.groups import galore_param_groups as galore_param_groups
+    from comera.optim.groups import param_groups as param_groups
+    from comera.optim.in_backward import OptimizerInBackward as OptimizerInBackward
+    from comera.optim.muon import MuonAdamW as MuonAdamW
+    from comera.rank.importance_pruning import ImportancePruning as ImportancePruning
+    from comera.rank.two_stage import TwoStage as TwoStage
+    from comera.recipes.trained import load_run as load_run
+    from comera.recipes.trained import load_sweep as load_sweep
+    from comera.report.compression import compression_report as compression_report
+    from comera.report.explore import explore as explore
+    from comera.report.memory_use import memory_report as memory_report
+    from comera.report.model_plan import plan as plan
+    from comera.saved.model_folder import load_model as load_model
+    from comera.saved.model_folder import push_to_hub as push_to_hub
+    from comera.saved.model_folder import save_model as save_model
+    from comera.serving.freeze import freeze_ as freeze_
+    from comera.serving.freeze import frozen as frozen
+    from comera.serving.freeze import to_plain_ as to_plain_
+    from comera.shapes import BTTShape as BTTShape
+    from comera.shapes import TTMShape as TTMShape
+    from comera.shapes import TTShape as TTShape
+    from comera.surgery.canonical import canonicalize_ as canonicalize_
+    from comera.surgery.rows import update_hot_rows_ as update_hot_rows_
+    from comera.surgery.truncate import truncate_ as truncate_
+    from comera.train.step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
 
@@ -101,64 +114,14 @@ _HOMES = {
     "comera.serving.freeze": ("freeze_", "frozen", "to_plain_"),
     "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),
-    "comera.surgery.rows": ("order_rows_", "update_hot_rows_"),
+    "comera.surgery.rows": ("update_hot_rows_",),
     "comera.surgery.truncate": ("truncate_",),
     "comera.train.step": ("TrainStep",),
 }
 """The public names of each module, which is imported when one of them is first used."""
 
-__all__ = [
-    "CAME",
-    "BTTLinear",
-    "BTTShape",
-    "BatchedContraction",
-    "CheckpointChain",
-    "GaLore",
-    "GaLoreAdafactor",
-    "GaLoreAdamW",
-    "GaLoreAdamW8bit",
-    "ImportancePruning",
-    "MuonAdamW",
-    "OptimizerInBackward",
-    "TTConfig",
-    "TTEmbedding",
-    "TTEmbeddingBag",
-    "TTEmbeddingBagCollection",
-    "TTLinear",
-    "TTMShape",
-    "TTShape",
-    "TrainStep",
-    "TwoStage",
-    "canonicalize_",
-    "compress_",
-    "compress_folder",
-    "compression_report",
-    "densify_",
-    "explore",
-    "freeze_",
-    "frozen",
-    "galore_param_groups",
-    "heal_",
-    "init_keys_as_queries_",
-    "load_model",
-    "load_run",
-    "load_sweep",
-    "memory_report",
-    "order_rows_",
-    "param_groups",
-    "plan",
-    "push_to_hub",
-    "register_layer",
-    "reuse_freed_memory",
-    "save_model",
-    "sensitivity",
-    "tensorize_",
-    "to_plain_",
-    "truncate_",
-    "update_hot_rows_",
-]
-
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

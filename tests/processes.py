@@ -57,20 +57,6 @@ def in_a_process(find, *given, **environment):
         process.join()
 
 
-class ForkedRuns:
-    """What :mod:`comera.recipes.launchers` asks ``multiprocessing`` for, with forked processes."""
-
-    def get_context(self, method):
-        assert method == "spawn"
-        return self
-
-    def Pipe(self, duplex):
-        return forking().Pipe(duplex)
-
-    def Process(self, target, args):
-        return forking().Process(target=_here, args=(dict(os.environ), os.getcwd(), target, *args))
-
-
 @functools.cache
 def forking():
     """The context of processes that are forked from one that has imported what takes seconds.
@@ -90,12 +76,6 @@ def forking():
 def _of_rank(rank, environment, work, *given):
     _see(environment)
     work(rank, *given)
-
-
-def _here(environment, cwd, work, *given):
-    _see(environment)
-    os.chdir(cwd)
-    work(*given)
 
 
 def _answer(environment, send, find, *given):

@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 import comera
+from benchmarks.__main__ import make_parser as make_benchmarks
 from comera.extras import MissingPackageError
 from comera.recipes.cli import make_parser
 from comera.recipes.parse import nested, parse_settings
 from comera.recipes.run_config import RunConfig
-from comera.recipes.search import read_search
-from comera.recipes.sweep_file import _KEYS
+from comera.recipes.search import extremes, read_search
+from comera.recipes.sweep import _KEYS
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
@@ -102,14 +103,13 @@ def test_settings_of_runs_and_sweeps_exist(path):
         if "seeds" in settings or settings.keys() <= {"submitit", "ray"}:
             assert not settings.keys() - set(_KEYS)
             if "search" in settings:
+                pytest.importorskip("optuna")
                 for key, domain in read_search(settings["search"]).over.items():
-                    for value in domain.extremes:
+                    for value in extremes(domain):
                         parse_settings(RunConfig, nested({key: value}))
             for variant in settings.get("variants", {}).values():
-                own = {"extends", "same_time_as"}
-                parse_settings(
-                    RunConfig, nested({k: v for k, v in variant.items() if k not in own})
-                )
+                own = {key: value for key, value in variant.items() if key != "extends"}
+                parse_settings(RunConfig, nested(own))
         else:
             parse_settings(RunConfig, settings)
 
@@ -240,6 +240,37 @@ def wrong_in(words: list[str]) -> str | None:
     return None
 
 
+benchmarks_of_all = functools.cache(make_benchmarks)
+
+
+def wrong_benchmark(words: str) -> str | None:
+    """What no parser knows of the words after ``python -m benchmarks``."""
+    name, *rest = words.split()
+    script = name.removeprefix(".")
+    if name.startswith("."):
+        return None if (ROOT / "benchmarks" / f"{script}.py").exists() else script
+    known = benchmarks_of_all()._subparsers._group_actions[0].choices
+    if name not in known:
+        return name
+    options = {option for action in known[name]._actions for option in action.option_strings}
+    return next((word for word in rest if word.startswith("--") and word not in options), None)
+
+
+@each_text
+def test_benchmarks_exist(path):
+    joined = code_of(text_of(path)).replace("\\\n", " ")
+    commands = re.findall(r"python -m benchmarks *(\.?[a-z].*)$", joined, re.MULTILINE)
+    assert not [words for words in commands if wrong_benchmark(words) is not None]
+
+
+def test_a_benchmark_that_does_not_exist_is_found():
+    assert wrong_benchmark("linaer --rank 3") == "linaer"
+    assert wrong_benchmark("linear --ranks 3") == "--ranks"
+    assert wrong_benchmark(".crad --tiny") == "crad"
+    assert wrong_benchmark(".card --tiny") is None
+    assert wrong_benchmark("step --batch 8 32 --compile") is None
+
+
 @each_text
 def test_commands_exist(path):
     wrong = [(words, wrong_in(words)) for words in commands_of(text_of(path))]
@@ -249,10 +280,10 @@ def test_commands_exist(path):
 def test_a_command_that_does_not_exist_is_found():
     assert commands_of("`comera trian x.yaml`") == [["trian", "x.yaml"]]
     assert wrong_in(["trian", "x.yaml"]) == "trian"
-    assert wrong_in(["bench", "linaer"]) == "linaer"
-    assert wrong_in(["bench", "linear", "--ranks", "3"]) == "--ranks"
+    assert wrong_in(["checkpoint", "inspekt"]) == "inspekt"
+    assert wrong_in(["calibrate", "--thread", "3"]) == "--thread"
     assert wrong_in(["train", "configs/none.yaml"]) == "configs/none.yaml"
-    assert wrong_in(["bench", "linear|stepp"]) == "stepp"
+    assert wrong_in(["checkpoint", "inspect|stepp"]) == "stepp"
     assert wrong_in(["train", "configs/quickstart.yaml", "--train.steps=3"]) is None
 
 

@@ -96,4 +96,4 @@ def test_the_kernels_have_tests_for_a_card(file):
 def test_the_target_runs_all_stages_in_ten_minutes():
     done = make("-n", "gpu", "GPU_PYTHON=python3")
     assert done.returncode == 0
-    assert done.stdout.strip() == "python3 -m comera.bench.card --seconds 600"
+    assert done.stdout.strip() == "python3 -m benchmarks.card --seconds 600"

@@ -34,14 +34,15 @@ def test_public_names_have_one_home_each_and_checkers_see_the_same():
         for node in ast.parse((ROOT / "__init__.py").read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    seen = {
-        node.module: tuple(alias.name for alias in node.names)
+    seen = [
+        (node.module, alias.name, alias.asname)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
-    }
-    assert seen == comera._HOMES
-    names = [name for names in comera._HOMES.values() for name in names]
-    assert sorted(names) == sorted(comera.__all__)
+        for alias in node.names
+    ]
+    homes = [(home, name, name) for home, names in comera._HOMES.items() for name in names]
+    assert sorted(seen) == sorted(homes)
+    assert len({name for _, name, _ in homes}) == len(homes) == len(comera.__all__)
 
 
 @pytest.mark.parametrize("name", comera.__all__)

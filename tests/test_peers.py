@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.bench.peers import _load
+from benchmarks.peers import _load
 from tests.peers import PACKAGES, peer
 
 ROOT = Path(__file__).parents[1]

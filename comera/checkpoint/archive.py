@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from comera.checkpoint.snapshot import parsed
 from comera.checkpoint.streams import DamagedError
-from comera.checkpoint.tree import parsed
 from comera.files import naming_a_full_disk
 
 VERSION = 1

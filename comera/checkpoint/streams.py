@@ -1,15 +1,18 @@
 """Bytes of the same kind, one after the other, each kind compressed as one zstd stream.
 
-Gaps between kept entries, codes and the bytes of floats each have a distribution of their own;
-kept apart, an entropy coder comes near to it. Tensors pass through one at a time, so no more
-than one is held uncompressed, whichever their sizes, and a reader takes no more than it asked for.
+Positions and codes become bytes that an entropy coder compresses well. Gaps between kept entries,
+codes and the bytes of floats each have a distribution of their own, so each has its own stream.
+Tensors pass through one at a time: no more than one is held uncompressed, whichever their sizes,
+and a reader takes no more than it asked for.
 """
+
+import math
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-LEVEL = 1
+_LEVEL = 1
 """Level of zstd: codes have no repetitions, and a search for some is slow and makes them longer."""
 _LARGEST_WINDOW = 1 << 27
 
@@ -23,8 +26,7 @@ class DamagedError(ValueError):
 class Streams:
     """Compressed streams by name, written in any order."""
 
-    def __init__(self, level: int = LEVEL) -> None:
-        self._level = level
+    def __init__(self) -> None:
         self._open: dict[str, zstandard.ZstdCompressionObj] = {}
         self._parts: dict[str, list[bytes]] = {}
         self._taken: dict[str, int] = {}
@@ -33,7 +35,7 @@ class Streams:
     def write(self, name: str, values: Bytes) -> None:
         """Append to the stream of that name."""
         if name not in self._open:
-            self._open[name] = zstandard.ZstdCompressor(level=self._level).compressobj()
+            self._open[name] = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
             self._parts[name], self._taken[name] = [], 0
         self._parts[name].append(self._open[name].compress(values.data))
         self._taken[name] += len(values)
@@ -90,3 +92,60 @@ class StreamReader:
             return self._open[name].read(count)
         except zstandard.ZstdError as problem:
             raise DamagedError(f"stream {name!r} is not readable: {problem}") from problem
+
+
+def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
+    """Turn ascending positions into distances, a byte each; 255 says that more follow."""
+    gaps = np.diff(positions_k, prepend=-1) - 1
+    if not len(gaps) or gaps.max() < 255:
+        return gaps.astype(np.uint8)
+    more, last = np.divmod(gaps, 255)
+    ends = np.cumsum(more + 1) - 1
+    out = np.full(ends[-1] + 1, 255, np.uint8)
+    out[ends] = last
+    return out
+
+
+def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
+    """Return ``count`` positions, all under ``below``, of which :func:`to_gaps` made ``gaps``.
+
+    Raises:
+        DamagedError: If they are more or fewer, or lie beyond.
+    """
+    ends = np.flatnonzero(gaps != 255)
+    if len(ends) != count:
+        raise DamagedError(f"there are {len(ends)} kept entries where {count} are stated")
+    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count)
+    if count and (ends[-1] != len(gaps) - 1 or positions[-1] >= below):
+        raise DamagedError(f"a kept entry lies beyond the {below} of its tensor")
+    return positions
+
+
+def codes_to_a_byte(size: int) -> int:
+    """Return how many codes under ``size`` fit into a byte."""
+    return max(1, int(math.log(256) / math.log(max(2, size)) + 1e-9))
+
+
+def pack(codes_n: Bytes, size: int) -> Bytes:
+    """Put as many codes, all under ``size``, as fit into a byte, as the digits of its value.
+
+    zstd spends no less than a bit on a byte: few codes are better taken together.
+    """
+    each = codes_to_a_byte(size)
+    digits = np.zeros((-(-len(codes_n) // each), each), np.uint8)
+    digits.reshape(-1)[: len(codes_n)] = codes_n
+    packed = digits[:, 0].copy()
+    for k in range(1, each):
+        packed *= max(2, size)
+        packed += digits[:, k]
+    return packed
+
+
+def unpack(packed: Bytes, size: int, count: int) -> Bytes:
+    """Return the ``count`` codes that :func:`pack` put into bytes."""
+    each = codes_to_a_byte(size)
+    digits = np.empty((len(packed), each), np.uint8)
+    rest = packed
+    for k in range(each - 1, -1, -1):
+        rest, digits[:, k] = np.divmod(rest, np.uint8(max(2, size))) if k else (rest, rest)
+    return digits.reshape(-1)[:count]

@@ -1,11 +1,7 @@
-"""Which rank each layer gets under one budget for all.
+"""The rank of each layer under one budget for all.
 
 The losses of layers' directions are comparable, so one price for a parameter decides everywhere:
 a direction stays if it saves more loss than its parameters cost. The price is found by bisection.
-
-Read and write budgets: shares of the parameters, or their bytes with a unit.
-
-What becomes of the layers of a model under a budget: a tuple that prints itself.
 """
 
 import math
@@ -16,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from comera.extras import needed_by
-from comera.planning.printing import table_html, text_table
+from comera.planning.printing import Report, Table, data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,9 +152,8 @@ class CompressedLayer:
         name: As in ``named_modules``.
         dense_params: Entries of the weight it had.
         params: Entries of what it has now, gates included.
-        rank: Of its two factors, or of the middle bond; None where it stays dense.
+        rank: Of its two factors; None where it stays dense.
         loss: By how much this is predicted to raise the loss, to second order.
-        order: Of the tensor train; 1 is two factors.
     """
 
     name: str
@@ -167,22 +161,18 @@ class CompressedLayer:
     params: int
     rank: int | None
     loss: float
-    order: int = 1
 
 
-class CompressedLayers(tuple[CompressedLayer, ...]):
+class CompressedLayers(Report, tuple[CompressedLayer, ...]):
     """One :class:`CompressedLayer` for each targeted layer; prints itself, also in Jupyter."""
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
-        with needed_by("to_pandas()"):
-            import pandas as pd
+        return data_frame(self)
 
-        return pd.DataFrame([vars(layer) for layer in self])
-
-    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return header and cells as text."""
-        return ("layer", "dense", "now", "rank", "predicted loss"), [
+    def tables(self) -> list[Table]:
+        """Return one row a layer."""
+        rows = [
             (
                 layer.name,
                 f"{layer.dense_params:,}",
@@ -192,10 +182,7 @@ class CompressedLayers(tuple[CompressedLayer, ...]):
             )
             for layer in self
         ]
-
-    def table(self) -> str:
-        """Return the rows as a table of text."""
-        return text_table("layers", *self.rows(), names=0)
+        return [Table("layers", ("layer", "dense", "now", "rank", "predicted loss"), rows, names=0)]
 
     def summary(self) -> str:
         """Return a line of totals."""
@@ -207,11 +194,3 @@ class CompressedLayers(tuple[CompressedLayer, ...]):
             f"{len(self)} layers: {params:,} parameters of {dense:,}, {kept} stay dense, "
             f"predicted rise of the loss {loss:.3g}"
         )
-
-    def __str__(self) -> str:
-        return f"{self.table()}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(*self.rows(), note=self.summary())

@@ -1,7 +1,4 @@
-"""A trained model with smaller layers: one budget, spent where calibration data say.
-
-The smallest size at which a model's measured loss stays below a bound.
-"""
+"""A trained model with low-rank layers, their ranks chosen by calibration data under one budget."""
 
 import logging
 import math
@@ -16,22 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import CompressedLayer, CompressedLayers, parse_budget
-from comera.compress.correct import FittedLayer, better_train, correct_factors
 from comera.compress.layer_moments import LossFn
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.sensitivity import (
     LayerSensitivity,
     Sensitivity,
-    check_order,
     look_at,
 )
-from comera.compress.whitened import balanced
 from comera.nn.embedding import TTEmbedding
 from comera.nn.evaluation_mode import evaluation_mode, model_size
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
 from comera.nn.swap import swap_layers_
-from comera.planning.printing import show_bytes, table_html
+from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape
 
 if TYPE_CHECKING:
@@ -125,7 +119,7 @@ def _truncated(
 
 
 @dataclass(frozen=True, repr=False)
-class Compression:
+class Compression(Report):
     """What :func:`compress_` has done; prints itself.
 
     Attributes:
@@ -155,13 +149,9 @@ class Compression:
         """Return one row a layer, columns as in :class:`CompressedLayer`. Needs pandas."""
         return self.layers.to_pandas()
 
-    def __str__(self) -> str:
-        return f"{self.layers.table()}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(*self.layers.rows(), note=self.summary())
+    def tables(self) -> list[Table]:
+        """Return one row a layer."""
+        return self.layers.tables()
 
     def summary(self) -> str:
         """Return a line of totals."""
@@ -186,8 +176,6 @@ def compress_(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
-    correct: bool | Iterable[Any] = False,
-    order: int | str = 1,
 ) -> Compression:
     """Replace layers of a trained model in place by low-rank ones that cost least loss.
 
@@ -222,13 +210,6 @@ def compress_(
         keep: A file for what calibration has found, written every two minutes and at its end.
             A call that finds it skips as many batches as it has seen: all, if it is complete.
         progress: Whether to show a bar.
-        correct: Whether to fit left factors of linear layers, in order, to the inputs that they get
-            with the layers before them replaced: two passes forward for each batch of
-            ``calibration``, which must then be one that can be read again. Or the batches to do so
-            with. It brings back a little of what was lost (``docs/compress.md``).
-        order: 1 makes two factors of each layer. ``"auto"`` tries tensor trains of order 2 and 3 in
-            the place of those of linear layers, at no larger size, and takes them where they are
-            predicted to raise the loss by less. Trained weights hardly ever come out so.
 
     Returns:
         The ranks chosen and what they are predicted to cost.
@@ -253,24 +234,13 @@ def compress_(
     if budget is not None:
         parse_budget(budget)
     evaluate = _evaluation(calibration, loss_fn, max_loss, evaluate)
-    again = _correction(calibration, correct)
-    if max_loss is not None and (again is not None or order == "auto"):
-        raise ValueError(
-            f"max_loss={max_loss} is measured with two factors a layer as they are found: "
-            "correct= and order='auto' change them afterwards, and go with a budget"
-        )
     begun = time.monotonic()
     if isinstance(calibration, Sensitivity):
-        unused = None if again is not None else loss_fn
-        check_unused(unused, target_modules, exclude_modules, keep)
+        check_unused(loss_fn, target_modules, exclude_modules, keep)
         found = calibration
-        check_order(order, all(layer.moments is not None for layer in found.layers))
     else:
-        check_order(order)
         targets = linear_targets(model, target_modules, exclude_modules, "compress_")
-        found = look_at(
-            model, targets, calibration, loss_fn, keep=keep, progress=progress, order=order
-        )
+        found = look_at(model, targets, calibration, loss_fn, keep=keep, progress=progress)
     layers = {layer.name: _same(model, layer) for layer in found.layers}
     before = model_size(model)
     measured = None
@@ -279,26 +249,12 @@ def compress_(
         budget, measured = smallest_share(model, layers, found, evaluate, max_loss)
     assert budget is not None, "one of them is given"
     made = found.choose(budget)
-    trains: dict[str, tuple[CompressedLayer, TTShape, list[Tensor]]] = {}
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
-    fitted: dict[str, FittedLayer] = {}
-    for one, about in zip(made, found.layers, strict=True):
-        layer, is_linear = layers[one.name], isinstance(layers[one.name], nn.Linear)
-        train = better_train(about, one) if order == "auto" and is_linear and one.rank else None
-        if train is not None:
-            trains[one.name] = train
-        elif one.rank is not None and again is not None and isinstance(layer, nn.Linear):
-            fitted[one.name] = FittedLayer(layer, about.whitened, one.rank)
-        elif one.rank is not None:
-            factors[one.name] = about.whitened.factors(one.rank)
-    if again is not None:
-        correct_factors(model, layers, fitted, again, loss_fn or own_loss)
-        factors |= {name: balanced(one.left_OR, one.right_RI) for name, one in fitted.items()}
-    new = {name: _low_rank(layers[name], *both) for name, both in factors.items()}
-    for name, (_, shape, cores) in trains.items():
-        new[name] = TTLinear.from_cores(layers[name], shape, cores)
-    swap_layers_(model, {id(layers[name]): layer for name, layer in new.items()})
-    made = CompressedLayers(trains[one.name][0] if one.name in trains else one for one in made)
+    new = {
+        id(layers[one.name]): _low_rank(layers[one.name], *about.whitened.factors(one.rank))
+        for one, about in zip(made, found.layers, strict=True)
+        if one.rank is not None
+    }
+    swap_layers_(model, new)
     after, seconds = model_size(model), time.monotonic() - begun
     return Compression(
         made, before.params, after.params, before.bytes, after.bytes, seconds, measured
@@ -330,20 +286,6 @@ def _evaluation(
         return sum(losses) / max(1, len(losses))
 
     return mean_loss
-
-
-def _correction(
-    calibration: Iterable[Any] | Sensitivity, correct: bool | Iterable[Any]
-) -> Iterable[Any] | None:
-    """Return the batches to correct layers with, or None."""
-    if not isinstance(correct, bool):
-        return correct
-    if correct and isinstance(calibration, Sensitivity | Iterator):
-        raise ValueError(
-            f"correct=True with a calibration of type {type(calibration).__name__}, which cannot "
-            "be read again: pass the batches, correct=loader"
-        )
-    return calibration if correct else None  # type: ignore[return-value]
 
 
 def check_unused(loss_fn: object, targets: object, exclude: object, keep: object = None) -> None:

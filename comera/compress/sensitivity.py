@@ -18,12 +18,12 @@ from comera.compress.allocate import (
     parse_budget,
     smallest_budget,
 )
-from comera.compress.layer_moments import LayerMoments, LossFn, gather_moments
+from comera.compress.layer_moments import LossFn, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
 from comera.nn.evaluation_mode import model_size
-from comera.planning.printing import empty_figure, show_bytes, table_html, text_table
+from comera.planning.printing import Report, Table, empty_figure, show_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,12 +41,10 @@ class LayerSensitivity:
     Attributes:
         name: As in ``named_modules``.
         whitened: Its weight by directions, with the loss that each of them saves.
-        moments: What this was made with, if it was to be kept.
     """
 
     name: str
     whitened: WhitenedSVD
-    moments: LayerMoments | None = None
 
     @functools.cached_property
     def plain_K(self) -> Tensor:
@@ -72,7 +70,7 @@ class LayerSensitivity:
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity:
+class Sensitivity(Report):
     """What :func:`sensitivity` has found; prints itself, also in Jupyter.
 
     :func:`compress_` takes it in the place of calibration data, for this model or copies of it.
@@ -219,17 +217,18 @@ class Sensitivity:
         _legend(axes[0], len(self.layers))
         return figure
 
-    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return header and cells as text: what is lost at shares of each dense weight."""
+    def tables(self) -> list[Table]:
+        """Return what is lost at shares of each dense weight."""
         at = (0.75, 0.5, 0.25, 0.1)
-        header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
-        cells = []
+        rows = []
         for layer in self.layers:
             ranks = [max(1, int(share * layer.params(None) / layer.params(1))) for share in at]
             losses = [f"{layer.whitened.loss(rank):.3g}" for rank in ranks]
             out_features, in_features = layer.whitened.weight_OI.shape
-            cells.append((layer.name, f"{in_features} to {out_features}", *losses))
-        return header, cells
+            rows.append((layer.name, f"{in_features} to {out_features}", *losses))
+        header = ("layer", "weight", *(f"loss at {share:.0%}" for share in at))
+        title = "predicted rise of the loss, by share of the weight kept"
+        return [Table(title, header, rows, names=0)]
 
     def summary(self) -> str:
         """Return a line of totals."""
@@ -238,16 +237,6 @@ class Sensitivity:
             f"{len(self.layers)} layers with {ours:,} of {self.model_params:,} parameters "
             f"({ours / self.model_params:.1%})"
         )
-
-    def __str__(self) -> str:
-        header, cells = self.rows()
-        title = "predicted rise of the loss, by share of the weight kept"
-        return f"{text_table(title, header, cells, names=0)}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(*self.rows(), note=self.summary())
 
 
 def sensitivity(
@@ -259,7 +248,6 @@ def sensitivity(
     exclude_modules: str | list[str] | None = None,
     keep: str | Path | None = None,
     progress: bool = False,
-    order: int | str = 1,
 ) -> Sensitivity:
     """Look at what each layer of a trained model can do without; nothing is changed.
 
@@ -271,8 +259,6 @@ def sensitivity(
         exclude_modules: The same.
         keep: The same.
         progress: The same.
-        order: ``"auto"`` keeps the moments, as :func:`compress_` needs them for this order; they
-            take about as much memory again.
 
     Returns:
         For each layer the loss by rank, with tables, plots, and the ranks for any budget.
@@ -289,9 +275,8 @@ def sensitivity(
 
     Source: as :func:`compress_`.
     """
-    check_order(order)
     layers = linear_targets(model, target_modules, exclude_modules, "sensitivity")
-    return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress, order=order)
+    return look_at(model, layers, calibration, loss_fn, keep=keep, progress=progress)
 
 
 def look_at(
@@ -302,34 +287,14 @@ def look_at(
     *,
     keep: str | Path | None = None,
     progress: bool = False,
-    order: int | str = 1,
 ) -> Sensitivity:
     """Do what :func:`sensitivity` does for the layers that it would find, by name."""
     moments = gather_moments(model, layers, calibration, loss_fn or own_loss, keep, progress)
-    made = []
-    for name, layer in layers.items():
-        mine = moments.pop(name)  # they go as the decomposition comes, which is no larger
-        kept = mine if order == "auto" else None
-        made.append(LayerSensitivity(name, whitened_svd(weight_OI(layer), mine), kept))
+    made = [  # moments are freed as the decompositions come, which are no larger
+        LayerSensitivity(name, whitened_svd(weight_OI(layer), moments.pop(name)))
+        for name, layer in layers.items()
+    ]
     return Sensitivity(tuple(made), *model_size(model))
-
-
-def check_order(order: int | str, found_moments: bool = True) -> None:
-    """Check what a user said of orders.
-
-    Raises:
-        ValueError: If it is neither 1 nor ``"auto"``, or the moments that it takes are not there.
-    """
-    if isinstance(order, bool) or order not in (1, "auto"):
-        raise ValueError(
-            f"order={order!r} must be 1, two factors for each layer, or 'auto', longer trains "
-            "where they lose less"
-        )
-    if order == "auto" and not found_moments:
-        raise ValueError(
-            "order='auto' compares trains by moments that sensitivity did not keep: say "
-            "order='auto' to it as well"
-        )
 
 
 def _legend(axes: Any, layers: int) -> None:

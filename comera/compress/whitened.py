@@ -55,37 +55,16 @@ class WhitenedSVD:
     @torch.no_grad()
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return ``(O, rank)`` and ``(rank, I)``, equally large; their product is the weight."""
-        return balanced(*self._thin(rank))
-
-    @torch.no_grad()
-    def spread_factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return ``(O, rank)`` and ``(rank, I)`` with the same product.
-
-        What the right one makes of the layer's inputs is uncorrelated and has mean squares of one,
-        but for directions whose loss is zero.
-        """
-        left, right = self._thin(rank)
-        if self.is_tall:
-            return left, right
-        sizes = (2 * self.losses_K[:rank]).sqrt().to(left)
-        sizes = torch.where(sizes > 0, sizes, 1.0)
-        return left * sizes, right / sizes[:, None]
-
-    def _thin(self, rank: int) -> tuple[Tensor, Tensor]:
         span, dual = self.span_KK[:, :rank], self.dual_KK[:, :rank]
         weight = self.weight_OI.detach().to(span.dtype)
-        return (weight @ dual, span.T) if self.is_tall else (span, dual.T @ weight)
+        left, right = (weight @ dual, span.T) if self.is_tall else (span, dual.T @ weight)
+        sizes = left.norm(dim=0), right.norm(dim=1)
+        scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
+        return left * scale, right / scale[:, None]
 
     def loss(self, rank: int) -> float:
         """Return by how much the loss is predicted to rise if so many directions are kept."""
         return float(self.losses_K[rank:].sum())
-
-
-def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale two factors so that each column of the one is as large as that row of the other."""
-    sizes = left_OR.norm(dim=0), right_RI.norm(dim=1)
-    scale = torch.where((sizes[0] > 0) & (sizes[1] > 0), (sizes[1] / sizes[0]).sqrt(), 1.0)
-    return left_OR * scale, right_RI / scale[:, None]
 
 
 @torch.no_grad()
@@ -132,15 +111,6 @@ def whitened_svd(
     span = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     losses = values.flip(0).clamp_min(0) / 2
     return WhitenedSVD(weight, span.to(dtype), (root @ vectors).to(dtype), losses)
-
-
-@torch.no_grad()
-def raised_loss(error_OI: Tensor, moments: LayerMoments) -> float:
-    """Return by how much an error of a linear layer's weight raises the loss, to second order."""
-    error = error_OI.double()
-    inputs = _damped(moments.inputs_II, _DAMPING)
-    grads = _damped(moments.grads_OO, _GRAD_DAMPING)
-    return float(((grads @ error) * (error @ inputs)).sum()) / 2
 
 
 def _expected(moments: LayerMoments) -> Tensor:

@@ -1,12 +1,10 @@
-"""Rows of click logs as their files have them, a chunk at a time: labels, numbers, categories.
+"""Files of click logs, and the encoder of their rows.
 
-Read are tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), the ``train.txt``
-of the Criteo challenges as distributed, and the ratings of MovieLens.
+:func:`read_chunks` reads tables with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``),
+the ``train.txt`` of the Criteo challenges as distributed, and the ratings of MovieLens.
 
-Rows of a click log as a trained model takes them: raw values in, numbers of rows out.
-
-What the preparation of a log has learned from its training rows is kept with a run: the row of
-each category that has one, by its code, and how numbers are scaled.
+:class:`ClickRows` is the vocabulary and scaling that preparation has learned from the training rows
+of a log. It is saved with a run, and turns raw rows into inputs of the model.
 """
 
 import contextlib
@@ -190,15 +188,6 @@ class ClickRows:
             raise ValueError(f"{path} is damaged: {problem}") from None
 
 
-def codes_of_text(values: Sequence[Any]) -> np.ndarray:
-    """Return uint64, hashes of 64 bits, equal for equal values."""
-    with needed_by("categories of clicks"):
-        import pandas as pd
-    array = np.empty(len(values), object)
-    array[:] = values
-    return pd.util.hash_array(array, categorize=True)
-
-
 def transformed(
     values: np.ndarray, transform: str, mean: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
@@ -236,30 +225,12 @@ CHUNK = 200_000
 CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
 CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
 CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
+_MOVIELENS = ["user", "item", "rating", "time"]
 _EXPECTED = (
     "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
     "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
 )
-_MOVIELENS = ["user", "item", "rating", "time"]
-
-
-@dataclass
-class Chunk:
-    """Consecutive rows of a click log.
-
-    Attributes:
-        labels: ``(n,)``, of which what is above ``positive`` is a click.
-        continuous: ``(n, C)`` float64; NaN where nothing is given.
-        fields: ``(n, F)`` uint64: the category itself or its hash, so that equal ones are equal.
-        integers: ``(F,)``, whether a column holds whole numbers, which are their own codes.
-        skipped: Malformed lines among them that were left out.
-    """
-
-    labels: np.ndarray
-    continuous: np.ndarray
-    fields: np.ndarray
-    integers: np.ndarray
-    skipped: int = 0
+_TO_SKIP = "clicks.skip_bad_lines=true leaves such lines out"
 
 
 @dataclass(frozen=True)
@@ -303,17 +274,17 @@ def columns_of(
     """
     if format == "criteo":
         return Columns("label", CRITEO_CONTINUOUS, CRITEO_FIELDS)
-    names = _MOVIELENS if format == "movielens" else _column_names(path)
-    fields = fields_named(format, fields)
-    if format == "movielens":
-        label = label or "rating"
+    names = _layout(path, format).names
+    listed = ", ".join(name for name in names if name) or "none"
+    label = label or ("rating" if format == "movielens" else None)
     if label is None:
-        raise ValueError(f"clicks.label names no column of {path}; it has {_listed(names)}")
-    if not fields:
-        fields = [name for name in names if name != label and name not in continuous]
+        raise ValueError(f"clicks.label names no column of {path}; it has {listed}")
+    fields = fields_named(format, fields) or [
+        name for name in names if name != label and name not in continuous
+    ]
     for name in (label, *continuous, *fields):
         if name not in names:
-            raise ValueError(f"{path} has no column {name!r}; it has {_listed(names)}")
+            raise ValueError(f"{path} has no column {name!r}; it has {listed}")
     if not fields:
         raise ValueError(
             f"{path} has no column of categories beside {label} and clicks.continuous="
@@ -325,20 +296,20 @@ def columns_of(
                 f"clicks.{kind} names {label!r}, which is clicks.label: a model that reads what "
                 "it has to predict learns nothing else"
             )
-        twice = [name for name in chosen if list(chosen).count(name) > 1]
-        if twice:
-            raise ValueError(f"clicks.{kind} names {twice[0]!r} more than once")
+        if twice := _repeated(chosen):
+            raise ValueError(f"clicks.{kind} names {twice!r} more than once")
     return Columns(label, tuple(continuous), tuple(fields))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name for name in names if name) or "none"
 
 
 def read_chunks(
     path: Path, format: str, columns: Columns, skip_bad: bool, first: int = 0
-) -> Iterator[Chunk]:
-    """Yield the rows of a file in chunks.
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the rows of a file in chunks of ``CHUNK`` lines, each as named arrays.
+
+    ``labels`` ``(n,)`` and ``continuous`` ``(n, C)`` float32 with NaN for missing values;
+    ``field0``, ``field1``, ... ``(n,)`` uint64, categories or their hashes; ``integers`` ``(F,)``,
+    whether a field holds whole numbers, which are their own codes; ``skipped`` ``()``, the number
+    of malformed lines that were left out.
 
     Args:
         path: The file.
@@ -348,90 +319,110 @@ def read_chunks(
         first: Number of the first chunk that is wanted.
 
     Raises:
-        ValueError: If a line or cell is malformed: says its number and what was expected. Malformed
-            is a number that is not finite too; only an empty cell, or in a typed column NaN, is
-            missing, and not where the label should be.
+        ValueError: If a line or cell is malformed, with its number and what was expected. A number
+            that is not finite is malformed too; only an empty cell, or NaN in a typed column, is
+            missing, and neither is allowed as a label.
     """
-    if format == "table" and path.suffix in (".npz", ".parquet"):
-        yield from itertools.islice(_whole(path, columns, skip_bad), first, None)
+    layout = _layout(path, format)
+    if twice := _repeated(layout.names):
+        raise ValueError(f"{path} has more than one column {twice!r}: give each its own name")
+    if not layout.separator:
+        frame = _typed_frame(path, columns)
+        for start in range(first * CHUNK, len(frame), CHUNK):
+            yield _chunk(path, "row", frame.iloc[start : start + CHUNK], columns, skip_bad)
         return
-    names, separator, header = _layout(path, format)
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"{path} has more than one column {twice[0]!r}: give each its own name")
+    before = layout.header + first * CHUNK
     with _open(path) as file:
-        start = 1
-        if header:
-            file.readline()
-            start = 2
-        start += sum(1 for _ in itertools.islice(file, first * CHUNK))
-        while lines := list(itertools.islice(file, CHUNK)):
-            yield _parse(path, lines, start, names, separator, columns, skip_bad)
-            start += len(lines)
+        rest = itertools.islice(file, before, None)
+        while lines := list(itertools.islice(rest, CHUNK)):
+            frame = _text_frame(path, lines, before + 1, layout, skip_bad)
+            yield _chunk(path, "line", frame, columns, skip_bad, len(lines) - len(frame))
+            before += len(lines)
 
 
-def _parse(
+def _chunk(
     path: Path,
-    lines: list[bytes],
-    start: int,
-    names: Sequence[str],
-    separator: str,
+    unit: str,
+    frame: "pd.DataFrame",
     columns: Columns,
     skip_bad: bool,
-) -> Chunk:
-    """Read the rows of lines, the first of them number ``start`` of the file."""
+    skipped: int = 0,
+) -> dict[str, np.ndarray]:
+    """Check the numbers of a frame, whose index numbers its lines or rows, and code its fields."""
     pd = _pandas()
-    mark, cells = separator.encode(), len(names)
-    numbers = np.arange(start, start + len(lines))
-    counts = np.array([_count(line, mark) for line in lines])
-    good = counts == cells
-    if not good.all() and not skip_bad:
-        first = int(np.flatnonzero(~good)[0])
-        found = f"{counts[first]} values" if counts[first] else "quotes that do not close"
-        raise ValueError(
-            f"line {numbers[first]} of {path} has {found}, expected {cells} values: "
-            f"{lines[first][:80]!r}; clicks.skip_bad_lines=true leaves such lines out"
-        )
-    kept = [line for line, fine in zip(lines, good, strict=True) if fine]
-    numbers = numbers[good]
+    numbers, good = {}, np.ones(len(frame), bool)
+    for name in (columns.label, *columns.continuous):
+        cells = frame[name]
+        numbers[name] = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
+        finite = np.abs(numbers[name]) <= np.finfo(np.float32).max  # False for NaN
+        missing = (cells.isna() | (cells == "")).to_numpy() & (name != columns.label)
+        if not (finite | missing).all() and not skip_bad:
+            row = int(np.argmin(finite | missing))
+            cell = cells.iloc[row]
+            raise ValueError(
+                f"{unit} {frame.index[row]} of {path}: {name} is "
+                f"{repr(cell) if isinstance(cell, str) else cell}, expected a number that is "
+                f"finite; {_TO_SKIP}"
+            )
+        good &= finite | missing
+    fields = [frame[name][good] for name in columns.fields]
+    continuous = [numbers[name][good] for name in columns.continuous]
+    shape = len(continuous), int(good.sum())
+    return {
+        "labels": numbers[columns.label][good],
+        "continuous": np.array(continuous, np.float32).reshape(shape).T,
+        "integers": np.array([pd.api.types.is_integer_dtype(each.dtype) for each in fields]),
+        "skipped": np.array(skipped + int((~good).sum())),
+        **{f"field{k}": _codes(each) for k, each in enumerate(fields)},
+    }
+
+
+def _text_frame(
+    path: Path, lines: list[bytes], start: int, layout: "_Layout", skip_bad: bool
+) -> "pd.DataFrame":
+    """Return the cells of well-formed lines as text; the index is the number of the line.
+
+    Args:
+        path: The file, for messages.
+        lines: Consecutive lines.
+        start: Number of the first of them.
+        layout: The columns.
+        skip_bad: Leave out lines with another number of values, instead of raising.
+    """
+    separator, expected = layout.separator, len(layout.names)
+    numbers, kept = [], []
+    for number, line in enumerate(lines, start):
+        if (count := _count(line, separator.encode())) == expected:
+            numbers.append(number)
+            kept.append(line)
+        elif not skip_bad:
+            found = f"{count} values" if count else "quotes that do not close"
+            raise ValueError(
+                f"line {number} of {path} has {found}, expected {expected} values: "
+                f"{line[:80]!r}; {_TO_SKIP}"
+            )
     text = b"".join(kept).replace(b"\r\n", b"\n")
-    text = text.replace(b"::", b"\t") if separator == "::" else text
+    if separator == "::":  # pandas' parser in C takes separators of one character
+        text, separator = text.replace(b"::", b"\t"), "\t"
     try:
-        frame = pd.read_csv(
-            io.BytesIO(text), sep="\t" if separator == "::" else separator, header=None,
-            names=list(names), dtype=str, keep_default_na=False, skip_blank_lines=False,
-            quoting=csv.QUOTE_MINIMAL if separator == "," else csv.QUOTE_NONE, lineterminator="\n",
+        frame = _pandas().read_csv(
+            io.BytesIO(text), sep=separator, header=None, names=layout.names, dtype=str,
+            keep_default_na=False, skip_blank_lines=False, lineterminator="\n",
+            quoting=csv.QUOTE_MINIMAL if separator == "," else csv.QUOTE_NONE,
         )  # fmt: skip
     except UnicodeDecodeError:
         for number, line in zip(numbers, kept, strict=True):
             with naming_what_is_no_text(f"line {number} of {path}"):
                 line.decode("utf-8")
         raise
-    broken = np.zeros(len(frame), bool)
-    numeric = {}
-    for name in (columns.label, *columns.continuous):
-        values = pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64)
-        wrong = ~_holds(values) & ((frame[name] != "").to_numpy() | (name == columns.label))
-        if wrong.any() and not skip_bad:
-            row = int(np.flatnonzero(wrong)[0])
-            raise _no_number(f"line {numbers[row]}", path, name, repr(frame[name].iloc[row]))
-        broken |= wrong
-        numeric[name] = values
-    keep = ~broken
-    fields = [_codes(frame[name])[keep] for name in columns.fields]
-    return Chunk(
-        numeric[columns.label][keep],
-        _side_by_side([numeric[name][keep] for name in columns.continuous], keep.sum()),
-        np.stack(fields, 1),
-        np.zeros(len(fields), bool),
-        skipped=len(lines) - int(keep.sum()),
-    )
+    frame.index = numbers
+    return frame
 
 
-def _count(line: bytes, mark: bytes) -> int:
+def _count(line: bytes, separator: bytes) -> int:
     """Count the values of a line; 0 where quotes around one of a .csv do not close in it."""
-    if mark != b"," or b'"' not in line:
-        return line.count(mark) + 1
+    if separator != b"," or b'"' not in line:
+        return line.count(separator) + 1
     try:
         return len(_cells(line.decode("latin-1")))  # bytes one by one: no text is made of them
     except csv.Error:
@@ -439,68 +430,36 @@ def _count(line: bytes, mark: bytes) -> int:
 
 
 def _cells(line: str) -> list[str]:
-    """Part a line of a .csv, in which values in quotes may have commas."""
+    """Split a line of a .csv, in which values in quotes may have commas."""
     return next(csv.reader([line], strict=True), [""])
 
 
-def _holds(values: np.ndarray) -> np.ndarray:
-    """Tell which numbers float32 can hold, in which they are kept; NaN and infinity are not."""
-    return np.abs(values) <= np.finfo(np.float32).max
-
-
-def _no_number(where: str, path: Path, name: str, value: str) -> ValueError:
-    return ValueError(
-        f"{where} of {path}: {name} is {value}, expected a number that is finite; "
-        "clicks.skip_bad_lines=true leaves such lines out"
-    )
-
-
-def _whole(path: Path, columns: Columns, skip_bad: bool) -> Iterator[Chunk]:
-    """Yield a file of typed columns in chunks; NaN is where nothing is given."""
+def _typed_frame(path: Path, columns: Columns) -> "pd.DataFrame":
+    """Return the columns of an .npz or .parquet; the index is the number of the row, from 1."""
     pd = _pandas()
     wanted = [columns.label, *columns.continuous, *columns.fields]
-    table: dict[str, np.ndarray] = {}
-    if path.suffix == ".npz":
-        with _open_npz(path) as file:
-            table = {name: file[name] for name in wanted}
-    else:
-        with _naming_a_damaged(path):
-            frame = pd.read_parquet(path, columns=wanted)
-        table = {name: frame[name].to_numpy() for name in wanted}
-    for name in wanted:
-        if table[name].ndim != 1:
+    with _naming_a_damaged(path):
+        if path.suffix == ".npz":
+            with _open_npz(path) as file:
+                table = {name: file[name] for name in wanted}
+        else:
+            table = dict(pd.read_parquet(path, columns=wanted))
+    for name, column in table.items():
+        if column.ndim != 1:
             raise ValueError(
-                f"{path}: {name} has the shape {table[name].shape}, expected one value a row"
+                f"{path}: {name} has the shape {column.shape}, expected one value a row"
             )
-    rows = len(table[columns.label])
-    for name in wanted:
-        if len(table[name]) != rows:
-            raise ValueError(f"{path}: {name} has {len(table[name])} values, the label {rows}")
-    numeric, broken = {}, np.zeros(rows, bool)
-    for name in (columns.label, *columns.continuous):
-        numeric[name] = values = _floats(table[name], path, name)
-        wrong = ~_holds(values) & (~np.isnan(values) | (name == columns.label))
-        if wrong.any() and not skip_bad:
-            row = int(np.flatnonzero(wrong)[0])
-            raise _no_number(f"row {row + 1}", path, name, str(values[row]))
-        broken |= wrong
-    series = [pd.Series(table[name]) for name in columns.fields]
-    fields = np.stack([_codes(column) for column in series], 1)
-    integers = np.array([pd.api.types.is_integer_dtype(column.dtype) for column in series])
-    continuous = _side_by_side([numeric[name] for name in columns.continuous], rows)
-    for start in range(0, rows, CHUNK):
-        skipped = broken[start : start + CHUNK]
-        part = start + np.flatnonzero(~skipped)
-        labels = numeric[columns.label][part]
-        skipped_lines = int(skipped.sum())
-        yield Chunk(labels, continuous[part], fields[part], integers, skipped=skipped_lines)
-
-
-def _floats(column: np.ndarray, path: Path, name: str) -> np.ndarray:
-    try:
-        return column.astype(np.float64)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
+        rows = len(table[columns.label])
+        if len(column) != rows:
+            raise ValueError(f"{path}: {name} has {len(column)} values, the label {rows}")
+        if name not in columns.fields:
+            try:
+                table[name] = column.astype(np.float64)
+            except (TypeError, ValueError) as problem:
+                raise ValueError(f"{path}: {name} must hold numbers: {problem}") from None
+    frame = pd.DataFrame(table)
+    frame.index += 1
+    return frame
 
 
 def _pandas() -> Any:
@@ -510,56 +469,63 @@ def _pandas() -> Any:
     return pandas
 
 
+def codes_of_text(values: Sequence[Any]) -> np.ndarray:
+    """Return uint64, hashes of 64 bits, equal for equal values."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return _pandas().util.hash_array(array, categorize=True)
+
+
 def _codes(values: "pd.Series") -> np.ndarray:
     """Return uint64: whole numbers as they are, all else by a hash of 64 bits of its text.
 
-    What is not there, NaN in a column of numbers, is an empty text, as the empty cell of a .csv is.
+    A missing value, NaN in a column of numbers, is an empty text, as the empty cell of a .csv is.
     """
     if _pandas().api.types.is_integer_dtype(values.dtype):
         return values.to_numpy().astype(np.int64).view(np.uint64)
     return codes_of_text(values.astype(object).where(values.notna(), "").to_numpy(dtype=object))
 
 
-def _side_by_side(columns: Sequence[np.ndarray], rows: int) -> np.ndarray:
-    return np.stack(columns, 1) if columns else np.empty((rows, 0))
+@dataclass(frozen=True)
+class _Layout:
+    """The columns of a file; ``header``: a first line names them; no separator if it is typed."""
+
+    names: list[str]
+    separator: str = ""
+    header: bool = False
 
 
-def _layout(path: Path, format: str) -> tuple[Sequence[str], str, bool]:
-    """Return names of the columns, what separates them, and whether a first line names them."""
-    if format == "table":
-        return _column_names(path), _separator(path), True
-    first = _first_line(path)
+def _layout(path: Path, format: str) -> _Layout:
     if format == "criteo":
-        return CRITEO_COLUMNS, "\t", first.startswith("label\t")
-    if first.startswith("userId,"):
-        return _MOVIELENS, ",", True
-    return _MOVIELENS, "::" if "::" in first else "\t", False
-
-
-def _column_names(path: Path) -> list[str]:
+        return _Layout(CRITEO_COLUMNS, "\t", _first_line(path).startswith("label\t"))
+    if format == "movielens":
+        first = _first_line(path)
+        if first.startswith("userId,"):
+            return _Layout(_MOVIELENS, ",", header=True)
+        return _Layout(_MOVIELENS, "::" if "::" in first else "\t")
     if path.suffix == ".npz":
-        with _open_npz(path) as file:
-            return list(file.files)
+        with _naming_a_damaged(path), _open_npz(path) as file:
+            return _Layout(list(file.files))
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
         except ImportError:
             raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from None
         with _naming_a_damaged(path):
-            return list(pyarrow.parquet.read_schema(path).names)
-    separator, first = _separator(path), _first_line(path)
+            return _Layout(list(pyarrow.parquet.read_schema(path).names))
+    if ".tsv" in path.suffixes:
+        return _Layout(_first_line(path).split("\t"), "\t", header=True)
+    if ".csv" not in path.suffixes:
+        raise ValueError(f"{path}: {_EXPECTED}")
     try:
-        return _cells(first) if separator == "," else first.split(separator)
+        return _Layout(_cells(_first_line(path)), ",", header=True)
     except csv.Error as problem:
         raise ValueError(f"line 1 of {path}, which names the columns: {problem}") from None
 
 
-def _separator(path: Path) -> str:
-    if ".csv" in path.suffixes:
-        return ","
-    if ".tsv" in path.suffixes:
-        return "\t"
-    raise ValueError(f"{path}: {_EXPECTED}")
+def _repeated(names: Sequence[str]) -> str | None:
+    """Return the first name that occurs more than once."""
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def _first_line(path: Path) -> str:
@@ -567,14 +533,11 @@ def _first_line(path: Path) -> str:
         return file.readline().decode("utf-8-sig").rstrip("\r\n")  # Excel begins with a mark
 
 
-@contextlib.contextmanager
-def _open_npz(path: Path) -> Iterator[NpzFile]:
-    with _naming_a_damaged(path):
-        # Of what is no archive np.load would say that it may be read with allow_pickle=True.
-        if not zipfile.is_zipfile(path):
-            raise ValueError("it is no archive as numpy.savez writes it, or was cut short")
-        with np.load(path) as file:
-            yield file
+def _open_npz(path: Path) -> NpzFile:
+    # For a file that is no archive np.load suggests allow_pickle=True.
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no archive as numpy.savez writes it, or was cut short")
+    return np.load(path)
 
 
 @contextlib.contextmanager

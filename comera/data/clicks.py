@@ -35,6 +35,7 @@ from comera.data.vocabulary import (
     changed_meanwhile,
     check_unchanged,
     content_digest,
+    save_arrays,
     short_digest,
     signature,
 )
@@ -273,18 +274,8 @@ def _read(settings: ClickData, path: Path, columns: Columns, folder: Path) -> li
     chunks = read_chunks(path, settings.format, columns, settings.skip_bad_lines, len(found))
     for number, chunk in enumerate(chunks, start=len(found)):
         check_unchanged(path, before)
-        file = folder / f"{number:06d}.npz"
-        with replacing(file) as temporary, temporary.open("wb") as out:
-            fields = {f"field{k}": values for k, values in enumerate(chunk.fields.T)}
-            np.savez(
-                out,
-                labels=chunk.labels,
-                continuous=chunk.continuous.astype(np.float32),
-                skipped=chunk.skipped,
-                integers=chunk.integers,
-                **fields,
-            )
-        found.append(file)
+        found.append(folder / f"{number:06d}.npz")
+        save_arrays(found[-1], chunk)
     if not found:
         raise ValueError(f"{path} holds no rows")
     return found

@@ -59,7 +59,7 @@ def tensorize_(
     line there. What is predicted to be slower or to take more memory than dense is converted, and
     named as well.
 
-    Feed-forward parts, whoever wrote them, keep nothing of the hidden width from then on, see
+    Registered feed-forward parts keep nothing of the hidden width from then on, see
     :mod:`comera.nn.feed_forward_parts`.
 
     Experts that transformers holds in one parameter get a layer each, of names such as

@@ -1,28 +1,17 @@
-"""Run feed-forward parts that others have written as one operation.
+"""A registry of feed-forward parts, each run as one operation if its layers are tensor trains.
 
-A part is a module that computes a tensor-train layer, an activation and another such layer, or a
-gated pair of layers and a third one. Layer by layer autograd keeps three or four tensors of the
-hidden width for it; as one operation nothing (:mod:`comera.nn.fused`). What a module computes is
-read off its source, so that its class may be anybody's: MLPs of transformers' models and of one's
-own, ``nn.Sequential``, ``nn.TransformerEncoderLayer``.
-
-Read off the source of a module's method whether it computes a feed-forward part, and of what.
-
-Nothing of the source is run. It must consist of assignments to names and a return, of calls of
-modules and activations on one tensor, products and sums: a branch, a context, a decorator or
-anything else that could mean more makes the method unreadable, and it is left alone.
+Layer by layer autograd keeps three or four tensors of the hidden width for a feed-forward part; as
+one operation none (:mod:`comera.nn.fused`). :func:`~comera.tensorize_` finds the registered parts
+of a model. Models of any other class call the functions of :mod:`comera.nn.fused`, or register
+theirs.
 """
 
-import ast
-import dis
 import functools
-import inspect
 import logging
-import textwrap
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,511 +19,366 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from comera.extras import listed
-from comera.nn.fused import feed_forward, gated_feed_forward, is_as_noted, is_hooked, passes_of
+from comera.nn.fused import feed_forward, gated_feed_forward, is_hooked
 from comera.nn.linear import TTLinear
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete, is_traced
 
-_ACTIVATIONS: dict[Any, str] = {
-    nn.GELU: "gelu", F.gelu: "gelu",
-    nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu",
-    nn.SiLU: "silu", F.silu: "silu",
-}  # fmt: skip
-
-_PASSES = passes_of(nn.GELU, nn.ReLU, nn.SiLU, nn.Identity, nn.Dropout)
-_FUNCTIONS = {name: getattr(F, name) for name in _ACTIVATIONS.values()}
-"""The function of torch that the modules among them call, by the name of the activation."""
-
-
-class _UnreadableError(Exception):
-    """The source does more than a feed-forward part, or something else."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A module whose own pass is left out, as its parts are called instead.
-
-    Attributes:
-        name: Its name; empty for the whole.
-        kind: Its class; None for the whole, whose class is derived from it.
-        method: Name of the method that was read.
-        function: That method, of the class.
-        children: Names of the modules inside, where the method calls all of them.
-        functions: Activations that it holds as functions, by name.
-        outside: Activations that the method calls by names outside of it, by these.
-    """
-
-    name: str
-    kind: Any
-    method: str
-    function: Any
-    children: tuple[str, ...] | None = None
-    functions: tuple[tuple[str, Any], ...] = ()
-    outside: tuple[tuple[tuple[str, ...], Any], ...] = ()
-
-    def is_there(self, whole: Any) -> bool:
-        module = inside(whole, self.name)
-        if module is None:
-            return False
-        kind = self.kind
-        if kind is None:
-            kind, _ = module.made_of
-        elif type(module) is not kind or is_hooked(module):
-            return False
-        held = vars(module)
-        return (
-            getattr(kind, self.method) is self.function
-            and (self.children is None or self.children == tuple(module._modules))
-            and all(held.get(name) is function for name, function in self.functions)
-            and all(_outside(self.function, path) is found for path, found in self.outside)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a module computes, or has computed so far, by names of modules inside it.
-
-    ``after(second(activation(first(before(x)))))``, or with a gate
-    ``after(down(silu(gate(before(x))) * up(before(x))))``.
-
-    Attributes:
-        layers: The tensor-train layers in this order.
-        activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
-        is_gated: Whether the second layer's output passes a gate.
-        before: Modules that are called on the input.
-        between: Dropout of the hidden activation.
-        after: Modules that are called on the result; None adds the input.
-        opened: Modules whose own pass is left out.
-        skipped: Modules that are the activation, or nothing, and the class of each.
-    """
-
-    layers: tuple[str, ...] = ()
-    activation: str | None = None
-    is_gated: bool = False
-    before: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()
-    after: tuple[str | None, ...] = ()
-    opened: tuple[_Opened, ...] = ()
-    skipped: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether it is the output of one layer."""
-        return len(self.layers) == 1 and self.activation is None
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.layers) == (3 if self.is_gated else 2)
-
-    @property
-    def names(self) -> set[str | None]:
-        """Names of all modules that it is made of."""
-        skipped = [name for name, _ in self.skipped]
-        opened = [each.name for each in self.opened]
-        return {*self.before, *self.layers, *self.between, *self.after, *skipped, *opened}
-
-    def is_there(self, module: nn.Module) -> bool:
-        """Say whether the module still computes this, and no hook or change goes unnoticed."""
-        if getattr(F, str(self.activation)) is not _FUNCTIONS[str(self.activation)]:
-            return False
-        for name, kind in self.skipped:
-            found = inside(module, name)
-            if type(found) is not kind or not is_as_noted(found, _PASSES) or not _is_exact(found):
-                return False
-        for name in self.between:
-            found = inside(module, name)
-            if type(found) is not nn.Dropout or not is_as_noted(found, _PASSES):
-                return False
-            if found.training and found.p:
-                return False
-        called = (*self.before, *self.layers, *(step for step in self.after if step is not None))
-        return all(inside(module, name) is not None for name in called) and all(
-            opened.is_there(module) for opened in self.opened
-        )
-
-
-def inside(module: Any, name: str) -> Any:
-    """Return a module inside another, quicker than by ``get_submodule``; None if it is gone."""
-    found = module
-    for part in name.split(".") if name else ():
-        found = found._modules.get(part)
-        if found is None:
-            return None
-    return found
-
-
-def read(module: nn.Module, method: str, function: Any) -> Part | None:
-    """Return what a method of a module computes of its input, if it is a feed-forward part.
-
-    Args:
-        module: The module.
-        method: Name of the method.
-        function: The method as its class has it.
-    """
-    reader = _Reader(module)
-    try:
-        part = reader.passed("", module, method, function, [Part()])
-    except _UnreadableError:
-        return None
-    part = replace(part, opened=tuple(reader.opened), skipped=tuple(reader.skipped))
-    # One whose result comes to nothing may be called for what else it does, as running means.
-    return part if part.is_whole and reader.called <= part.names else None
-
-
-def _is_exact(module: nn.Module) -> bool:
-    """Say whether a module is not GELU by its approximation, which is another function."""
-    return getattr(module, "approximate", "none") == "none"
-
-
-class _Reader:
-    """Follows what is computed of the input through the source of a module and those inside."""
-
-    def __init__(self, whole: nn.Module) -> None:
-        self.whole = whole
-        self.called: set[str] = set()
-        self.opened: list[_Opened] = []
-        self.skipped: list[tuple[str, Any]] = []
-
-    def passed(
-        self, name: str, module: nn.Module, method: str, function: Any, given: Sequence[Part]
-    ) -> Part:
-        """Return what a method of a module makes of its inputs."""
-        opened = _Opened(name, type(module) if name else None, method, function)
-        if type(module) is nn.Sequential and function is nn.Sequential.forward:
-            children = tuple(module._modules)
-            self.opened.append(replace(opened, children=children))
-            (value,) = _exactly(1, given)
-            for child in children:
-                value = self.called_on(_below(name, child), [value])
-            return value
-        source = _source(function)
-        if source is None:
-            raise _UnreadableError
-        names = [arg.arg for arg in source.args.args]
-        frame = _Frame(self, name, module, function, names[0])
-        frame.known = dict(zip(names[1:], _exactly(len(names) - 1, given), strict=True))
-        result = frame.result(source.body)
-        functions, outside = tuple(frame.functions), tuple(frame.outside)
-        self.opened.append(replace(opened, functions=functions, outside=outside))
-        return result
-
-    def called_on(self, name: str, given: Sequence[Part]) -> Part:
-        """Return what a module inside makes of its inputs."""
-        module = inside(self.whole, name)
-        if module is None or name in self.called:
-            raise _UnreadableError
-        self.called.add(name)
-        part = given[0]
-        kind = type(module)
-        if kind is TTLinear:
-            (part,) = _exactly(1, given)
-            if part.is_wide or part.is_whole:
-                raise _UnreadableError
-            return replace(part, layers=(*part.layers, name))
-        if kind is nn.Identity:
-            self.skipped.append((name, kind))
-            return part
-        if kind in _ACTIVATIONS and _is_exact(module):
-            self.skipped.append((name, kind))
-            return _activated(_ACTIVATIONS[kind], given)
-        if part.is_wide or any(type(each) is TTLinear for each in module.modules()):
-            if kind.__call__ is not nn.Module.__call__:
-                raise _UnreadableError
-            return self.passed(name, module, "forward", kind.forward, given)
-        (part,) = _exactly(1, given)
-        if not part.layers:
-            return replace(part, before=(*part.before, name))
-        if part.is_whole:
-            return replace(part, after=(*part.after, name))
-        if kind is nn.Dropout:
-            return replace(part, between=(*part.between, name))
-        raise _UnreadableError
-
-
-class _Frame:
-    """The names in one method, as its source is followed."""
-
-    def __init__(
-        self,
-        reader: _Reader,
-        name: str,
-        module: nn.Module,
-        function: Any,
-        own: str,
-    ) -> None:
-        self.reader, self.name, self.module = reader, name, module
-        self.function, self.own = function, own
-        self.known: dict[str, Part] = {}
-        self.functions: list[tuple[str, Any]] = []
-        self.outside: list[tuple[tuple[str, ...], Any]] = []
-
-    def result(self, body: Sequence[ast.stmt]) -> Part:
-        for statement in body[:-1]:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                continue  # a docstring
-            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-                raise _UnreadableError
-            (target,) = statement.targets
-            if not isinstance(target, ast.Name) or target.id == self.own:
-                raise _UnreadableError
-            self.known[target.id] = self.value(statement.value)
-        last = body[-1]
-        if not isinstance(last, ast.Return) or last.value is None:
-            raise _UnreadableError
-        return self.value(last.value)
-
-    def value(self, node: ast.expr) -> Part:
-        if isinstance(node, ast.Name) and node.id in self.known:
-            return self.known[node.id]
-        if isinstance(node, ast.BinOp):
-            a, b = self.value(node.left), self.value(node.right)
-            if isinstance(node.op, ast.Add):
-                return _sum(a, b)
-            if isinstance(node.op, ast.Mult):
-                return _product(a, b)
-        if isinstance(node, ast.Call) and node.args and not node.keywords:
-            return self.call(node.func, [self.value(arg) for arg in node.args])
-        raise _UnreadableError
-
-    def call(self, function: ast.expr, given: Sequence[Part]) -> Part:
-        path = _path(function)
-        root, *rest = path
-        if root == self.own and (not rest or hasattr(type(self.module), rest[0])):
-            raise _UnreadableError
-        if root != self.own:
-            found = None if root in self.known else _outside(self.function, path)
-            activation = _activation_of(found)
-            self.outside.append((tuple(path), found))
-            return _activated(activation, given)
-        if len(rest) == 1 and rest[0] in vars(self.module):  # a function that the module holds
-            found = vars(self.module)[rest[0]]
-            self.functions.append((rest[0], found))
-            return _activated(_activation_of(found), given)
-        return self.reader.called_on(_below(self.name, ".".join(rest)), given)
-
-
-def _activated(activation: str, given: Sequence[Part]) -> Part:
-    """Return an activation of the output of one layer."""
-    (part,) = _exactly(1, given)
-    if not part.is_wide:
-        raise _UnreadableError
-    return replace(part, activation=activation)
-
-
-def _activation_of(found: Any) -> str:
-    if not isinstance(found, types.FunctionType | types.BuiltinFunctionType):
-        raise _UnreadableError
-    if found not in _ACTIVATIONS:
-        raise _UnreadableError
-    return _ACTIVATIONS[found]
-
-
-def _sum(a: Part, b: Part) -> Part:
-    """Add the input to what is whole."""
-    whole, added = (a, b) if a.is_whole else (b, a)
-    if not whole.is_whole or added != Part():
-        raise _UnreadableError
-    return replace(whole, after=(*whole.after, None))
-
-
-def _product(a: Part, b: Part) -> Part:
-    """Let the output of one layer pass the gate that another opens."""
-    gate, passing = (a, b) if b.is_wide else (b, a)
-    opens = gate.activation == "silu" and len(gate.layers) == 1 and not gate.between
-    if not opens or not passing.is_wide or gate.before != passing.before:
-        raise _UnreadableError
-    return replace(gate, layers=(*gate.layers, *passing.layers), is_gated=True)
-
-
-def _exactly(count: int, given: Sequence[Part]) -> Sequence[Part]:
-    if len(given) != count:
-        raise _UnreadableError
-    return given
-
-
-def _outside(function: Any, path: Sequence[str]) -> Any:
-    """Return what a function gets at by ``a.b.c`` outside of it; None if nothing is there."""
-    root, *rest = path
-    try:
-        return functools.reduce(getattr, rest, function.__globals__[root])
-    except (KeyError, AttributeError):
-        return None
-
-
-def _below(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
-
-
-def _path(node: ast.expr) -> list[str]:
-    """Return the names of ``a.b.c``."""
-    if isinstance(node, ast.Attribute):
-        return [*_path(node.value), node.attr]
-    if isinstance(node, ast.Name):
-        return [node.id]
-    raise _UnreadableError
-
-
-@functools.cache
-def _source(function: Any) -> ast.FunctionDef | None:
-    """Return a function of plain arguments as its source has it, if the source can be trusted."""
-    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
-        return None
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):
-        return None
-    found = tree.body[0]
-    if not isinstance(found, ast.FunctionDef) or found.decorator_list:
-        return None
-    args = found.args
-    more = args.posonlyargs, args.kwonlyargs, args.defaults, args.vararg, args.kwarg
-    if any(more) or len(args.args) < 2 or not _is_of(function.__code__, text):
-        return None
-    return found
-
-
-def _is_of(code: types.CodeType, text: str) -> bool:
-    """Say whether code was made of a text: a file may have been edited since it was imported."""
-    made = compile(text, "", "exec", dont_inherit=True).co_consts
-    return any(isinstance(each, types.CodeType) and _steps(each) == _steps(code) for each in made)
-
-
-def _steps(code: types.CodeType) -> list[Any]:
-    """Return what code does. By which step it gets at a method depends on imports around it."""
-    steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    found = [("LOAD_ATTR" if name == "LOAD_METHOD" else name, value) for name, value in steps]
-    return [code.co_name, *(step for step in found if step[0] not in ("PUSH_NULL", "PRECALL"))]
-
-
 log = logging.getLogger("comera")
 
-_METHODS = "forward", "feed_forward_chunk", "ff_chunk", "_ff_block"
-"""Methods that may compute a part: a module's whole pass, or a share of it, as BERT's, DistilBERT's
-and torch's layers have it."""
+_FEWEST_ROWS = 16
+"""Rows below which layers by themselves are faster, and keep next to nothing."""
 
-_FEW = 16
-"""Rows below which layers by themselves are quicker, and keep next to nothing."""
+_FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+_ACTIVATIONS: dict[Any, str] = {
+    nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}  # fmt: skip
 
 
-def fuse_feed_forwards_(model: nn.Module) -> None:
-    """Let the feed-forward parts of a model keep nothing of the hidden width, in place.
+class Layout(NamedTuple):
+    """Names of the modules in a part, see :func:`register_feed_forward`."""
 
-    Outputs and gradients stay the same. A part whose layers are all :class:`~comera.TTLinear` gets
-    a class derived from its own, of the same name. It goes layer by layer as before for fewer than
-    16 rows, under ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the
-    hidden activation, and where a hook, or anything that was changed inside it, would go unnoticed.
-    :func:`~comera.tensorize_` calls this. A line on the ``comera`` logger, of level INFO, names the
-    parts.
+    layers: tuple[str, ...]
+    activation: str | Callable[[Tensor], Tensor]
+    before: tuple[str, ...]
+    between: tuple[str, ...]
+    after: tuple[str | None, ...]
+    inside: dict[str, str]
+    method: str
+
+
+class _Part(NamedTuple):
+    """The modules of a part; in ``after`` None adds the input."""
+
+    layers: Sequence[Any]
+    activation: str
+    before: Sequence[Any]
+    between: Sequence[Any]
+    after: Sequence[Any]
+
+
+LAYOUTS: dict[str, Layout] = {}
+"""Registered layouts, by module and name of the class."""
+
+
+def register_feed_forward(
+    kind: type[nn.Module] | str,
+    layers: Sequence[str],
+    activation: str | Callable[[Tensor], Tensor],
+    *,
+    before: Sequence[str] = (),
+    between: Sequence[str] = (),
+    after: Sequence[str | None] = (),
+    inside: Mapping[str, type[nn.Module] | str] | None = None,
+    method: str = "forward",
+) -> None:
+    """Register a class whose modules compute a feed-forward part of their one input.
+
+    From then on :func:`~comera.tensorize_` runs such modules as one operation, which computes
+    ``after(second(between(activation(first(before(x))))))``, or with three layers
+    ``after(down(silu(gate(before(x))) * up(before(x))))``. All names are those of attributes, with
+    dots for modules inside modules. Subclasses count if they inherit the method.
+
+    Args:
+        kind: The class; or its module and name with a dot between, so that nothing is imported.
+        layers: Names of the first and the second layer, or of gate, up and down projection.
+        activation: Name of the module or function; or one of ``F.gelu``, ``F.relu`` and ``F.silu``
+            where the method calls it directly. Other activations run layer by layer.
+        before: Names of the modules called on the input, such as a norm.
+        between: Names of ``nn.Dropout`` on the hidden activation. While one is active, the part
+            runs layer by layer.
+        after: Names of the modules called on the result, such as dropout; None adds the input.
+        inside: The class of each module whose own forward pass is skipped, as its layers are used
+            directly.
+        method: The method that computes the part.
+
+    Raises:
+        TypeError: If a class is neither a class nor a name.
+        ValueError: If there are not two or three layers, or the activation is another function.
+
+    Example::
+
+        register_feed_forward(MyMLP, ["up", "down"], F.gelu, before=["norm"], after=[None])
+    """
+    if isinstance(layers, str) or len(layers) not in (2, 3):
+        raise ValueError(f"layers={layers!r} must be two names, or those of gate, up and down")
+    if not isinstance(activation, str) and activation not in _FUNCTIONS.values():
+        names = ", ".join(f"F.{name}" for name in _FUNCTIONS)
+        raise ValueError(f"activation={activation!r} must be the name of an attribute, or {names}")
+    skipped = {name: path_of(each) for name, each in (inside or {}).items()}
+    sequences = tuple(before), tuple(between), tuple(after)
+    LAYOUTS[path_of(kind)] = Layout(tuple(layers), activation, *sequences, skipped, method)
+    _layout_of.cache_clear()
+
+
+def path_of(kind: type | str) -> str:
+    """Return the module and name of a class, with a dot between.
+
+    Raises:
+        TypeError: If it is neither a class nor such a name.
+    """
+    if isinstance(kind, str):
+        return kind
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind!r} must be a class, or its module and name")
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def fuse_feed_forwards_(model: nn.Module) -> list[str]:
+    """Run the registered feed-forward parts of a model as one operation each, in place.
+
+    A part whose layers are all :class:`~comera.TTLinear`, and every ``nn.Sequential`` of such a
+    layer, an activation and another such layer, gets an attribute in the place of its method.
+    Outputs and gradients stay the same, and nothing of the hidden width is kept. It runs layer by
+    layer as before for fewer than 16 rows, under ``torch.compile``, ``torch.func`` and other
+    tracing, while dropout acts on the hidden activation, and where a hook, or anything that was
+    changed inside it, would be skipped. :func:`~comera.tensorize_` calls this. A line of level INFO
+    on the ``comera`` logger names the parts.
+
+    Returns:
+        The names of the parts.
     """
     unfuse_feed_forwards_(model)
-    done: set[int] = set()
     names = []
     for name, module in model.named_modules():
-        found = None if id(module) in done else _recognised(module)
-        if found is not None:
-            held: Any = module
-            kind: Any = type(held)
-            method, part = found
-            held.__class__ = _fused_class(kind, method)
-            held._feed_forward_part = part
+        kind: Any = type(module)
+        layout, _ = _layout_of(kind)
+        method = "forward" if layout is None else layout.method
+        part = None if method in vars(module) else _part_of(module)
+        if part is not None and all(type(layer) is TTLinear for layer in part.layers):
+            _bind(module, method)
             names.append(name or "the model")
-            done.update(map(id, module.modules()))
     if names:
         log.info("keep nothing of their hidden width, as one operation each: %s", listed(names))
+    return names
 
 
 def unfuse_feed_forwards_(model: nn.Module) -> None:
-    """Undo :func:`fuse_feed_forwards_`: each part goes layer by layer again."""
+    """Undo :func:`fuse_feed_forwards_`: each part runs layer by layer again."""
     for module in model.modules():
-        held: Any = module
-        if isinstance(held, _Fused) and type(held) is _fused_class(*held.made_of):
-            held.__class__, _ = held.made_of
-            vars(held).pop("_feed_forward_part", None)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _Bound):
+                del vars(module)[name]
 
 
-class _Fused(nn.Module):
-    """Base, beside the module's own class, of the classes that :func:`_fused_class` makes."""
-
-    made_of: tuple[Any, str]
-    _feed_forward_part: Part | None = None  # a new one of this class has none
-
-    def __init_subclass__(cls, **settings: Any) -> None:
-        """Say nothing of it to the module's class, which may count its children."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy the module by its first class: this one is found by no name."""
-        reduced: Any = super().__reduce_ex__(2)
-        state = {name: value for name, value in reduced[2].items() if name != "_feed_forward_part"}
-        return _empty, type(self).made_of, state
-
-    def __setstate__(self, state: Any) -> None:
-        """Read anew what the class computes, which may have been written anew since."""
-        super().__setstate__(state)
-        base, method = self.made_of
-        held: Any = self
-        held._feed_forward_part = read(held, method, getattr(base, method))
+def _bind(module: Any, method: str) -> None:
+    vars(module)[method] = _OneOperation(module, method)
+    vars(module)["_replicate_for_data_parallel"] = _Replicate(module, method)
 
 
-def _empty(base: Any, method: str) -> Any:
-    kind = _fused_class(base, method)
-    return kind.__new__(kind)
+class _Bound:
+    """A function of a module that is an attribute of it: copies and pickles have their own.
+
+    A method of the module's class would be looked up there, and a closure would keep the module
+    alive.
+    """
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        self._module, self._method = weakref.ref(module), method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module: Any = self._module()
+        return type(self)(memo.get(id(module), module), self._method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._method)
+
+
+class _OneOperation(_Bound):
+    """The method of a part: one operation if nobody can tell, else the method of the class."""
+
+    @property
+    def __wrapped__(self) -> Any:
+        module: Any = self._module()
+        return types.MethodType(getattr(type(module), self._method), module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        part = _part_of(module) if len(args) == 1 and not kwargs and _may_fuse(*args) else None
+        if part is None or any(dropout.training and dropout.p for dropout in part.between):
+            return getattr(type(module), self._method)(module, *args, **kwargs)
+        x = y = args[0]
+        for step in part.before:
+            y = step(y)
+        if len(part.layers) == 3:
+            y = gated_feed_forward(y, *part.layers)
+        else:
+            first, second = part.layers
+            y = feed_forward(y, first, second, part.activation)
+        for step in part.after:
+            y = y + x if step is None else step(y)
+        return y
+
+
+class _Replicate(_Bound):
+    """Copies a module for ``nn.DataParallel``, with a method that is bound to the copy."""
+
+    def __call__(self) -> nn.Module:
+        module: Any = self._module()
+        replica = type(module)._replicate_for_data_parallel(module)
+        _bind(replica, self._method)
+        return replica
+
+
+def _may_fuse(x: Any) -> bool:
+    if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
+        return False
+    if x.dim() == 0 or x.numel() < _FEWEST_ROWS * x.shape[-1]:
+        return False
+    return torch.autograd.forward_ad._current_level < 0 and not torch_module._has_any_global_hook()
+
+
+def _part_of(module: nn.Module) -> _Part | None:
+    """Return the part that a module computes now; None if none, or if a hook would be skipped."""
+    if type(module) is nn.Sequential:
+        return _part_of_sequential(module)
+    kind: Any = type(module)
+    layout, function = _layout_of(kind)
+    if layout is None or getattr(kind, layout.method) is not function:
+        return None
+    find = functools.partial(_inside, module)
+    try:
+        containers = {find(name): path for name, path in layout.inside.items()}
+        if isinstance(layout.activation, str):
+            activation = _activation_of(find(layout.activation))
+        else:
+            activation = _activation_of(layout.activation)
+        layers, before, between = (
+            [find(name) for name in names]
+            for names in (layout.layers, layout.before, layout.between)
+        )
+        after = [name if name is None else find(name) for name in layout.after]
+    except (AttributeError, KeyError):  # one is gone
+        return None
+    if not all(
+        path_of(type(each)) == path and _is_plain(each) for each, path in containers.items()
+    ):
+        return None
+    if activation is None or (len(layers) == 3 and activation != "silu"):
+        return None
+    return _Part(layers, activation, before, between, after) if _are_dropouts(between) else None
+
+
+def _part_of_sequential(module: nn.Sequential) -> _Part | None:
+    children = list(module)
+    places = [k for k, child in enumerate(children) if type(child) is TTLinear]
+    if len(places) != 2 or not _is_own(nn.Sequential, "forward"):
+        return None
+    first, second = places
+    inner = children[first + 1 : second]
+    steps = [step for step in inner if type(step) is not nn.Identity or not _is_plain(step)]
+    activation = _activation_of(steps[0]) if steps else None
+    if activation is None or not _are_dropouts(steps[1:]):
+        return None
+    layers = children[first], children[second]
+    return _Part(layers, activation, children[:first], steps[1:], children[second + 1 :])
+
+
+def _inside(module: Any, name: str) -> Any:
+    """Return a module or a function inside a module, faster than by ``get_submodule``."""
+    for part in name.split("."):
+        module = vars(module)[part] if part in vars(module) else module._modules[part]
+    return module
+
+
+def _activation_of(found: Any) -> str | None:
+    """Return the name of the function of torch that is found, or that a module found computes."""
+    for name, function in _FUNCTIONS.items():
+        if found is function:
+            return name if getattr(F, name) is function else None  # it may be patched
+    kind = type(found)
+    computed = _ACTIVATIONS.get(kind) or _ACTIVATIONS.get(path_of(kind))
+    is_exact = getattr(found, "approximate", "none") == "none"
+    if computed is None or not is_exact or not _is_plain(found):
+        return None
+    return _activation_of(getattr(found, "act", _FUNCTIONS[computed]))  # GELUActivation holds it
+
+
+def _are_dropouts(steps: Sequence[Any]) -> bool:
+    return all(type(step) is nn.Dropout and _is_plain(step) for step in steps)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether to call a module runs the forward pass that its class defines, and no hook."""
+    return _is_own(type(module), "forward") and not is_hooked(module)
+
+
+def _is_own(kind: type, method: str) -> bool:
+    return getattr(kind, method) is _own(kind, method)
 
 
 @functools.cache
-def _fused_class(base: Any, method: str) -> Any:
-    """Derive the class of modules that run one of their methods as one operation."""
-
-    @functools.wraps(getattr(base, method))
-    def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part: Part | None = self._feed_forward_part
-        if part is not None and len(args) == 1 and not kwargs and _may_run(part, self, *args):
-            return _run(part, self, *args)
-        return getattr(base, method)(self, *args, **kwargs)
-
-    names = {"made_of": (base, method), method: fused, "__module__": base.__module__}
-    return type(base.__name__, (_Fused, base), names | {"__qualname__": base.__qualname__})
-
-
-def _recognised(module: nn.Module) -> tuple[str, Part] | None:
-    """Return a method of a module that computes a part, and which, if there is one."""
-    kind = type(module)
-    is_plain = (
-        type(kind) is type
-        and kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__reduce__ is object.__reduce__
-    )
-    if not is_plain or sum(type(each) is TTLinear for each in module.modules()) < 2:
+def _own(kind: type, method: str) -> Any:
+    """Return a method as a class defines or inherits it; None if it was patched before."""
+    owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+    function: Any = getattr(owner, method, None)
+    if owner is None or hasattr(function, "__wrapped__"):
         return None
-    for method in _METHODS:
-        function = None if method in vars(module) else getattr(kind, method, None)
-        part = None if function is None else read(module, method, function)
-        if part is not None:
-            return method, part
-    return None
+    named = f"{function.__module__}.{function.__qualname__}"
+    return function if named == f"{path_of(owner)}.{method}" else None
 
 
-def _may_run(part: Part, module: Any, x: Any) -> bool:
-    """Say whether the module still computes a part, and nobody would miss what is left out."""
-    if not is_eager() or is_traced() or not is_concrete(x) or not isinstance(x, Tensor):
-        return False
-    if x.dim() == 0 or x.numel() < _FEW * x.shape[-1]:
-        return False
-    if torch.autograd.forward_ad._current_level >= 0 or torch_module._has_any_global_hook():
-        return False
-    return part.is_there(module)
+@functools.cache
+def _layout_of(kind: type) -> tuple[Layout | None, Any]:
+    """Return the layout registered for a class or one of its bases, and the method of that."""
+    for each in kind.__mro__:
+        layout = LAYOUTS.get(path_of(each))
+        if layout is not None:
+            return layout, _own(each, layout.method)
+    return None, None
 
 
-def _run(part: Part, module: nn.Module, x: Tensor) -> Tensor:
-    y = x
-    for name in part.before:
-        y = inside(module, name)(y)
-    layers = [inside(module, name) for name in part.layers]
-    if part.is_gated:
-        y = gated_feed_forward(y, *layers)
-    else:
-        first, second = layers
-        y = feed_forward(y, first, second, str(part.activation))
-    for step in part.after:
-        y = y + x if step is None else inside(module, step)(y)
-    return y
+def _transformers(name: str) -> str:
+    folder, _, kind = name.partition(".")
+    return f"transformers.models.{folder}.modeling_{folder}.{kind}"
+
+
+_BERTS = """
+    bert.Bert bert_generation.BertGeneration big_bird.BigBird bros.Bros camembert.Camembert
+    canine.Canine electra.Electra ernie.Ernie layoutlm.LayoutLM
+    layoutlmv3.LayoutLMv3 lilt.Lilt luke.Luke markuplm.MarkupLM mra.Mra
+    nystromformer.Nystromformer rembert.RemBert roberta.Roberta roc_bert.RoCBert roformer.RoFormer
+    splinter.Splinter tapas.Tapas visual_bert.VisualBert xlm_roberta.XLMRoberta yoso.Yoso
+"""
+_GATED = """
+    cohere.CohereMLP cohere2.Cohere2MLP deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP
+    ernie4_5.Ernie4_5MLP eurobert.EuroBertMLP exaone4.Exaone4MLP granite.GraniteMLP
+    helium.HeliumMLP jamba.JambaMLP llama.LlamaMLP ministral.MinistralMLP mistral.MistralMLP
+    mllama.MllamaTextMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP
+    pixtral.PixtralMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP
+    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP stablelm.StableLmMLP
+"""
+_UNGATED = """
+    audio_spectrogram_transformer.ASTMLP beit.BeitMLP blip.BlipMLP clip.CLIPMLP deit.DeiTMLP
+    dinov2.Dinov2MLP phi.PhiMLP siglip.SiglipMLP siglip2.Siglip2MLP swin.SwinMLP vit.ViTMLP
+    vit_mae.ViTMAEMLP vivit.VivitMLP
+"""
+_OTHERS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
+    "gpt2.GPT2MLP gpt_bigcode.GPTBigCodeMLP gpt_neo.GPTNeoMLP imagegpt.ImageGPTMLP":
+        (["c_fc", "c_proj"], "act", {"after": ["dropout"]}),
+    "gpt_neox.GPTNeoXMLP": (["dense_h_to_4h", "dense_4h_to_h"], "act", {}),
+    "distilbert.FFN":
+        (["lin1", "lin2"], "activation", {"after": ["dropout"], "method": "ff_chunk"}),
+    _UNGATED: (["fc1", "fc2"], "activation_fn", {}),
+    _GATED: (["gate_proj", "up_proj", "down_proj"], "act_fn", {}),
+}  # fmt: skip
+
+for _kind, _dropout in (
+    (nn.TransformerEncoderLayer, "dropout2"),
+    (nn.TransformerDecoderLayer, "dropout3"),
+):
+    register_feed_forward(
+        _kind, ["linear1", "linear2"], "activation",
+        between=["dropout"], after=[_dropout], method="_ff_block",
+    )  # fmt: skip
+for _path in map(_transformers, _BERTS.split()):
+    register_feed_forward(
+        f"{_path}Layer", ["intermediate.dense", "output.dense"], "intermediate.intermediate_act_fn",
+        after=["output.dropout", None, "output.LayerNorm"], method="feed_forward_chunk",
+        inside={"intermediate": f"{_path}Intermediate", "output": f"{_path}Output"},
+    )  # fmt: skip
+for _names, (_layers, _activation, _more) in _OTHERS.items():
+    for _path in map(_transformers, _names.split()):
+        register_feed_forward(_path, _layers, _activation, **_more)

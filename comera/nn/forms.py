@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.nn.feed_forward_parts import path_of
 from comera.nn.swap import swap_layers_
 
 
@@ -68,7 +69,7 @@ def register_layer(
 
         comera.register_layer(MyLinear, lambda mine: mine.as_linear(), MyLinear.of_linear)
     """
-    name = dense_class if isinstance(dense_class, str) else _path_of(dense_class)
+    name = path_of(dense_class)
     if not (callable(to_torch) and callable(from_torch)):
         raise TypeError(f"to_torch={to_torch!r} and from_torch={from_torch!r} must be functions")
     if fits is not None and not callable(fits):
@@ -83,7 +84,7 @@ def register_layer(
 
 def form_of(layer: nn.Module) -> Form | None:
     """Return in which form a layer is a torch layer; None for torch's own and unknown ones."""
-    form = _FORMS.get(_path_of(type(layer)))
+    form = _FORMS.get(path_of(type(layer)))
     return form if form is None or form.fits is None or form.fits(layer) else None
 
 
@@ -107,12 +108,6 @@ def from_torch(dense: nn.Module, name: str | None) -> nn.Module:
             "to make one of a torch layer"
         )
     return _FORMS[name].from_torch(dense).train(dense.training)
-
-
-def _path_of(dense_class: Any) -> str:
-    if not isinstance(dense_class, type):
-        raise TypeError(f"dense_class={dense_class!r} must be a class, or its module and name")
-    return f"{dense_class.__module__}.{dense_class.__qualname__}"
 
 
 # ── Conv1D of transformers, y = x W + b ──────────────────────────────────────────────────────────

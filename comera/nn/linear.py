@@ -240,7 +240,6 @@ class TTLinear(CompressedLinear):
     """
 
     shared_factors: tuple[Tensor, Tensor] | None = None
-    narrow_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
     _shape_class = TTShape
@@ -291,36 +290,18 @@ class TTLinear(CompressedLinear):
             right = right[:, : self.out_features]
         return Factors(left, right, self.bias is not None)
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether this pass is to use factors that were made together with those of others."""
-        if self.shared is None or not self.shared.is_for_now:
-            return False
-        self.shared.used.add(id(self))
-        return self.shared_factors is not None or self.narrow_factors is not None
-
     def _shared_now(self) -> tuple[Tensor, Tensor] | None:
-        """Return the factors that were made together with those of others, if they serve now."""
-        if is_eager() and not self._is_shared:
+        """Return the factors that a :class:`~comera.BatchedContraction` has made, if they fit."""
+        if self.shared_factors is None:
             return None
         self.renew_shared()
-        found, narrow = self.shared_factors, self.narrow_factors
-        if narrow is not None and narrow[0].dtype == autocast_dtype(self.cores[0]):
-            found = narrow
-        if found is None or found[0].requires_grad or not torch.is_grad_enabled():
-            return found
-        return found if may_share(found[0], self.cores[0]) else None
+        made, core = self.shared_factors[0], self.cores[0]
+        fits = made.dtype in (core.dtype, autocast_dtype(core)) and may_share(made, core)
+        return self.shared_factors if fits else None
 
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
         return _dense_is_faster(self, input) is None
-
-    def identity(self) -> tuple[object, ...]:
-        """Return what changes with ``prune_below``, and with what is done to a parameter."""
-        cores, gates = params_of(self.cores), self.gates._parameters.values()
-        sizes = [(core.shape, core.requires_grad) for core in cores]
-        kind = sizes, cores[0].dtype, cores[0].device, self.prune_below
-        return *map(id, (*cores, *gates, self._parameters.get("bias"))), *kind
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""
@@ -435,7 +416,7 @@ def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
     """Refuse all but eager mode, where calls are what takes time, and many rows on a CPU."""
     if not is_eager():
         return COMPILING
-    if layer._is_shared:
+    if layer.shared_factors is not None:
         return "its factors are shared"
     if shapes_are_static(input):
         return STATIC

@@ -1,15 +1,9 @@
-"""What every tensor-train module shares: cores, gates, their ranks, their loading and moving.
-
-Tensors that were made for several modules together, which each of them uses for a while.
-
-Refuse tensor trains that are sharded, where they are needed whole.
-"""
+"""The base of every tensor-train module: cores, gates, ranks, loading and moving."""
 
 import logging
 import reprlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -44,26 +38,11 @@ class Shared:
         versions: How often each had been written to in place by then; None where torch does not
             count, as of parameters made under ``torch.inference_mode``.
         renew: Contracts everything anew, for all modules.
-        thread: The only thread to use it, and only in passes that nobody computes again, because
-            the context is left before the backward pass; None for any, as of a
-            :class:`~comera.BatchedContraction`.
-        used: Gathers the ``id`` of each module that asked for it.
     """
 
     params: tuple[Tensor, ...]
     versions: list[int] | None
     renew: Callable[[], None]
-    thread: int | None = None
-    used: set[int] = field(default_factory=set)
-
-    @property
-    def is_for_now(self) -> bool:
-        """Whether it may be used by the pass that runs now."""
-        if self.thread is None:
-            return True
-        # Such hooks are most often activation checkpointing, which computes the same again.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return hooks is None and self.thread == threading.get_ident()
 
 
 def versions_of(params: Sequence[Tensor]) -> list[int] | None:
@@ -416,7 +395,7 @@ class TensorTrainModule(WeightByAssignment):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what a :class:`~comera.BatchedContraction` shares; a copy has its own."""
-        shared = ("shared", "shared_gates", "shared_factors", "narrow_factors")
+        shared = ("shared", "shared_gates", "shared_factors")
         return {key: value for key, value in self.__dict__.items() if key not in shared}
 
     def __repr__(self) -> str:

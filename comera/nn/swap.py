@@ -11,7 +11,6 @@ from torch import nn
 
 from comera.extras import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.forward_sharing import share_in_forward_
 from comera.nn.fused import has_pass_of_its_own
 
 log = logging.getLogger("comera")
@@ -28,8 +27,7 @@ def swap_layers_(
     the new ones, too, however deep, and methods of a layer become those of the new one. Other
     objects that hold a layer, and functions that have closed over it, go on with the old one.
 
-    Linear tensor trains among them contract their cores together from then on, and their
-    feed-forward parts keep nothing of the hidden width.
+    Feed-forward parts of linear tensor trains cache nothing of the hidden width from then on.
 
     Args:
         model: The model.
@@ -56,7 +54,6 @@ def swap_layers_(
         for name, value in vars(parent).items():
             if name != "_modules":
                 vars(parent)[name] = _swapped(value, replacements, seen)
-    share_in_forward_(model)
     fuse_feed_forwards_(model)
     return model
 

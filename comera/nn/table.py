@@ -90,7 +90,7 @@ class TTTable(TensorTrainModule):
         hot: The first ``hot_rows`` rows: a dense parameter or, of a ``hot_rank``,
             :class:`~comera.nn.table.HotRows`. None if there are none.
         row_order: ``(num_embeddings,)`` int32, the row at which each index is kept, where
-            :func:`~comera.update_hot_rows_` has moved some or :func:`~comera.order_rows_` all; None
+            :func:`~comera.update_hot_rows_` has moved some; None
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
             golden section, which costs no memory. A state dict tells, as extra state.

@@ -1,35 +1,31 @@
 """CAME: Adam-like training with half of Adam's state, or an eighth in eight bits.
 
 Confidence-guided Adaptive Memory Efficient Optimization, Luo et al., ACL 2023, arXiv 2307.02047,
-after the authors' package came-pytorch.
+after the authors' package came-pytorch. Below the optimizer stand the parts of its step: stacks of
+equal parameters, row and column means, the update itself, and eight bits for the first moment.
 
-The state that CAME keeps of a parameter: laid out, stacked for a step, cut and loaded.
-
-Shapes: b = parameters stacked, n = entries of one of them.
+A step is computed in the dtype of the moments, and nothing is read back to the host. Tensors come
+as matrices stacked along a first dimension: b = matrices, r = rows, c = columns, f = r + c, the row
+means followed by the column means; n = entries of a tensor that is not taken as a matrix.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from comera.optim import factored_moments
-from comera.optim.factored_moments import (
-    Corrections,
-    Settings,
-    factored_step_,
-    matrix_view,
-    means,
-    plain_step_,
-    product,
-)
+from comera.ops.dispatch import is_eager
 from comera.optim.state_layout import COMMON_KEYS, group_of, loading_exactly, made_for
 
 State = dict[str, Tensor]
 
-FACTORS = ("exp_avg_sq_factors", "exp_avg_res_factors")
+_FACTORS = ("exp_avg_sq_factors", "exp_avg_res_factors")
 _FULL = ("exp_avg_sq", "exp_avg_res")
 """Names of the same means while they are laid out in full."""
 
@@ -38,128 +34,17 @@ _STACKED = {"cpu": (1 << 16, 1 << 18)}
 them next to each other costs less than calling each operation once more."""
 _DEFAULT_STACKED = (1 << 20, 1 << 24)
 
+_BLOCK = {"cpu": 1 << 20}
+"""Entries updated at a time, which bounds the work space: on a CPU what stays in its cache."""
+_DEFAULT_BLOCK = 1 << 26
 
-def empty_state(param: Tensor, state_dtype: str | None) -> State:
-    """Return the state before the first step, all zero and without ``step``."""
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    state = _empty_average(param, state_dtype)
-    view = matrix_view(param.shape)
-    if view is None:
-        state["exp_avg_sq"] = _zeros(param, dtype)
-    else:
-        for key in FACTORS:
-            state[key] = param.new_zeros(sum(view), dtype=dtype)
-    return state
-
-
-def parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Split equal parameters into lists, each small enough for stacking it to pay."""
-    size = params[0].numel()
-    small, together = _STACKED.get(params[0].device.type, _DEFAULT_STACKED)
-    count = max(1, together // size) if size <= small else 1
-    for start in range(0, len(params), count):
-        yield params[start : start + count]
-
-
-def every(states: Sequence[State], key: str) -> list[Tensor]:
-    return [state[key] for state in states]
-
-
-def stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Stack tensors of equal shape to one of ``shape``: a single one's memory, else a copy."""
-    if len(tensors) == 1:
-        return tensors[0].detach().reshape(shape)
-    return torch.stack([tensor.detach() for tensor in tensors]).view(shape)
-
-
-def write(tensors: list[Tensor], stacked: Tensor) -> None:
-    """Store what :func:`stack` returned and a step has changed."""
-    if len(tensors) > 1:
-        torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
-    elif not tensors[0].is_contiguous():  # otherwise it was changed in place
-        tensors[0].copy_(stacked.view(tensors[0].shape))
-
-
-def read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
-    """Read the first moments as one tensor of ``shape``, out of eight bits if they are in them."""
-    if "exp_avg_update_scale" not in states[0]:
-        return stack(every(states, "exp_avg_update"), shape)
-    codes = stack(every(states, "exp_avg_update"), (len(states), -1))
-    scales = stack(every(states, "exp_avg_update_scale"), (len(states), -1))
-    return factored_moments.unpack(codes, scales).view(shape)
-
-
-def write_average(states: Sequence[State], average: Tensor) -> None:
-    """Store what :func:`read_average` returned and a step has changed."""
-    held = every(states, "exp_avg_update")
-    if "exp_avg_update_scale" not in states[0]:
-        write(held, average)
-        return
-    codes, scales = factored_moments.pack(average.reshape(len(states), -1))
-    torch._foreach_copy_(held, codes.reshape(len(states), *held[0].shape).unbind())
-    torch._foreach_copy_(every(states, "exp_avg_update_scale"), scales.unbind())
-
-
-def loaded(state: State, param: Tensor) -> State:
-    """Copy a saved state on the parameter's device, in the types in which it was saved."""
-    full = state.get("exp_avg_update")
-    if full is None or full.shape != param.shape:
-        found = (
-            f"keys {sorted(state)}" if full is None else f"a moment of shape {tuple(full.shape)}"
-        )
-        raise ValueError(
-            f"the state to load for a parameter of shape {tuple(param.shape)} has {found}: it "
-            "comes from another optimizer, or from a model of other ranks"
-        )
-    return {
-        key: value.to(param.device, copy=True) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def unpack(state: State, param: Tensor) -> None:
-    """Lay the state out in tensors of the parameter's shape; factors become what they stand for."""
-    if "exp_avg_update_scale" in state:
-        state["exp_avg_update"] = read_average([state], (1, param.numel())).view(param.shape)
-        del state["exp_avg_update_scale"]
-    view = matrix_view(param.shape)
-    if view is not None:
-        for key, full in zip(FACTORS, _FULL, strict=True):
-            state[full] = product(state.pop(key).unsqueeze(0), view[0]).view(param.shape)
-
-
-def pack(state: State, param: Tensor, state_dtype: str | None) -> None:
-    """Undo :func:`unpack` for the shape that the parameter has now."""
-    average = state["exp_avg_update"]
-    state |= _empty_average(param, state_dtype)
-    if "exp_avg_update_scale" in state:
-        write_average([state], average.view(1, -1))
-    else:
-        state["exp_avg_update"] = average
-    view = matrix_view(param.shape)
-    if view is None:
-        state.pop("exp_avg_res", None)
-        return
-    for key, full in zip(FACTORS, _FULL, strict=True):
-        state[key] = means(state.pop(full).view(1, *view))[0]
-
-
-def _empty_average(param: Tensor, state_dtype: str | None) -> State:
-    if (
-        state_dtype is None
-        or param.numel() < factored_moments.SMALLEST
-        or param.dtype == torch.float64
-    ):
-        return {"exp_avg_update": _zeros(param, torch.promote_types(param.dtype, torch.float32))}
-    blocks = -(-param.numel() // factored_moments.BLOCK)
-    return {
-        "exp_avg_update": _zeros(param, torch.int8),
-        "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),
-    }
-
-
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+_SCALED = 256
+"""Entries that share a scale in eight bits."""
+_SMALLEST = 4096
+"""Tensors of fewer entries stay in full: they weigh nothing and are often sensitive."""
+_AT_A_TIME = {"cpu": 1 << 18}
+_DEFAULT_AT_A_TIME = 1 << 24
+"""Entries quantized at a time, which bounds the work space."""
 
 
 class CAME(Optimizer):
@@ -281,7 +166,7 @@ class CAME(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            settings = Settings(
+            settings = _Settings(
                 lr=lr.reshape(()) if isinstance(lr := group["lr"], Tensor) else lr,
                 betas=tuple(group["betas"]),
                 eps=tuple(group["eps"]),
@@ -294,7 +179,7 @@ class CAME(Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Group parameters with a gradient that can be updated together; make their state."""
+        """Return lists of parameters to update together; create the state of new ones."""
         kinds: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             if param.grad is None:
@@ -304,36 +189,42 @@ class CAME(Optimizer):
                 continue
             state = self.state[param]
             if not state:
-                state.update(empty_state(param, group["state_dtype"]))
+                state.update(_empty_state(param, group["state_dtype"]))
             held = "step" in state, "exp_avg_update_scale" in state
             kind = (*held, param.shape, param.dtype, param.device, param.grad.dtype)
             kinds.setdefault(kind, []).append(param)
-        return [part for params in kinds.values() for part in parts(params)]
+        found = []
+        for params in kinds.values():
+            size = params[0].numel()
+            small, together = _STACKED.get(params[0].device.type, _DEFAULT_STACKED)
+            count = max(1, together // size) if size <= small else 1
+            found += [params[start : start + count] for start in range(0, len(params), count)]
+        return found
 
-    def _update(self, params: list[Tensor], settings: Settings, corrected: bool) -> None:
+    def _update(self, params: list[Tensor], settings: "_Settings", corrected: bool) -> None:
         """Take one step for parameters of equal shape, in the same calls."""
         states = [self.state[param] for param in params]
         view = matrix_view(params[0].shape)
         shape = (len(params), *(view or (params[0].numel(),)))
-        param = stack(params, shape)
-        grad = stack([p.grad for p in params if p.grad is not None], shape)
-        average = read_average(states, shape)
+        param = _stack(params, shape)
+        grad = _stack([p.grad for p in params if p.grad is not None], shape)
+        average = _read_average(states, shape)
         corrections = None
         if corrected:
             # The number of this step: a parameter has no count before its first one.
             steps = torch.stack([state.get("step", param.new_zeros(())) for state in states]) + 1
-            corrections = Corrections.at(steps.to(average.dtype), settings.betas)
+            corrections = _Corrections.at(steps.to(average.dtype), settings.betas)
         if view is None:
-            square = stack(every(states, "exp_avg_sq"), shape)
-            plain_step_(param, grad, average, square, settings, corrections)
+            square = _stack(_every(states, "exp_avg_sq"), shape)
+            _plain_step_(param, grad, average, square, settings, corrections)
             means = {"exp_avg_sq": square}
         else:
             flat = (len(params), sum(view))
-            square, residual = (stack(every(states, key), flat) for key in FACTORS)
-            factored_step_(param, grad, average, square, residual, settings, corrections)
-            means = dict(zip(FACTORS, (square, residual), strict=True))
+            square, residual = (_stack(_every(states, key), flat) for key in _FACTORS)
+            _factored_step_(param, grad, average, square, residual, settings, corrections)
+            means = dict(zip(_FACTORS, (square, residual), strict=True))
         if "step" in states[0]:
-            torch._foreach_add_(every(states, "step"), 1.0)
+            torch._foreach_add_(_every(states, "step"), 1.0)
         else:
             # A parameter whose first gradient is all zero stays without state: that is how
             # torch.distributed.checkpoint asks for it to be laid out before it loads.
@@ -343,9 +234,9 @@ class CAME(Optimizer):
             for state, count in zip(states, live.unbind(), strict=True):
                 state["step"] = count.clone()
         for key, mean in means.items():
-            write(every(states, key), mean)
-        write_average(states, average)
-        write(params, param)
+            _write(_every(states, key), mean)
+        _write_average(states, average)
+        _write(params, param)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -355,7 +246,7 @@ class CAME(Optimizer):
             ValueError: If the groups differ in number or size, or a moment does not have the
                 shape of its parameter. Nothing has been loaded then.
         """
-        with loading_exactly(self, loaded):
+        with loading_exactly(self, _loaded):
             super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -366,8 +257,14 @@ class CAME(Optimizer):
         for: ``exp_avg_sq``, and ``exp_avg_res``.
         """
         state = self.state.get(param)
-        if state:
-            unpack(state, param)
+        if not state:
+            return
+        if "exp_avg_update_scale" in state:
+            state["exp_avg_update"] = _read_average([state], (1, param.numel())).view(param.shape)
+            del state["exp_avg_update_scale"]
+        if (view := matrix_view(param.shape)) is not None:
+            for key, full in zip(_FACTORS, _FULL, strict=True):
+                state[full] = product(state.pop(key).unsqueeze(0), view[0]).view(param.shape)
 
     @torch.no_grad()
     def pack_state_(self, param: Tensor) -> None:
@@ -377,8 +274,20 @@ class CAME(Optimizer):
         is split between the same dimensions, and the nearest in row and column means otherwise.
         """
         state = self.state.get(param)
-        if state:
-            pack(state, param, group_of(self, param)["state_dtype"])
+        if not state:
+            return
+        average = state["exp_avg_update"]
+        state |= _empty_average(param, group_of(self, param)["state_dtype"])
+        if "exp_avg_update_scale" in state:
+            _write_average([state], average.view(1, -1))
+        else:
+            state["exp_avg_update"] = average
+        if (view := matrix_view(param.shape)) is None:
+            state.pop("exp_avg_res", None)
+            return
+        for key, full in zip(_FACTORS, _FULL, strict=True):
+            full_brc = state.pop(full).view(1, *view)
+            state[key] = torch.cat([full_brc.mean(2), full_brc.mean(1)], 1)[0]
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -423,3 +332,329 @@ def _check_gradient(param: Tensor) -> None:
             f"CAME cannot use the {kind} gradient of a parameter of shape {tuple(param.shape)}: "
             f"{remedy[kind]}, or give it to another optimizer"
         )
+
+
+def _empty_state(param: Tensor, state_dtype: str | None) -> State:
+    """Return the state before the first step, all zero and without ``step``."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    state = _empty_average(param, state_dtype)
+    view = matrix_view(param.shape)
+    if view is None:
+        state["exp_avg_sq"] = _zeros(param, dtype)
+    else:
+        for key in _FACTORS:
+            state[key] = param.new_zeros(sum(view), dtype=dtype)
+    return state
+
+
+def _empty_average(param: Tensor, state_dtype: str | None) -> State:
+    if state_dtype is None or param.numel() < _SMALLEST or param.dtype == torch.float64:
+        return {"exp_avg_update": _zeros(param, torch.promote_types(param.dtype, torch.float32))}
+    blocks = -(-param.numel() // _SCALED)
+    return {
+        "exp_avg_update": _zeros(param, torch.int8),
+        "exp_avg_update_scale": param.new_zeros(blocks, dtype=torch.float32),
+    }
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _every(states: Sequence[State], key: str) -> list[Tensor]:
+    return [state[key] for state in states]
+
+
+def _stack(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Stack tensors of equal shape to one of ``shape``: a single one's memory, else a copy."""
+    if len(tensors) == 1:
+        return tensors[0].detach().reshape(shape)
+    return torch.stack([tensor.detach() for tensor in tensors]).view(shape)
+
+
+def _write(tensors: list[Tensor], stacked: Tensor) -> None:
+    """Store what :func:`_stack` returned and a step has changed."""
+    if len(tensors) > 1:
+        torch._foreach_copy_(tensors, stacked.view(len(tensors), *tensors[0].shape).unbind())
+    elif not tensors[0].is_contiguous():  # otherwise it was changed in place
+        tensors[0].copy_(stacked.view(tensors[0].shape))
+
+
+def _read_average(states: Sequence[State], shape: Sequence[int]) -> Tensor:
+    """Read the first moments as one tensor of ``shape``, out of eight bits if they are in them."""
+    if "exp_avg_update_scale" not in states[0]:
+        return _stack(_every(states, "exp_avg_update"), shape)
+    codes = _stack(_every(states, "exp_avg_update"), (len(states), -1))
+    scales = _stack(_every(states, "exp_avg_update_scale"), (len(states), -1))
+    return dequantized(codes, scales).view(shape)
+
+
+def _write_average(states: Sequence[State], average: Tensor) -> None:
+    """Store what :func:`_read_average` returned and a step has changed."""
+    held = _every(states, "exp_avg_update")
+    if "exp_avg_update_scale" not in states[0]:
+        _write(held, average)
+        return
+    codes, scales = quantized(average.reshape(len(states), -1))
+    torch._foreach_copy_(held, codes.reshape(len(states), *held[0].shape).unbind())
+    torch._foreach_copy_(_every(states, "exp_avg_update_scale"), scales.unbind())
+
+
+def _loaded(state: State, param: Tensor) -> State:
+    """Copy a saved state on the parameter's device, in the types in which it was saved."""
+    full = state.get("exp_avg_update")
+    if full is None or full.shape != param.shape:
+        found = (
+            f"keys {sorted(state)}" if full is None else f"a moment of shape {tuple(full.shape)}"
+        )
+        raise ValueError(
+            f"the state to load for a parameter of shape {tuple(param.shape)} has {found}: it "
+            "comes from another optimizer, or from a model of other ranks"
+        )
+    return {
+        key: value.to(param.device, copy=True) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """One step's settings; names as in :class:`comera.CAME`, ``lr`` with the sign of descent."""
+
+    lr: float | Tensor
+    betas: tuple[float, float, float]
+    eps: tuple[float, float]
+    clip_threshold: float
+    weight_decay: float
+    maximize: bool
+
+    @property
+    def keep(self) -> float | Tensor:
+        """Return the share of a parameter that weight decay leaves."""
+        return 1 - self.lr * self.weight_decay if self.weight_decay else 1.0
+
+
+@dataclass(frozen=True)
+class _Corrections:
+    """Factors, ``(b, 1)``, that undo the start of the means at zero.
+
+    Attributes:
+        update: Factor of u, for the mean of squared gradients.
+        mean: Factor of the step, for the mean of u.
+        residual: Factor of the step, for the mean of ``(u - mean of u)^2``.
+    """
+
+    update: Tensor
+    mean: Tensor
+    residual: Tensor
+
+    @classmethod
+    def at(cls, steps_b: Tensor, betas: tuple[float, float, float]) -> "_Corrections":
+        """Return the corrections in the step that is number ``steps_b`` of each matrix, from 1."""
+        first, square, residual = (1 - beta ** steps_b.unsqueeze(1) for beta in betas)
+        return cls(square.sqrt(), 1 / first, residual.sqrt())
+
+
+def matrix_view(shape: Sequence[int]) -> tuple[int, int] | None:
+    """Return the rows and columns of the matrix as which a tensor's second moments are factored.
+
+    The dimensions are split in order where rows + columns is least, so that the factors are small
+    for any order of dimensions: ``(30, 8, 1)`` is a ``30 x 8`` matrix, ``(64, 3, 3, 3)`` is
+    ``64 x 27``.
+
+    Returns:
+        ``(rows, columns)``; None where the two pairs of factors would not be smaller than the
+        tensor, as for vectors, matrices with one row or column, and tiny ones.
+    """
+    pairs = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    if not pairs:
+        return None
+    rows, columns = min(pairs, key=sum)
+    return (rows, columns) if 2 * (rows + columns) < rows * columns else None
+
+
+def product(factors_bf: Tensor, rows: int) -> Tensor:
+    """Return the matrices ``(b, r, c)`` of row and column means: ``row * column / mean``."""
+    row, column = factors_bf[:, :rows], factors_bf[:, rows:]
+    share = row / row.mean(1, keepdim=True)
+    return share.nan_to_num(0.0).unsqueeze(2) * column.unsqueeze(1)
+
+
+def _factored_step_(
+    param_brc: Tensor,
+    grad_brc: Tensor,
+    update_avg_brc: Tensor,
+    square_bf: Tensor,
+    residual_bf: Tensor,
+    settings: _Settings,
+    corrections: _Corrections | None = None,
+) -> None:
+    """Take one step of CAME on matrices, in place.
+
+    Args:
+        param_brc: Parameters of any floating dtype; changed in the dtype of the moments and
+            rounded once.
+        grad_brc: Gradients of any floating dtype; only read.
+        update_avg_brc: Mean of the clipped updates u.
+        square_bf: Row and column means of the squared gradients.
+        residual_bf: Row and column means of ``(u - mean of u)^2``.
+        settings: _Settings of this step.
+        corrections: Bias corrections of the means; none as in came-pytorch.
+    """
+    beta1, beta2, beta3 = settings.betas
+    batch, rows, columns = grad_brc.shape
+    blocks = _blocks(grad_brc)
+    most = max(block.stop - block.start for block in blocks)
+    work_brc = square_bf.new_empty(batch, most, columns)
+
+    def part_of(block: slice) -> Tensor:
+        return work_brc[:, : block.stop - block.start]
+
+    squares = _Means(square_bf, rows)
+    for block in blocks:
+        grad = grad_brc[:, block].to(square_bf.dtype)
+        squares.add(block, torch.mul(grad, grad, out=part_of(block)))
+    square_bf.lerp_(squares.total() + settings.eps[0], 1 - beta2)
+    row, column = _inverse_roots(square_bf, rows)
+    if corrections is not None:
+        row = row * corrections.update.unsqueeze(2)
+
+    # u = row * gradient * column / max(1, its root mean square / clip_threshold). The norm is
+    # taken before the rows are scaled, so that a huge factor meets its zeros before it is squared.
+    norms = []
+    for block in blocks:
+        part = torch.mul(grad_brc[:, block], column, out=part_of(block))
+        norms.append(torch.linalg.vector_norm(part, dim=2, keepdim=True))
+    norm = torch.linalg.vector_norm(torch.cat(norms, 1) * row, dim=1, keepdim=True)
+    row = row / (norm / (math.sqrt(rows * columns) * settings.clip_threshold)).clamp(min=1.0)
+    if settings.maximize:
+        row = -row
+
+    residuals = _Means(residual_bf, rows)
+    for block in blocks:
+        part = part_of(block)
+        if len(blocks) > 1:  # one block's part is still there
+            torch.mul(grad_brc[:, block], column, out=part)
+        average = update_avg_brc[:, block]
+        torch.addcmul(average, part, row[:, block], value=-1, out=part)  # mean - u
+        average.add_(part, alpha=beta1 - 1)
+        residuals.add(block, torch.mul(part, part, out=part))
+    # u - new mean = beta1 * (u - old mean)
+    residual_bf.lerp_(residuals.total() * beta1**2 + settings.eps[1], 1 - beta3)
+
+    row, column = _inverse_roots(residual_bf, rows)
+    row = row * -settings.lr
+    if corrections is not None:
+        row = row * (corrections.mean * corrections.residual).unsqueeze(2)
+    for block in blocks:
+        part = torch.mul(update_avg_brc[:, block], column, out=part_of(block))
+        _step_to_(param_brc[:, block], part, row[:, block], settings)
+
+
+def _plain_step_(
+    param_bn: Tensor,
+    grad_bn: Tensor,
+    update_avg_bn: Tensor,
+    square_bn: Tensor,
+    settings: _Settings,
+    corrections: _Corrections | None = None,
+) -> None:
+    """Take one step of CAME on tensors that are not factored: without the confidence term."""
+    beta1, beta2, _ = settings.betas
+    grad_bn = grad_bn.to(square_bn.dtype)
+    square_bn.lerp_(grad_bn.square() + settings.eps[0], 1 - beta2)
+    update = square_bn.rsqrt() * grad_bn
+    if corrections is not None:
+        update = update * corrections.update
+    norm = torch.linalg.vector_norm(update, dim=1, keepdim=True)
+    clip = (norm / (math.sqrt(grad_bn.shape[1]) * settings.clip_threshold)).clamp(min=1.0)
+    if settings.maximize:
+        clip = -clip
+    update_avg_bn.lerp_(update / clip, 1 - beta1)
+    one = torch.ones_like(clip) if corrections is None else corrections.mean
+    _step_to_(param_bn, update_avg_bn, one * -settings.lr, settings)
+
+
+def _step_to_(param: Tensor, direction: Tensor, scale: Tensor, settings: _Settings) -> None:
+    """Set param to ``keep * param + direction * scale``, in direction's dtype, rounded once."""
+    if param.dtype == direction.dtype:
+        if settings.weight_decay:
+            param.mul_(settings.keep)
+        param.addcmul_(direction, scale)
+    else:
+        wide = param.to(direction.dtype) * settings.keep
+        param.copy_(torch.addcmul(wide, direction, scale))
+
+
+class _Means:
+    """Row and column means of a matrix whose rows come block by block."""
+
+    def __init__(self, like_bf: Tensor, rows: int) -> None:
+        self._rows: list[Tensor] = []
+        self._columns = torch.zeros_like(like_bf[:, rows:])
+        self._num_rows = rows
+
+    def add(self, block: slice, part_brc: Tensor) -> None:
+        self._rows.append(part_brc.mean(2))
+        self._columns += part_brc.sum(1)
+
+    def total(self) -> Tensor:
+        return torch.cat([*self._rows, self._columns / self._num_rows], 1)
+
+
+def _inverse_roots(factors_bf: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return ``1 / sqrt`` of the matrix of the factors, as ``(b, r, 1)`` and ``(b, 1, c)``."""
+    roots = factors_bf.rsqrt()
+    size = factors_bf[:, :rows].mean(1, keepdim=True).sqrt()
+    return (roots[:, :rows] * size).unsqueeze(2), roots[:, rows:].unsqueeze(1)
+
+
+def _blocks(tensor_brc: Tensor) -> list[slice]:
+    """Return slices of the rows that are updated at a time."""
+    batch, rows, columns = tensor_brc.shape
+    if not is_eager():  # the compiler blocks its own loops
+        return [slice(0, rows)]
+    most = _BLOCK.get(tensor_brc.device.type, _DEFAULT_BLOCK)
+    count = min(rows, -(-batch * rows * columns // most))
+    bounds = [rows * k // count for k in range(count + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def quantized(values_bn: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize float32 values to codes ``(b, n)`` int8 and scales ``(b, k)`` float32.
+
+    A code is linear in the value, from -127 to 127. The scale is the largest magnitude in the
+    block, which is kept exactly; other entries are off by at most 1/254 of it. A block of zeros
+    has scale zero. Values that are not finite leave nothing finite in their block.
+    """
+    blocks = _in_blocks(values_bn)
+    codes = torch.empty_like(blocks, dtype=torch.int8)
+    scales = blocks.new_empty(blocks.shape[:2])
+    for some in _spans(blocks):  # no work space of the size of a large tensor
+        part = blocks[:, some]
+        scale = scales[:, some] = part.abs().amax(2)
+        inverse = torch.where(scale == 0, 0, 127 / scale)
+        codes[:, some] = (part * inverse.unsqueeze(2)).round_()
+    return codes.flatten(1)[:, : values_bn.shape[1]], scales
+
+
+def dequantized(codes_bn: Tensor, scales_bk: Tensor) -> Tensor:
+    """Return the values ``(b, n)`` float32 that codes and scales stand for."""
+    values = _in_blocks(codes_bn) * (scales_bk / 127).unsqueeze(2)
+    return values.flatten(1)[:, : codes_bn.shape[1]].contiguous()
+
+
+def _spans(blocks_bkn: Tensor) -> list[slice]:
+    """Return slices of the blocks that are packed at a time."""
+    batch, count, size = blocks_bkn.shape
+    most = _AT_A_TIME.get(blocks_bkn.device.type, _DEFAULT_AT_A_TIME)
+    step = max(1, most // (batch * size))
+    if not is_eager():  # the compiler needs no work space
+        step = count
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _in_blocks(values_bn: Tensor) -> Tensor:
+    """Lay out as ``(b, k, 256)``, filled up with zeros."""
+    missing = -values_bn.shape[1] % _SCALED
+    return (F.pad(values_bn, (0, missing)) if missing else values_bn).unflatten(1, (-1, _SCALED))

@@ -1,11 +1,9 @@
-"""GaLore (arXiv 2403.03507): any optimizer, its moments kept in a subspace of the gradient.
+"""GaLore (arXiv 2403.03507): any optimizer, with its moments in a subspace of the gradient.
 
-A projected parameter has a small stand-in, which is what the inner optimizer trains: before its
-step the stand-in is zero and has the projected gradient; afterwards it is the step, which is taken
-back out of the subspace. So every optimizer that works element by element or matrix by matrix is
-an inner optimizer, and its state is that of the stand-in.
-
-GaLore around the optimizers that people use it with, under the names they know.
+A projected parameter has a small stand-in, and the inner optimizer trains that. Before its step the
+stand-in is zero and has the projected gradient; afterwards its value is the step in the subspace,
+which is mapped back and added to the parameter. So every optimizer that works element by element or
+matrix by matrix can be the inner one, and its state has the size of the stand-in.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,34 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.optim import state_layout
-from comera.optim.galore_parts import (
-    OURS,
-    as_groups,
-    as_list,
-    check_gradient,
-    check_group,
-    check_not_left_out,
-    check_once,
-    check_projects_alike,
-    check_subspaces,
-    for_inner,
-    joined,
-    merged,
-    parted,
-    release,
-)
+from comera.optim.muon import MuonAdamW
 from comera.optim.projection import (
+    PROJ_TYPES,
     add_out_of_,
+    basis_shapes,
     into,
+    low_shape,
+    matrix_shape,
     new_bases,
 )
-from comera.optim.state_layout import check_keeps_no_count, step_param
+from comera.optim.state_layout import COMMON_KEYS, check_keeps_no_count, made_for, step_param
 
 # As torch.optim does it: torch.compiler.disable would import the compiler along with this module.
 _eagerly = torch._disable_dynamo
 
+_DEFAULTS: dict[str, Any] = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_KEYS = {"rank", *_DEFAULTS}
+"""Settings of a projected group that the inner optimizer does not know."""
+
+_OURS = "galore_"
+"""Prefix of GaLore's own entries in the state of a parameter: ``step``, ``left``, ``right``."""
+
 _SCHEDULED = ("lr", "betas", "momentum")
-"""Settings that a scheduler may change within a step; others change where an optimizer counts."""
+"""Settings that a scheduler may change within a step; a change of others is a counter."""
 
 _COUPLED = (
     torch.optim.Adadelta,
@@ -60,15 +54,15 @@ class _Begun(NamedTuple):
     """A parameter of a projected group between the two parts of its step.
 
     Attributes:
-        stand_in: What the inner optimizer steps in its place, if anything.
-        factor: What that step is multiplied by.
-        full_grad: The gradient to give back to a parameter whose own was taken for the step.
+        stand_in: What the inner optimizer steps; None if the parameter is not projected.
+        factor: Factor of that step.
+        grad: The parameter's gradient, restored after the inner optimizer's step.
     """
 
     param: Tensor
     stand_in: nn.Parameter | None
     factor: float | Tensor
-    full_grad: Tensor | None
+    grad: Tensor
 
 
 class GaLore(Optimizer):
@@ -78,13 +72,10 @@ class GaLore(Optimizer):
         params: Parameter groups. A group with the key ``rank`` is projected; the others are the
             inner optimizer's as they are. Keys of a projected group, those of galore-torch:
             ``rank``; ``update_proj_gap``, steps between two subspaces, 200; ``scale``, factor of
-            every step, 0.25; ``proj_type``: ``"std"`` (the shorter side), ``"reverse_std"`` (the
-            longer), ``"left"``, ``"right"``, ``"full"`` (both) or ``"random"`` (a random subspace).
+            every step, 0.25; ``proj_type``: ``"std"`` (the shorter side) or ``"full"`` (both).
             A tensor of more than two dimensions is taken as ``(first, all others)``. One whose
             sides are not above the rank is not projected, and neither scaled.
         inner: Class of the inner optimizer, e.g. :class:`torch.optim.AdamW`.
-        stagger: Spread the refreshes of the subspaces over the steps between two of them, so that
-            no single step takes long. The first step finds them all.
         **settings: Of the inner optimizer: ``lr``, ``betas``, ...; groups may replace them.
 
     Note:
@@ -114,26 +105,17 @@ class GaLore(Optimizer):
         self,
         params: Iterable[Any],
         inner: Callable[..., Optimizer] = torch.optim.AdamW,
-        *,
-        stagger: bool = True,
         **settings: Any,
     ) -> None:
-        groups = as_groups(params)
-        check_once([param for group in groups for param in group["params"]], ())
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+        _check_once([param for group in groups for param in group["params"]], ())
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
-        self._numbers: dict[Tensor, int] = {}  # of projected groups, from 1: seeds and staggering
-        self._inner = inner([for_inner(g, self._stand_ins) for g in groups], **settings)
-        self._inner_keys = set(self._inner.defaults)
+        self._inner = inner([_for_inner(g, self._stand_ins) for g in groups], **settings)
         # torchao's eight-bit optimizers compile their step and take a rate in a tensor only.
         self._tensor_lr = any(isinstance(g["lr"], Tensor) for g in self._inner.param_groups)
-        for group in groups:
-            check_group(group, self._inner)
-        self.stagger = stagger
-        self._built = False
-        theirs = self._inner.param_groups
-        together = [merged(*pair) for pair in zip(groups, theirs, strict=True)]
-        super().__init__(together, dict(self._inner.defaults))
-        self._built = True
+        super().__init__(groups, dict(self._inner.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as to any optimizer; one with the key ``rank`` is projected.
@@ -141,27 +123,18 @@ class GaLore(Optimizer):
         Raises:
             ValueError: As the class; no group is added.
         """
-        if self._built:
-            self._add(param_group)
-        else:  # the base class's constructor, once the inner optimizer has all groups
-            super().add_param_group(param_group)
-        if "rank" in self.param_groups[-1]:
-            for param in self.param_groups[-1]["params"]:
-                self._numbers[param] = len(self._numbers) + 1
-
-    def _add(self, group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer and here, or to none."""
-        group = {**group, "params": as_list(group["params"])}
-        check_group(group, self._inner)
-        check_once(group["params"], self.param_groups)
+        group = {**param_group, "params": _as_list(param_group["params"])}
+        theirs, number = self._inner.param_groups, len(self.param_groups)
         stand_ins: dict[Tensor, nn.Parameter] = {}
-        theirs = self._inner.param_groups
-        count = len(theirs)
+        _check_keys(group, self._inner)
+        _check_once(group["params"], self.param_groups)
         try:
-            self._inner.add_param_group(for_inner(group, stand_ins))
-            super().add_param_group(merged(group, theirs[-1]))
+            if number == len(theirs):  # else the inner optimizer was constructed with it
+                self._inner.add_param_group(_for_inner(group, stand_ins))
+            own = _DEFAULTS if "rank" in group else {}
+            super().add_param_group({**theirs[number], **own, **group})
         except BaseException:
-            del theirs[count:]
+            del theirs[number:]
             raise
         self._stand_ins |= stand_ins
 
@@ -170,11 +143,11 @@ class GaLore(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """Return the optimizer that trains the stand-ins, and all that is not projected."""
+        """Return the optimizer of the stand-ins, and of all parameters that are not projected."""
         return self._inner
 
     def stand_in(self, param: Tensor) -> nn.Parameter | None:
-        """Return what the inner optimizer trains in place of a parameter, if that is projected."""
+        """Return what the inner optimizer trains in place of a parameter; None if not projected."""
         return self._stand_ins.get(param)
 
     @torch.no_grad()
@@ -191,22 +164,32 @@ class GaLore(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        begun = []
-        for position in range(len(self.param_groups)):
-            group = self._hand_over(position)
-            if "rank" in group:
-                begun += [self._begin(param, group) for param in group["params"]]
-        settings = self._settings()
+        begun, settings = self._begin_all()
         try:
             self._inner.step()
         finally:
-            _give_back(begun)
-        self._check_keeps_no_count(settings)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._show_state(param)
-        self._lift(begun)
+            _restore_gradients(begun)
+        self._end_all(begun, settings)
         return loss
+
+    @_eagerly
+    def _begin_all(self) -> tuple[list[_Begun], list[dict[str, Any]]]:
+        """Begin the step of every projected group; return the inner optimizer's settings too."""
+        begun = []
+        for position, group in enumerate(self.param_groups):
+            self._pass_settings(position)
+            if "rank" in group:
+                begun += [self._begin(p, group) for p in group["params"] if p.grad is not None]
+        return begun, [dict(group) for group in self._inner.param_groups]
+
+    @_eagerly
+    def _end_all(self, begun: list[_Begun], settings: list[dict[str, Any]]) -> None:
+        name = type(self._inner).__name__
+        instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
+        for old, new in zip(settings, self._inner.param_groups, strict=True):
+            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
+        self._share_state()
+        self._end(begun)
 
     @torch.no_grad()
     def step_param_(self, param: Tensor, position: int) -> None:
@@ -216,14 +199,64 @@ class GaLore(Optimizer):
             RuntimeError: For the reasons for which :meth:`step` raises it.
             TypeError: Likewise.
         """
-        group = self._hand_over(position)
+        self._pass_settings(position)
+        group = self.param_groups[position]
         begun = [self._begin(param, group)] if "rank" in group else []
+        stand_in = self._stand_ins.get(param)
         try:
-            step_param(self._inner, self._stand_ins.get(param, param), position)
+            step_param(self._inner, param if stand_in is None else stand_in, position)
         finally:
-            _give_back(begun)
-        self._show_state(param)
-        self._lift(begun)
+            _restore_gradients(begun)
+        if stand_in is None and param in self._inner.state:
+            self.state[param] = self._inner.state[param]
+        self._end(begun)
+
+    def _pass_settings(self, position: int) -> None:
+        """Copy the settings of a group to the inner optimizer's: schedulers change ours."""
+        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
+        theirs |= {key: mine[key] for key in self._inner.defaults if key in mine}
+        if self._tensor_lr and not isinstance(mine["lr"], Tensor):
+            theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
+        if "rank" in mine:
+            theirs["weight_decay"] = 0.0
+
+    def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun:
+        """Decay a parameter, and give its stand-in the projected gradient, if it has a subspace."""
+        grad = param.grad
+        assert grad is not None
+        if grad.is_sparse or grad.is_complex():
+            kind = "sparse" if grad.is_sparse else "complex"
+            raise RuntimeError(
+                f"a {kind} gradient of shape {tuple(grad.shape)} cannot be projected: leave its "
+                "parameter out of the groups with a rank"
+            )
+        stand_in = self._stand_ins.get(param)
+        factor = self._factor(param, group)
+        decayed = self._decayed(param, grad, group)
+        if stand_in is None:
+            param.grad = decayed
+            return _Begun(param, None, factor, grad)
+        matrix = decayed.flatten(1)
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not captured:
+            self._refresh(param, matrix, group)
+        bases = self._bases(param)
+        if bases:
+            low = into(matrix, bases)
+            stand_in.data, stand_in.grad = torch.zeros_like(low), low
+        elif captured:
+            raise RuntimeError(
+                f"GaLore has no subspace yet for a parameter of shape {tuple(param.shape)}, "
+                "and none can be found in a CUDA graph: take a step before it is captured"
+            )
+        return _Begun(param, stand_in, factor, grad)
+
+    def _end(self, begun: list[_Begun]) -> None:
+        """Add the steps of stand-ins to their parameters."""
+        for param, stand_in, factor, _ in begun:
+            if stand_in is not None and stand_in.grad is not None:
+                add_out_of_(param, stand_in.data * factor, self._bases(param))
+                _release(stand_in)
 
     @torch.no_grad()
     def refresh_(self) -> None:
@@ -233,9 +266,154 @@ class GaLore(Optimizer):
         after each replay. Subspaces keep their memory, so the next replay uses the new ones.
         """
         for group in self.param_groups:
-            for param in group["params"] if "rank" in group else ():
+            for param in group["params"]:
                 if param in self._stand_ins and param.grad is not None:
-                    self._refresh(param, param.grad.flatten(1), group, self._numbers[param])
+                    self._refresh(param, param.grad.flatten(1), group)
+
+    def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any]) -> None:
+        """Count a step of a parameter, and find its subspace anew if that is due."""
+        state, old = self.state[param], self._bases(param)
+        count = state.setdefault(f"{_OURS}step", torch.zeros((), dtype=torch.int64))
+        steps = int(count)  # on the CPU: nothing waits for the device
+        if old:
+            count += 1
+            if steps % group["update_proj_gap"]:
+                return
+        if not torch.isfinite(grad_MN).all() or (not old and not grad_MN.any()):
+            return
+        if not old:
+            count += 1
+        for side, basis in new_bases(grad_MN, group["rank"], group["proj_type"], steps).items():
+            if side in old:
+                old[side].copy_(basis)  # a captured step reads this memory
+            else:
+                state[_OURS + side] = basis
+
+    def _bases(self, param: Tensor) -> dict[str, Tensor]:
+        state = self.state.get(param, {})
+        return {side: state[_OURS + side] for side in ("left", "right") if _OURS + side in state}
+
+    def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
+        """Return the factor of the stand-in's step."""
+        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
+            return group["scale"]
+        # Its steps are relative to the size of the parameter, which it takes to be eps[1], as the
+        # stand-in is zero.
+        least = group["eps"][1]
+        wide = param.to(torch.promote_types(param.dtype, torch.float32))
+        return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
+
+    def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Decay a parameter as the inner optimizer would; return the gradient to use."""
+        rate = group.get("weight_decay", 0.0)
+        if not rate:
+            return grad
+        # torch's Adam and its subclasses have a setting for it
+        if group.get("decoupled_weight_decay", not isinstance(self._inner, _COUPLED)):
+            param.mul_(1 - group["lr"] * rate)
+            return grad
+        return grad.add(param, alpha=-rate if group.get("maximize") else rate)
+
+    @_eagerly
+    def _share_state(self) -> None:
+        """Make the inner optimizer's state of parameters that are not projected ours as well."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self._stand_ins and param in self._inner.state:
+                    self.state[param] = self._inner.state[param]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
+        mine, theirs = super().state_dict(), self._inner.state_dict()["state"]
+        numbers = {**theirs, **mine["state"]}
+        state = {k: {**theirs.get(k, {}), **mine["state"].get(k, {})} for k in numbers}
+        return {**mine, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If a subspace does not fit its parameter, none is there after several
+                steps, or the state is one of an optimizer that does not project the same groups;
+                nothing is changed.
+        """
+        subspaces: dict[Tensor, dict[str, Any]] = {}
+
+        def load_inner(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            subspaces.update(self._load_inner(given))
+            # Without the state, which the base class would round to the dtype of the parameters.
+            return {**given, "state": {}}
+
+        def restore(_: Optimizer) -> None:
+            self._share_state()
+            self.state.update(subspaces)
+
+        with state_layout.load_hooks(self, load_inner, restore):
+            super().load_state_dict(state_dict)
+
+    def _load_inner(self, given: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Load the inner optimizer's part of a state, if all fits; return GaLore's own."""
+        state, params = given["state"], self._check_loadable(given)
+        theirs = {
+            "state": {
+                k: {key: value for key, value in entries.items() if not key.startswith(_OURS)}
+                for k, entries in state.items()
+            },
+            "param_groups": [
+                {key: value for key, value in group.items() if key not in _KEYS}
+                for group in given["param_groups"]
+            ],
+        }
+        self._inner.load_state_dict(theirs)
+        subspaces: dict[Tensor, dict[str, Any]] = {}
+        for k, param in params.items():
+            for key, value in state.get(k, {}).items():
+                if key.startswith(_OURS):
+                    device = value.device if key == f"{_OURS}step" else param.device
+                    subspaces.setdefault(param, {})[key] = value.to(device, copy=True)
+        return subspaces
+
+    def _check_loadable(self, given: dict[str, Any]) -> dict[Any, Tensor]:
+        """Raise ``ValueError`` if a state does not fit; return parameters by their keys in it."""
+        state, params, projected = given["state"], {}, []
+        # Other numbers of groups or parameters are an error of the inner optimizer's loading.
+        for number, (theirs, mine) in enumerate(
+            zip(given["param_groups"], self.param_groups, strict=False)
+        ):
+            if ("rank" in theirs) != ("rank" in mine):
+                there, here = ("is", "is not") if "rank" in theirs else ("is not", "is")
+                raise ValueError(
+                    f"group {number} {there} projected in the state and {here} here: it comes from "
+                    "another optimizer, or from GaLore with other groups"
+                )
+            for k, param in zip(theirs["params"], mine["params"], strict=False):
+                params[k], entries = param, state.get(k, {})
+                found = {
+                    side: tuple(entries[_OURS + side].shape)
+                    for side in ("left", "right")
+                    if _OURS + side in entries
+                }
+                wanted, here = {}, "where it is not projected"
+                if param in self._stand_ins:
+                    projected.append(entries)
+                    rank, proj_type = mine["rank"], mine["proj_type"]
+                    wanted = basis_shapes(matrix_shape(param), rank, proj_type)
+                    here = f"at rank={rank}, proj_type={proj_type!r}, which needs {wanted}"
+                if found and found != wanted:
+                    raise ValueError(
+                        f"the state's subspaces {found} do not fit a parameter of shape "
+                        f"{tuple(param.shape)} {here}"
+                    )
+        # torch.distributed.checkpoint loads what an optimizer has after a step without gradients,
+        # which finds no subspace, and leaves out the rest.
+        steps = max((int(entries.get(f"{_OURS}step", 0)) for entries in projected), default=0)
+        if steps > 1 and all(set(entries) <= {f"{_OURS}step"} for entries in projected):
+            raise ValueError(
+                f"the state is of {steps} steps, and no subspace and no moments are in it. "
+                "torch.distributed.checkpoint leaves them out as it loads: read it with "
+                "torch.load, or save and load by comera.train.run_state"
+            )
+        return params
 
     def unpack_state_(self, param: Tensor) -> None:
         """Unpack the inner optimizer's state for :func:`~comera.truncate_`, where it needs that."""
@@ -246,217 +424,17 @@ class GaLore(Optimizer):
         state_layout.pack_state_(self._inner, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything, so that a copy's stand-ins are those of its own parameters."""
-        return {
-            **state_layout.whole(self),
-            "_inner": (type(self._inner), state_layout.whole(self._inner)),
-        }
+        """Return all attributes, so that a copy's stand-ins are those of its own parameters."""
+        inner = (type(self._inner), state_layout.whole(self._inner))
+        return {**state_layout.whole(self), "_inner": inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state.get("_inner"), tuple):  # torch comes here with less, to load a state
+        if "_inner" in state:  # torch calls this with less, to load a state
             kind, whole = state["_inner"]
             inner = kind.__new__(kind)
             inner.__setstate__(whole)
             state = {**state, "_inner": inner}
         super().__setstate__(state)
-
-    def _factor(self, param: Tensor, group: dict[str, Any]) -> float | Tensor:
-        """Return what the stand-in's step is multiplied by."""
-        if not isinstance(self._inner, torch.optim.Adafactor) or param not in self._stand_ins:
-            return group["scale"]
-        # Its steps are relative to the size of the parameter, for which it takes eps[1] while the
-        # stand-in is zero.
-        least = group["eps"][1]
-        wide = param.to(torch.promote_types(param.dtype, torch.float32))
-        return wide.square().mean().sqrt().clamp(min=least) * (group["scale"] / least)
-
-    @_eagerly
-    def _hand_over(self, position: int) -> dict[str, Any]:
-        """Return a group once the inner optimizer has its settings: schedulers change ours."""
-        mine, theirs = self.param_groups[position], self._inner.param_groups[position]
-        for key in self._inner_keys:
-            theirs[key] = mine[key]
-        if self._tensor_lr and not isinstance(mine["lr"], Tensor):
-            theirs["lr"] = torch.tensor(mine["lr"], dtype=torch.float32)
-        if "rank" in mine:
-            theirs["weight_decay"] = 0.0
-        return mine
-
-    @_eagerly
-    def _settings(self) -> list[dict[str, Any]]:
-        return [dict(group) for group in self._inner.param_groups]
-
-    @_eagerly
-    def _check_keeps_no_count(self, before: list[dict[str, Any]]) -> None:
-        name = type(self._inner).__name__
-        instead = f"use {name} without GaLore, or GaLore around torch.optim.AdamW"
-        for old, new in zip(before, self._inner.param_groups, strict=True):
-            check_keeps_no_count(self._inner, old, new, instead, _SCHEDULED)
-
-    @_eagerly
-    def _begin(self, param: Tensor, group: dict[str, Any]) -> _Begun | None:
-        """Decay, and give the stand-in its gradient; None without one or while it waits."""
-        grad = param.grad
-        if grad is None:
-            return None
-        check_gradient(grad)
-        factor = self._factor(param, group)
-        decayed = self._decayed(param, grad, group)
-        stand_in = self._stand_ins.get(param)
-        if stand_in is None:
-            param.grad = decayed
-            return _Begun(param, None, factor, grad)
-        matrix = decayed.flatten(1)
-        captured = _captured()
-        if not captured:
-            self._refresh(param, matrix, group, self._numbers[param])
-        bases = self._bases(param)
-        if not bases:
-            if captured:
-                raise RuntimeError(
-                    f"GaLore has no subspace yet for a parameter of shape {tuple(param.shape)}, "
-                    "and none can be found in a CUDA graph: take a step before it is captured"
-                )
-            stand_in.grad = None
-            return None
-        low = into(matrix, bases)
-        stand_in.data = torch.zeros_like(low)
-        stand_in.grad = low
-        return _Begun(param, stand_in, factor, None)
-
-    @_eagerly
-    def _lift(self, begun: list[_Begun | None]) -> None:
-        """Take the steps that the stand-ins took."""
-        for one in begun:
-            if one is not None and one.stand_in is not None:
-                add_out_of_(one.param, one.stand_in.data * one.factor, self._bases(one.param))
-                release(one.stand_in)
-
-    def _refresh(self, param: Tensor, grad_MN: Tensor, group: dict[str, Any], number: int) -> None:
-        """Find the subspace anew when it is time."""
-        state, gap = self.state[param], group["update_proj_gap"]
-        count = state.setdefault(f"{OURS}step", torch.zeros((), dtype=torch.int64))
-        steps = int(count)  # a number on the CPU: nothing waits for the device
-        old = self._bases(param)
-        # Golden-ratio steps spread any number of parameters evenly over the gap.
-        offset = int(number * 0.6180339887 % 1 * gap) if self.stagger else 0
-        count += 1 if old else 0
-        if old and (steps + offset) % gap:
-            return
-        if not torch.isfinite(grad_MN).all() or (not old and not grad_MN.any()):
-            return
-        # Another for each parameter and step; torch's generator on the CPU looks at 32 bits.
-        seed = (number * 0x9E3779B1 + steps) % 2**32
-        new = new_bases(grad_MN, group["rank"], group["proj_type"], seed)
-        if not old:
-            count += 1
-        for side, basis in new.items():
-            if side in old:
-                old[side].copy_(basis)  # a captured step looks for it there
-            else:
-                state[OURS + side] = basis
-
-    @_eagerly
-    def _show_state(self, param: Tensor) -> None:
-        """Give what is not projected the inner optimizer's state, the very same, as its own."""
-        if param not in self._stand_ins and param in self._inner.state:
-            self.state[param] = self._inner.state[param]
-
-    def _bases(self, param: Tensor) -> dict[str, Tensor]:
-        state = self.state.get(param, {})
-        return {side: state[OURS + side] for side in ("left", "right") if OURS + side in state}
-
-    def _decayed(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Decay a projected parameter as the inner optimizer would; return the gradient to use."""
-        rate = group.get("weight_decay", 0.0)
-        if not rate:
-            return grad
-        if self._decoupled(group):
-            param.mul_(1 - group["lr"] * rate)
-            return grad
-        return grad.add(param, alpha=-rate if group.get("maximize") else rate)
-
-    def _decoupled(self, group: dict[str, Any]) -> bool:
-        if "decoupled_weight_decay" in group:  # torch's Adam and what is made of it
-            return bool(group["decoupled_weight_decay"])
-        return not isinstance(self._inner, _COUPLED)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values only: the inner optimizer's state and the subspaces."""
-        return joined(super().state_dict(), self._inner.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave.
-
-        Raises:
-            ValueError: If a subspace does not fit its parameter, none is there after several
-                steps, or the state is one of an optimizer that does not project the same groups;
-                nothing is changed.
-        """
-        loaded: dict[Tensor, dict[str, Any]] = {}
-
-        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(self._load_inner(given))
-            # Without the state, which the base class would round to the dtype of the parameters.
-            return {**given, "state": {}}
-
-        def show(_: Optimizer) -> None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._show_state(param)
-            self.state.update(loaded)
-
-        # Registered last and first: after whatever changes the dict, before whatever reads it.
-        before = self.register_load_state_dict_pre_hook(take)
-        after = self.register_load_state_dict_post_hook(show, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
-
-    def _load_inner(self, given: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """Let the inner optimizer load its part, if all fits; return ours for each parameter."""
-        check_projects_alike(given["param_groups"], self.param_groups)
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [k for group in given["param_groups"] for k in group["params"]]
-        state = given["state"]
-        if len(numbers) == len(params):  # else the inner optimizer says what differs
-            for k, param in zip(numbers, params, strict=True):
-                self._check_fit(param, state.get(k, {}))
-            of_projected = [
-                state.get(k, {})
-                for k, param in zip(numbers, params, strict=True)
-                if param in self._stand_ins
-            ]
-            check_not_left_out(of_projected)
-        theirs, subspaces = parted(given)
-        self._inner.load_state_dict(theirs)
-        return {
-            param: {
-                key: value.clone() if key == f"{OURS}step" else value.to(param.device, copy=True)
-                for key, value in subspaces[k].items()
-            }
-            for k, param in zip(numbers, params, strict=True)
-            if k in subspaces
-        }
-
-    def _check_fit(self, param: Tensor, entries: dict[str, Any]) -> None:
-        found = {k.removeprefix(OURS): v for k, v in entries.items() if k.startswith(OURS)}
-        found.pop("step", None)
-        group = state_layout.group_of(self, param) if param in self._stand_ins else None
-        check_subspaces(param, group, found)
-
-
-def _captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _give_back(begun: list[_Begun | None]) -> None:
-    """Restore the own gradients, without penalty, of parameters that are not projected."""
-    for one in begun:
-        if one is not None and one.full_grad is not None:
-            one.param.grad = one.full_grad
 
 
 class GaLoreAdamW(GaLore):
@@ -499,3 +477,98 @@ class GaLoreAdamW8bit(GaLore):
                 "optimizer as inner="
             ) from None
         super().__init__(params, AdamW8bit, lr=lr, **settings)
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _for_inner(group: dict[str, Any], stand_ins: dict[Tensor, nn.Parameter]) -> dict[str, Any]:
+    """Return the inner optimizer's group, with stand-ins for parameters that are projected.
+
+    Args:
+        group: The group as the user wrote it; parameters may be ``(name, parameter)``.
+        stand_ins: Receives the new stand-ins by their parameters.
+    """
+    own = {key: value for key, value in group.items() if key not in _KEYS}
+    if "rank" not in group:
+        if misplaced := sorted(_KEYS & set(group)):
+            raise ValueError(f"a parameter group has {misplaced} but no rank")
+        return own
+    rank, settings = group["rank"], {**_DEFAULTS, **group}
+    gap, scale, proj_type = (settings[key] for key in _DEFAULTS)
+    if proj_type not in PROJ_TYPES:
+        names = ", ".join(map(repr, PROJ_TYPES))
+        raise ValueError(f"proj_type={proj_type!r} must be one of {names}")
+    for name, number in (("rank", rank), ("update_proj_gap", gap)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+    if not scale > 0:
+        raise ValueError(f"scale={scale!r} must be above 0")
+
+    def replaced(param: Tensor) -> Tensor:
+        if param.dim() < 2:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is in a group with rank={rank}: only "
+                "matrices and tensors of more dimensions are projected"
+            )
+        shape = matrix_shape(param)
+        if rank >= min(shape):
+            return param
+        wide = torch.promote_types(param.dtype, torch.float32)
+        size = low_shape(shape, rank, proj_type)
+        stand_ins[param] = nn.Parameter(torch.zeros(size, device=param.device, dtype=wide))
+        _release(stand_ins[param])
+        return stand_ins[param]
+
+    params = [
+        (one[0], replaced(one[1])) if isinstance(one, tuple) else replaced(one)
+        for one in group["params"]
+    ]
+    return {**own, "params": params}
+
+
+def _release(stand_in: nn.Parameter) -> None:
+    """Free the memory of a stand-in between two steps; its shape stays."""
+    stand_in.data = stand_in.data.new_zeros(()).expand(stand_in.shape)
+    stand_in.grad = None
+
+
+def _restore_gradients(begun: list[_Begun]) -> None:
+    """Restore the own gradients, without penalty, of parameters that are not projected."""
+    for param, _, _, grad in begun:
+        param.grad = grad
+
+
+def _check_keys(group: dict[str, Any], inner: Optimizer) -> None:
+    """Raise ``ValueError`` for keys that neither GaLore nor the inner optimizer knows."""
+    known = {*inner.defaults, *COMMON_KEYS, *_KEYS}
+    if isinstance(inner, MuonAdamW):
+        known.add("muon")
+    if unknown := sorted(set(group) - known):
+        raise ValueError(
+            f"unknown keys {unknown} in a parameter group; {type(inner).__name__} in "
+            f"GaLore takes {sorted(known - {'params'})}{made_for(unknown)}"
+        )
+    eps: Any = group.get("eps", inner.defaults.get("eps"))
+    if "rank" in group and isinstance(inner, torch.optim.Adafactor) and not eps[1] > 0:
+        raise ValueError(
+            f"eps={eps} must have a second number above 0: the least size of a parameter to which "
+            "a projected step is relative"
+        )
+
+
+def _check_once(params: Iterable[Any], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` if a new parameter, maybe named, is there twice or in a group already.
+
+    torch only warns of the former, and would compare stand-ins instead of parameters.
+    """
+    seen = {id(param) for group in groups for param in group["params"]}
+    for one in params:
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in seen:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group, or twice in one: one "
+                f"of shape {tuple(param.shape)}. Give GaLore each parameter once"
+            )
+        seen.add(id(param))

@@ -19,7 +19,7 @@ from comera.optim.state_layout import plain_step, step_param
 
 
 class OptimizerInBackward:
-    """Let an optimizer step each parameter in backward, as soon as its gradient is complete.
+    """Hook parameters so that backward steps each of them as soon as its gradient is complete.
 
     Gradients then need the memory of the largest layers instead of all. The wrapped optimizer
     stays what it was: schedulers, checkpoints and ``truncate_`` go on using it, and its steps are
@@ -85,24 +85,21 @@ class OptimizerInBackward:
                 if param.requires_grad:
                     self._position[param] = position
                     self._handles.append(param.register_post_accumulate_grad_hook(self._on_grad))
-        # So that GradScaler comes to the optimizer's step, where it can be told; see _before_step.
-        self._undo: dict[str, Any] = {}
-        key = "_step_supports_amp_scaling"
-        if key in vars(optimizer):
-            self._undo[key] = vars(optimizer)[key]
-        setattr(optimizer, key, True)
+        # So that GradScaler calls the optimizer's step, which raises in _before_step.
+        self._undo = {k: v for k, v in vars(optimizer).items() if k == _SUPPORTS_SCALING}
+        setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} around {self.optimizer!r}"
 
     @property
     def process_group(self) -> "dist.ProcessGroup | None":
-        """Over which each gradient is averaged."""
+        """Return the group over which each gradient is averaged."""
         return self._process_group
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let backward, inside, add up gradients and step nothing, as for all but the last part.
+        """Accumulate gradients in backward passes inside, as for all parts of a batch but the last.
 
         Around forward and backward, like ``DistributedDataParallel.no_sync``::
 
@@ -137,7 +134,7 @@ class OptimizerInBackward:
         self.optimizer.zero_grad(set_to_none)
 
     def discard_(self) -> None:
-        """End an iteration that was broken off: drop its gradients and begin anew.
+        """End an interrupted iteration: drop its gradients.
 
         Parameters that have been updated stay so.
         """
@@ -146,11 +143,11 @@ class OptimizerInBackward:
         self.zero_grad()
 
     def remove(self) -> None:
-        """Take the hooks away: from now on the optimizer steps as it did before."""
+        """Remove the hooks: from now on the optimizer steps as it did before."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
-            vars(self.optimizer).pop("_step_supports_amp_scaling", None)
+            vars(self.optimizer).pop(_SUPPORTS_SCALING, None)
             vars(self.optimizer).update(self._undo)
         self._handles, self._position = [], {}
         self._stepped.clear()
@@ -182,7 +179,7 @@ class OptimizerInBackward:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Answer what ``GradScaler.step`` asks first."""
+        """Raise: ``GradScaler.step`` reads this first."""
         raise RuntimeError(_SCALED)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -192,13 +189,13 @@ class OptimizerInBackward:
         )
 
     def _on_grad(self, param: Tensor) -> None:
-        """Take a full gradient from autograd, or from ``fully_shard`` after its reduction."""
+        """Step by a full gradient of autograd, or of ``fully_shard`` after its reduction."""
         if self._accumulating:
             self._waiting[param] = None
             return
         with self._lock:
             if param in self._stepped:
-                self._raise_twice(param)
+                raise RuntimeError(f"{self._name(param)} {_TWICE}")
             if self._process_group is not None:
                 self._average(param)
             self._stepped.add(param)
@@ -245,15 +242,6 @@ class OptimizerInBackward:
             self._stepped.clear()
             self._waiting.clear()
 
-    def _raise_twice(self, param: Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name(param)} got a second gradient after it was updated in backward. Call "
-            "step() of OptimizerInBackward once after each backward; where gradients of several "
-            "backward passes belong together, run all but the last in `with updates.accumulate():`;"
-            " where one pass runs activation checkpointing of a layer that is used twice, give "
-            "torch.utils.checkpoint use_reentrant=False"
-        )
-
     def _name(self, param: Tensor) -> str:
         """Name a parameter in a message: by name where the groups were made of named parameters."""
         number = self._position[param]
@@ -265,6 +253,15 @@ class OptimizerInBackward:
         return f"parameter {index} {shape} of parameter group {group.get('name', number)!r}"
 
 
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"
+
+_TWICE = (
+    "got a second gradient after it was updated in backward. Call step() of OptimizerInBackward "
+    "once after each backward; where gradients of several backward passes belong together, run all "
+    "but the last in `with updates.accumulate():`; where one pass runs activation checkpointing of "
+    "a layer that is used twice, give torch.utils.checkpoint use_reentrant=False"
+)
+
 _SCALED = (
     "a GradScaler cannot work with OptimizerInBackward: parameters were updated in backward, with "
     "gradients still scaled. Train in bfloat16 without a scaler (torch.autocast(dtype="
@@ -273,14 +270,15 @@ _SCALED = (
 
 
 def _check(optimizer: Optimizer, process_group: "dist.ProcessGroup | None") -> None:
-    """Raise where steps in backward would not be the optimizer's own."""
+    """Raise if steps in backward would differ from the optimizer's own."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is of type {type(optimizer).__name__}; it must be an optimizer that holds "
             "all parameters, such as torch.optim.AdamW(model.parameters())"
         )
     name = type(optimizer).__name__
-    if any(getattr(hook, "__func__", None) is _OURS for hook in _pre_hooks(optimizer).values()):
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), OptimizerInBackward) for hook in hooks):
         raise ValueError(f"this {name} is in an OptimizerInBackward already: remove() that first")
     _check_hooks(optimizer)
     closure = inspect.signature(plain_step(type(optimizer))).parameters.get("closure")
@@ -328,7 +326,8 @@ def _check_sharding(optimizer: Optimizer, param: Tensor, process_group: Any) -> 
 
 
 def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
-    others = [hook for number, hook in _pre_hooks(optimizer).items() if number != mine]
+    hooks = optimizer._optimizer_step_pre_hooks
+    others = [hook for number, hook in hooks.items() if number != mine]
     if others:
         shown = getattr(others[0], "__qualname__", repr(others[0]))
         raise ValueError(
@@ -338,13 +337,6 @@ def _check_hooks(optimizer: Optimizer, mine: int | None = None) -> None:
         )
 
 
-def _pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
-    return optimizer._optimizer_step_pre_hooks
-
-
 def _is(thing: object, name: str) -> bool:
-    """Tell whether it is of a class of this name, which need not be imported for that."""
+    """Return whether a class of this name, which need not be imported, is among its classes."""
     return any(cls.__name__ == name for cls in type(thing).__mro__)
-
-
-_OURS = OptimizerInBackward._before_step

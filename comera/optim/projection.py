@@ -1,7 +1,8 @@
-"""The subspaces GaLore trains in: where they come from, and the way in and out.
+"""The subspaces in which GaLore trains a matrix: how they are found, and the products in and out.
 
 GaLore (arXiv 2403.03507) keeps the moments of a matrix in the span of its gradient's leading
-singular vectors. Shape suffixes: M and N = rows and columns of the gradient, R = rank.
+singular vectors. The bases are ``left (M, R)`` and ``right (R, N)``, where M and N are the rows and
+columns of the gradient and R is the rank.
 """
 
 from typing import Literal
@@ -9,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ProjType = Literal["std", "reverse_std", "left", "right", "full", "random"]
-PROJ_TYPES = ("std", "reverse_std", "left", "right", "full", "random")
+ProjType = Literal["std", "full"]
+PROJ_TYPES = ("std", "full")
 
 _OVERSAMPLING = 8
-_POWER_ITERATIONS = 1
 
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:
@@ -22,72 +22,53 @@ def matrix_shape(tensor: Tensor) -> tuple[int, int]:
     return rows, tensor.numel() // max(1, rows)
 
 
-def sides(shape: tuple[int, int], proj_type: ProjType) -> tuple[bool, bool]:
-    """Tell whether a matrix is projected from the left (rows become R) and from the right.
+def basis_shapes(
+    shape: tuple[int, int], rank: int, proj_type: ProjType
+) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the bases, which depend on the shape of the matrix alone.
 
-    ``std`` projects the shorter side, so that the moments are as small as can be, as does
-    ``random``; ``reverse_std`` the longer one. It depends on the shape alone and never changes.
+    ``std`` projects the shorter side, so that the moments are as small as can be; ``full`` both.
     """
     rows, columns = shape
-    if proj_type == "full":
-        return True, True
-    if proj_type in ("left", "right"):
-        return proj_type == "left", proj_type == "right"
-    shorter_is_rows = rows < columns
-    left = not shorter_is_rows if proj_type == "reverse_std" else shorter_is_rows
-    return left, not left
+    shapes = {"left": (rows, rank), "right": (rank, columns)}
+    if proj_type == "std":
+        del shapes["right" if rows < columns else "left"]
+    return shapes
 
 
 def low_shape(shape: tuple[int, int], rank: int, proj_type: ProjType) -> tuple[int, int]:
     """Return the shape of the projected gradient."""
-    left, right = sides(shape, proj_type)
-    return rank if left else shape[0], rank if right else shape[1]
-
-
-def basis_shapes(
-    shape: tuple[int, int], rank: int, proj_type: ProjType
-) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the bases, ``left`` and/or ``right``."""
-    left, right = sides(shape, proj_type)
-    shapes = {"left": (shape[0], rank)} if left else {}
-    return shapes | ({"right": (rank, shape[1])} if right else {})
+    bases = basis_shapes(shape, rank, proj_type)
+    return rank if "left" in bases else shape[0], rank if "right" in bases else shape[1]
 
 
 def new_bases(grad_MN: Tensor, rank: int, proj_type: ProjType, seed: int) -> dict[str, Tensor]:
-    """Find orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
+    """Compute orthonormal bases of the leading subspaces of a gradient, in float32 or wider.
 
     By a randomized range finder with one power iteration (Halko, Martinsson and Tropp, arXiv
     0909.4061, algorithm 4.4), many times faster than a singular value decomposition.
 
     Args:
         grad_MN: Any floating dtype; everything is computed in float32 or wider, autocast off.
-        rank: Columns of each basis, below the sides it stands for.
-        proj_type: From which sides to project, as :func:`sides` names them; ``random`` takes a
-            random subspace, not the leading one.
-        seed: Seed of what is random; torch's own random state is left alone.
+        rank: Columns of each basis, below the sides of the matrix.
+        proj_type: Sides to project, see :func:`basis_shapes`.
+        seed: Seed of the random sketch; torch's own random state is left alone.
 
     Returns:
         ``left (M, R)`` and/or ``right (R, N)``.
     """
     rows, columns = grad_MN.shape
-    left, right = sides((rows, columns), proj_type)
-    if grad_MN.is_meta:  # no numbers: their shapes, for who counts memory
-        wide, shapes = _widened(grad_MN), basis_shapes((rows, columns), rank, proj_type)
-        return {side: wide.new_empty(shape) for side, shape in shapes.items()}
+    shapes = basis_shapes((rows, columns), rank, proj_type)
+    grad_MN = _widened(grad_MN)
+    if grad_MN.is_meta:  # no numbers, but the shapes are right for counting memory
+        return {side: grad_MN.new_empty(shape) for side, shape in shapes.items()}
+    bases = {}
     with torch.autocast(grad_MN.device.type, enabled=False):
-        grad_MN = _widened(grad_MN)
         generator = torch.Generator(grad_MN.device).manual_seed(seed)
-        bases: dict[str, Tensor] = {}
-        if proj_type == "random":
-            if left:
-                bases["left"] = _random(grad_MN.shape[0], rank, grad_MN, generator)
-            if right:
-                bases["right"] = _random(grad_MN.shape[1], rank, grad_MN, generator).T.contiguous()
-        else:
-            if left:
-                bases["left"] = _range(grad_MN, rank, generator)
-            if right:
-                bases["right"] = _range(grad_MN.T, rank, generator).T.contiguous()
+        if "left" in shapes:
+            bases["left"] = _range(grad_MN, rank, generator)
+        if "right" in shapes:
+            bases["right"] = _range(grad_MN.T, rank, generator).T.contiguous()
     return bases
 
 
@@ -102,7 +83,7 @@ def into(grad_MN: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
-    """Take a step in the subspace back to one of the whole matrix."""
+    """Map a step in the subspace back to one of the whole matrix."""
     if "left" in bases:
         low = bases["left"] @ low
     if "right" in bases:
@@ -111,8 +92,8 @@ def out_of(low: Tensor, bases: dict[str, Tensor]) -> Tensor:
 
 
 def add_out_of_(param: Tensor, low: Tensor, bases: dict[str, Tensor]) -> None:
-    """Add ``out_of(low)`` to ``param``, the whole step never laid out where that can be."""
-    if param.dtype != low.dtype or not param.is_contiguous() or not bases:
+    """Add ``out_of(low)`` to ``param``, where possible without the memory of the whole step."""
+    if param.dtype != low.dtype or not param.is_contiguous():
         param.add_(out_of(low, bases).reshape(param.shape).to(param.dtype))
     elif "right" in bases:
         left = bases["left"] @ low if "left" in bases else low
@@ -129,17 +110,10 @@ def _range(grad_MN: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """Approximate the leading left singular vectors, ``(M, R)``."""
     width = min(rank + _OVERSAMPLING, *grad_MN.shape)
     sketch = torch.randn(grad_MN.shape[1], width, generator=generator, device=grad_MN.device)
-    sketch = sketch.to(grad_MN.dtype)
-    basis = torch.linalg.qr(grad_MN @ sketch).Q
-    for _ in range(_POWER_ITERATIONS):
-        basis = torch.linalg.qr(grad_MN.T @ basis).Q
-        basis = torch.linalg.qr(grad_MN @ basis).Q
+    basis = torch.linalg.qr(grad_MN @ sketch.to(grad_MN.dtype)).Q
+    basis = torch.linalg.qr(grad_MN.T @ basis).Q
+    basis = torch.linalg.qr(grad_MN @ basis).Q
     # the leading directions within the sketch, from a small symmetric problem
     inner = basis.T @ grad_MN
     _, vectors = torch.linalg.eigh(inner @ inner.T)
     return basis @ vectors.flip(1)[:, :rank]
-
-
-def _random(size: int, rank: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    normal = torch.randn(size, rank, generator=generator, device=like.device)
-    return torch.linalg.qr(normal.to(like.dtype)).Q

@@ -1,20 +1,12 @@
-"""The parts of an optimizer that torch's own code does not reach: packed state, all attributes.
+"""What other parts need of any optimizer: unwrapped, stepped alone, its state packed and loaded.
 
-Keys of parameter groups that are no settings of an optimizer, and those of one optimizer.
-
-State that is wider than its parameter, loaded as it was saved.
-
-The optimizer that holds the state of parameters, whatever wraps it, and what it needs.
-
-An optimizer says what is particular about it in class attributes, so that nothing has to import it
-to find out:
+Two class attributes of an optimizer say what is particular about it, so that nothing has to import
+it to find out:
 
 ``needs_whole_matrices``
     Why it cannot step shards of a parameter, as the rest of a sentence that begins with its name.
 ``not_capturable``
     Why a CUDA graph cannot hold its step, in the same way.
-
-Step one parameter by an optimizer that has many, if its groups are settings and no more.
 """
 
 import contextlib
@@ -26,26 +18,132 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_OF_A_PLACE = ("step", "zero_grad")
-"""Methods that a scheduler or a profiler may have wrapped for one object: not for its copies."""
+
+class Wrapper(Protocol):
+    """An object that steps parameters by the optimizer in it, as ``OptimizerInBackward`` does.
+
+    Its methods are those of :class:`torch.optim.Optimizer`.
+    """
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def step(self) -> Any: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def whole(optimizer: Optimizer) -> dict[str, Any]:
-    """Return all attributes but the hooks; torch's ``__getstate__`` lacks those of subclasses."""
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if not key.startswith("_optimizer_") and key not in _OF_A_PLACE
-    }
+AnyOptimizer = Optimizer | Wrapper
+
+
+def unwrap(optimizer: AnyOptimizer) -> Optimizer:
+    """Return the optimizer that holds the state of parameters.
+
+    Some that wrap another one are themselves of torch's class, as that of accelerate.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return unwrap(inner)
+    if not isinstance(optimizer, Optimizer):
+        shown = optimizer if isinstance(optimizer, type) else reprlib.repr(optimizer)
+        raise TypeError(f"{shown} is given where an optimizer is wanted, or what wraps one")
+    return optimizer
+
+
+def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
+    """Return the optimizer that holds the state, where each parameter has its own.
+
+    Raises:
+        ValueError: If it keeps one history of all parameters together.
+    """
+    if optimizer is None:
+        return None
+    unwrapped = unwrap(optimizer)
+    if isinstance(unwrapped, torch.optim.LBFGS) and any(unwrapped.state.values()):
+        raise ValueError(
+            "LBFGS has one history of all parameters together, which cannot be changed along with "
+            "some of them: leave the optimizer out, and make a new one afterwards"
+        )
+    return unwrapped
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return a class's step without what torch wraps around it: hooks and a profiler's record."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
+    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
+
+    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
+    go through offers ``step_param_(param, position)``.
+
+    Args:
+        optimizer: Steps each parameter by its own gradient and state.
+        param: The parameter to step, with its gradient.
+        position: Place of its group among the optimizer's.
+
+    Raises:
+        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
+    """
+    own = getattr(optimizer, "step_param_", None)
+    if own is not None:
+        own(param, position)
+        return
+    groups = optimizer.param_groups
+    group = groups[position]
+    alone = {**group, "params": [param]}
+    optimizer.param_groups = [alone]
+    try:
+        plain_step(type(optimizer))(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    check_keeps_no_count(optimizer, group, alone, "call its step() after backward")
+
+
+def check_keeps_no_count(
+    optimizer: Optimizer,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    instead: str,
+    but: Container[str] = (),
+) -> None:
+    """Raise ``TypeError`` if a step has changed settings of a group: it keeps count there.
+
+    Args:
+        optimizer: The optimizer that made the step.
+        before: The group before the step.
+        after: The group after it.
+        instead: Advice that ends the error.
+        but: Settings that schedulers may change.
+    """
+    written = [
+        key
+        for key, value in after.items()
+        if key != "params" and key not in but and value is not before.get(key)
+    ]
+    if written:
+        raise TypeError(
+            f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
+            "groups in every step, which is a sum over all parameters and cannot be had from "
+            f"one, nor from a subspace: {instead}"
+        )
 
 
 def group_of(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Return the group that a parameter is in, which torch finds by no name."""
+    """Return the group that a parameter is in, which torch has no lookup for."""
     return next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
 
 
 def packs_state(optimizer: Optimizer) -> bool:
-    """Tell whether :func:`unpack_state_` changes the state of an optimizer."""
+    """Return whether :func:`unpack_state_` changes the state of an optimizer."""
     return hasattr(optimizer, "unpack_state_") or hasattr(optimizer, "_new_buffer")
 
 
@@ -91,12 +189,22 @@ def stored_bytes(value: Any) -> int:
     return value.numel() * value.element_size()
 
 
+def whole(optimizer: Optimizer) -> dict[str, Any]:
+    """Return all attributes but the hooks; torch's ``__getstate__`` lacks those of subclasses."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        # A scheduler or a profiler may have wrapped methods of this one object.
+        if not key.startswith("_optimizer_") and key not in ("step", "zero_grad")
+    }
+
+
 COMMON_KEYS = frozenset({"params", "name", "param_names", "initial_lr", "rate_scale"})
 """Keys of torch, of its schedulers and of :func:`~comera.param_groups`, with any optimizer."""
 
 
 def made_for(unknown: Collection[str]) -> str:
-    """Say, to end an error about unknown keys, for which optimizer such groups are made."""
+    """Return the end of an error about unknown keys: the optimizer that has them."""
     return "; groups with 'muon' are made for comera.MuonAdamW" if "muon" in unknown else ""
 
 
@@ -124,141 +232,23 @@ def loading_exactly(
         for param, state in found.items():
             optimizer.state[param].update(state)
 
-    # Registered last and first: after whatever changes the dict, before whatever reads it.
-    before = optimizer.register_load_state_dict_pre_hook(keep)
-    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    with load_hooks(optimizer, keep, restore):
+        yield
+
+
+@contextlib.contextmanager
+def load_hooks(
+    optimizer: Optimizer,
+    before: Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None],
+    after: Callable[[Optimizer], None],
+) -> Iterator[None]:
+    """Hook ``load_state_dict``: inside all hooks that change the state, or read it once loaded."""
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
     try:
         yield
     finally:
-        before.remove()
-        after.remove()
-
-
-class Wrapper(Protocol):
-    """What steps parameters by another optimizer, as :class:`~comera.OptimizerInBackward` does."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Return the optimizer that holds the state."""
-        ...
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of that optimizer."""
-        ...
-
-    def step(self) -> Any:
-        """Step once, as :meth:`torch.optim.Optimizer.step`."""
-        ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as :meth:`torch.optim.Optimizer.zero_grad`."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as :meth:`torch.optim.Optimizer.load_state_dict`."""
-        ...
-
-
-AnyOptimizer = Optimizer | Wrapper
-"""What steps a model: an optimizer, or a wrapper around one."""
-
-
-def unwrap(optimizer: AnyOptimizer) -> Optimizer:
-    """Return the optimizer that holds the state of parameters.
-
-    Some that wrap another one are themselves of torch's class, as that of accelerate.
-
-    Raises:
-        TypeError: If there is none.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        return unwrap(inner)
-    if not isinstance(optimizer, Optimizer):
-        shown = optimizer if isinstance(optimizer, type) else reprlib.repr(optimizer)
-        raise TypeError(f"{shown} is given where an optimizer is wanted, or what wraps one")
-    return optimizer
-
-
-def unwrap_separable(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """Return the optimizer that holds the state, sure that each parameter has its own.
-
-    Raises:
-        ValueError: If it keeps one history of all parameters together.
-    """
-    if optimizer is None:
-        return None
-    unwrapped = unwrap(optimizer)
-    if isinstance(unwrapped, torch.optim.LBFGS) and any(unwrapped.state.values()):
-        raise ValueError(
-            "LBFGS has one history of all parameters together, which cannot be changed along with "
-            "some of them: leave the optimizer out, and make a new one afterwards"
-        )
-    return unwrapped
-
-
-def step_param(optimizer: Optimizer, param: Tensor, position: int) -> None:
-    """Step one parameter as ``optimizer.step()`` steps all, at a cost that does not grow with them.
-
-    Hooks on the optimizer's step do not run. An optimizer that has more than parameter groups to
-    go through offers ``step_param_(param, position)``.
-
-    Args:
-        optimizer: Steps each parameter by its own gradient and state.
-        param: The parameter to step, with its gradient.
-        position: Place of its group among the optimizer's.
-
-    Raises:
-        TypeError: If the optimizer keeps count in its groups: it would count every parameter.
-    """
-    own = getattr(optimizer, "step_param_", None)
-    if own is not None:
-        own(param, position)
-        return
-    groups = optimizer.param_groups
-    group = groups[position]
-    alone = {**group, "params": [param]}
-    optimizer.param_groups = [alone]
-    try:
-        plain_step(type(optimizer))(optimizer)
-    finally:
-        optimizer.param_groups = groups
-    check_keeps_no_count(optimizer, group, alone, "call its step() after backward")
-
-
-def check_keeps_no_count(
-    optimizer: Optimizer,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    instead: str,
-    but: Container[str] = (),
-) -> None:
-    """Raise ``TypeError`` if a step has changed settings of a group: it keeps count there.
-
-    Args:
-        optimizer: Whose step it was.
-        before: The group before the step.
-        after: The group after it.
-        instead: The advice that ends the error: what the user can do instead.
-        but: Settings that others may change.
-    """
-    written = [
-        key
-        for key, value in after.items()
-        if key != "params" and key not in but and value is not before.get(key)
-    ]
-    if written:
-        raise TypeError(
-            f"{type(optimizer).__name__} changes {', '.join(map(repr, written))} of its parameter "
-            "groups in every step, which is a sum over all parameters and cannot be had from "
-            f"one, nor from a subspace: {instead}"
-        )
-
-
-def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return a class's step without what torch wraps around it: hooks and a profiler's record."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step
+        for handle in handles:
+            handle.remove()

@@ -1,13 +1,127 @@
-"""One way to compute a layer: its steps, and the time and memory they add up to."""
+"""The steps of a layer, and a way to compute it: the time and memory that its steps add up to."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from comera.planning.contraction import OUTPUT_GRADIENT, Network, Tree, factor_networks, schedule
+from comera.planning.contraction import chain_indices
 from comera.planning.machine import Machine, item_size
-from comera.planning.operation import Step
 from comera.shapes import Shape, TTMShape, TTShape
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a layer.
+
+    Attributes:
+        result: Name of the tensor it makes.
+        reads: Names of the tensors it reads.
+        what: The einsum equation of a product, words for anything else.
+        size: Numbers in the result.
+        operations: Multiply-adds.
+        moved: Numbers read or written in the order in which they lie in memory.
+        copied: Numbers that are rearranged (permuted, gathered, scattered): read once, written
+            once.
+        calls: Kernels started; a fraction where layers share them.
+        operators: Python operators entered; a fraction where layers share them.
+        modules: Layers of torch's that are called; a half in each of both passes.
+        product: ``(batch, rows, depth, columns)`` of a matrix product, None for anything else.
+    """
+
+    result: str
+    reads: tuple[str, ...]
+    what: str
+    size: int
+    operations: int = 0
+    moved: int = 0
+    copied: int = 0
+    calls: float = 1
+    operators: float = 0
+    modules: float = 0
+    product: tuple[int, int, int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """``core0·core1``, or ``y = t × B`` for a product whose result has a name of its own."""
+        if self.product is None or self.result == "·".join(self.reads):
+            return self.result
+        return f"{self.result} = {' × '.join(self.reads)}"
+
+    def bytes(self, dtype: str) -> int:
+        """Return the bytes read and written, rearranging included."""
+        return (self.moved + 2 * self.copied) * item_size(dtype)
+
+    def seconds(self, machine: Machine, dtype: str) -> float:
+        """Predict the time of the step alone: of its work, and of starting it."""
+        return machine.in_all(self.working(machine, dtype), self.starting(machine))
+
+    def starting(self, machine: Machine) -> float:
+        """Predict what starting its kernels takes, Python included."""
+        return (
+            self.calls * machine.call_overhead
+            + self.operators * machine.operator_overhead
+            + self.modules * machine.module_overhead
+        )
+
+    def working(self, machine: Machine, dtype: str) -> float:
+        """Predict its work: of products by :func:`product_seconds`, of all else as one pass."""
+        item = item_size(dtype)
+        rearranging = 2 * self.copied * item / machine.strided_bandwidth
+        if self.product is None:
+            computing = 2 * self.operations / machine.rate(dtype)
+            working = max(computing, machine.moving(self.moved * item))
+        else:
+            working = product_seconds(machine, dtype, *self.product)
+        return working + rearranging
+
+
+def product(
+    result: str,
+    reads: tuple[str, ...],
+    equation: str,
+    dims: tuple[int, int, int, int],
+    copied: int = 0,
+    calls: int = 1,
+) -> Step:
+    """Describe a batched matrix product of ``dims = (batch, rows, depth, columns)``."""
+    batch, rows, depth, columns = dims
+    return Step(
+        result=result,
+        reads=reads,
+        what=equation,
+        size=batch * rows * columns,
+        operations=batch * rows * depth * columns,
+        moved=batch * (rows * depth + depth * columns + rows * columns),
+        copied=copied,
+        calls=calls,
+        product=dims,
+    )
+
+
+def product_seconds(
+    machine: Machine, dtype: str, batch: int, rows: int, depth: int, columns: int
+) -> float:
+    """Predict the time of a batched ``(rows, depth) @ (depth, columns)``, its call not counted.
+
+    The larger of computing and moving, where computing takes longer the further a thin product
+    stays below the machine's peak (:meth:`~comera.planning.machine.Machine.share`). A product
+    with a vector is nothing but moving.
+    """
+    numbers = batch * (rows * depth + depth * columns + rows * columns)
+    moving = machine.moving(numbers * item_size(dtype))
+    narrow = rows if rows < columns else columns
+    if narrow == 1:
+        return moving
+    share = machine.share(narrow, depth)
+    each = rows * depth * columns
+    rate = machine.rate(dtype) if batch > 1 else machine.product_rate(dtype, each)
+    computing = 2 * batch * each / (rate * share)
+    return computing if computing > moving else moving
+
+
+OUTPUT_GRADIENT = "gy"
+"""Name of the gradient of a layer's output among the tensors that steps read."""
 
 
 @dataclass(frozen=True)
@@ -137,23 +251,55 @@ class FactorChain:
 
 @functools.lru_cache(maxsize=1024)
 def factor_chains(shape: TTShape | TTMShape) -> tuple[FactorChain, FactorChain]:
-    """Plan the contraction of both factors of a linear layer, or of a table split in the middle."""
-    cores = [f"core{k}" for k in range(len(shape.slice_sizes))]
-    left = "A" if shape.split > 1 else cores[0]
-    right = "B" if len(cores) - shape.split > 1 else cores[-1]
-    networks = factor_networks(shape, (f"grad({left})", f"grad({right})"))
+    """Plan the contraction of both factors of a linear layer, or of a table split in the middle.
+
+    The row and the column mode of a table's core count as one.
+    """
+    _, cores, sizes = chain_indices(shape.slice_sizes, shape.ranks)
+    listed, split = list(cores.items()), shape.split
+    left, right = listed[:split], listed[: split - 1 : -1]
+    left_name = "A" if len(left) > 1 else left[0][0]
+    right_name = "B" if len(right) > 1 else right[0][0]
     return (
-        _factor_chain(left, networks[0], cores[: shape.split], from_left=True),
-        _factor_chain(right, networks[1], cores[shape.split :], from_left=False),
+        _factor_chain(left_name, left, sizes, from_left=True),
+        _factor_chain(right_name, right, sizes, from_left=False),
     )
 
 
-def _factor_chain(name: str, network: Network, cores: list[str], from_left: bool) -> FactorChain:
-    tree: Tree = cores[0] if from_left else cores[-1]
-    for core in cores[1:] if from_left else cores[-2::-1]:
-        tree = (tree, core) if from_left else (core, tree)
-    plan = schedule(network, tree, root=f"grad({name})", result=name, wanted=cores)
-    return FactorChain(name, plan.forward, (*plan.forward[:-1], *plan.backward))
+def _factor_chain(
+    name: str, cores: list[tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], from_left: bool
+) -> FactorChain:
+    """Multiply the cores from the outermost to the bond in the middle.
+
+    From the left each product is ``(N, r) @ (r, n r')``, N being the modes so far; from the right
+    ``(r' n, r) @ (r, N)``. So each operand and each gradient lies as the matrix that it is.
+    """
+
+    def times(result: str, one: str, two: str, summed: set[str]) -> Step:
+        rows = [index for index in indices[one] if index not in summed]
+        columns = [index for index in indices[two] if index not in summed]
+        equation = f"{''.join(indices[one])},{''.join(indices[two])}->{''.join(rows + columns)}"
+        sides = (rows, sorted(summed), columns)
+        n, k, m = (math.prod(sizes[index] for index in side) for side in sides)
+        indices[result] = (*rows, *columns)
+        return product(result, (one, two), equation, (1, n, k, m))
+
+    indices = dict(cores)
+    partial, forward, backward = cores[0][0], list[Step](), list[Step]()
+    for number, (core, _) in enumerate(cores[1:], 2):
+        bond = set(indices[partial]) & set(indices[core])
+        one, two = (partial, core) if from_left else (core, partial)
+        result = name if number == len(cores) else f"{one}·{two}"
+        forward.append(times(result, one, two, bond))
+        indices[f"grad({result})"] = indices[result]
+        whole = f"grad({result})"
+        gradients = [
+            times(f"grad({one})", whole, two, set(indices[two]) - bond),
+            times(f"grad({two})", one, whole, set(indices[one]) - bond),
+        ]
+        backward = gradients + backward
+        partial = result
+    return FactorChain(name, tuple(forward), (*forward[:-1], *backward))
 
 
 def gates(shape: Shape, operators: float) -> list[Step]:

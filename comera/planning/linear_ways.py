@@ -1,31 +1,50 @@
-"""The ways a tensor-train linear layer can be computed, and the dense layer, as lists of steps.
+"""The ways to compute a compressed linear layer, and the dense layer, as lists of steps.
 
 Factorized, the cores of each side are contracted to a factor, ``A (in, r)`` and ``B (r, out)``, and
 the batch is multiplied by one after the other. Reconstructed, it is multiplied by ``W = A B``.
-:func:`sequential` follows the contraction tree with the fewest operations, on modes. All three are
-trees of the same network, so in all of them forward and gradients share every partial product.
+A block tensor train is two batched products and a shuffle.
 
-How a block tensor train is computed, as a list of steps: two batched products and a shuffle.
-
-Letters of the equations: t = tokens, a and b = blocks of the input and the numbers in each, c and
-d = those of the output, r = rank of the blocks.
+Letters of the equations of blocks: t = tokens, a and b = blocks of the input and the numbers in
+each, c and d = those of the output, r = rank of the blocks.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
-from comera.planning.contraction import (
-    OUTPUT_GRADIENT,
-    Schedule,
-    find_tree,
-    linear_network,
-    schedule,
+from comera.planning.candidate import (
+    Candidate,
+    Step,
+    candidate,
+    factor_chains,
+    gate_gradients,
+    gates,
+    product,
 )
+from comera.planning.contraction import Search, linear_network, search
 from comera.planning.machine import Machine
-from comera.planning.operation import Step, product
 from comera.planning.products import Layer, factorized_products, reconstructed_products
 from comera.shapes import BTTShape, TTShape
+
+
+def candidates(layer: Layer, machine: Machine, dtype: str) -> tuple[list[Candidate], set[str]]:
+    """Return the candidates of a layer, all of which it has code for, and their names."""
+    if 0 in layer.shape.ranks:
+        ways = [only_bias]
+    elif isinstance(layer.shape, BTTShape):
+        ways = [blocks]
+    else:
+        ways = [factorized, reconstructed]
+    made = [way(layer, machine, dtype) for way in ways]
+    return made, {one.name for one in made}
+
+
+def best_tree(layer: Layer) -> Search | None:
+    """Return the best tree of a tensor train; None for blocks or a weight that has vanished."""
+    if not isinstance(layer.shape, TTShape) or 0 in layer.shape.ranks:
+        return None
+    network = linear_network(layer.shape, layer.tokens)
+    wanted = set(network.tensors) - (set() if layer.input_grad else {"x"})
+    return search(network, wanted if layer.train else ())
 
 
 def factorized(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -69,40 +88,6 @@ def reconstructed(layer: Layer, machine: Machine, dtype: str) -> Candidate:
     return linear_candidate(
         "reconstructed", layer, machine, dtype, forward, backward, _cores(layer)
     )
-
-
-def sequential(layer: Layer, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
-    """Plan the tree with the fewest operations, product by product; returns its schedule too.
-
-    Where the input gets no gradient the tree is still the forward pass's best.
-    """
-    shape = layer.shape
-    assert isinstance(shape, TTShape), "a block tensor train is multiplied in one way"
-    network = linear_network(shape, layer.tokens)
-    tree = find_tree(network.without(OUTPUT_GRADIENT))
-    wanted = {name for name in network.tensors if name != "x" or layer.input_grad}
-    wanted = wanted if layer.train else set()
-    plan = schedule(network, tree, root=OUTPUT_GRADIENT, result="y", wanted=wanted)
-    wide, high = layer.tokens * shape.in_width, layer.tokens * shape.out_width
-    pads_x, pads_y = shape.in_width > layer.in_features, shape.out_width > layer.out_features
-    forward = [
-        *_shared(layer, gates(shape, layer.operators)),
-        *([_pass("x", "zeros up to the modes", wide)] if pads_x else []),
-        *plan.forward,
-        *([_pass("y", "cut to the width", high)] if pads_y else []),
-        *([_pass("y", "bias added", high)] if layer.bias else []),
-    ]
-    backward = [
-        *bias_gradient(layer),
-        *([_pass("gy", "zeros up to the modes", high)] if pads_y else []),
-        *plan.backward,
-        *([_pass("grad(x)", "cut to the width", wide)] if pads_x else []),
-        *_shared(layer, gate_gradients(shape, layer.operators)),
-    ]
-    made = linear_candidate(
-        "sequential", layer, machine.without_onednn, dtype, forward, backward, _cores(layer)
-    )
-    return made, plan
 
 
 def torch_linear(layer: Layer, machine: Machine, dtype: str) -> Candidate:
@@ -193,10 +178,6 @@ def bias_gradient(layer: Layer) -> list[Step]:
         return []
     numbers = layer.tokens * layer.out_features
     return [Step("grad(bias)", ("gy",), "sum over rows", layer.out_features, moved=numbers)]
-
-
-def _pass(name: str, what: str, numbers: int) -> Step:
-    return Step(name, (name,), what, numbers, moved=2 * numbers)
 
 
 def blocks(layer: Layer, machine: Machine, dtype: str) -> Candidate:

@@ -1,24 +1,26 @@
 """The ways rows of a tensor-train table can be read, and the dense table, as lists of steps.
 
 By ``from_factors`` the cores are contracted to a left and a right factor, and each row is the
-product of one slice of each; ``unique`` does the same once for every distinct row; ``sequential``
-gathers a slice of every core and multiplies those, row by row.
+product of one slice of each; ``unique`` does the same once for every distinct row.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from comera.planning.candidate import Candidate, candidate, factor_chains, gate_gradients, gates
-from comera.planning.contraction import (
+from comera.planning.candidate import (
     OUTPUT_GRADIENT,
-    Schedule,
-    find_tree,
-    lookup_network,
-    schedule,
+    Candidate,
+    Step,
+    candidate,
+    factor_chains,
+    gate_gradients,
+    gates,
+    product,
 )
+from comera.planning.contraction import Search, lookup_network, search
 from comera.planning.machine import Machine, item_size
-from comera.planning.operation import Step, product
+from comera.planning.products import check_count, check_width
 from comera.shapes import TTMShape
 
 _INDEX = 8
@@ -30,23 +32,61 @@ OPERATORS = 3
 
 @dataclass(frozen=True)
 class Lookup:
-    """One batch of lookups.
+    """One batch of lookups in a table.
 
     Args:
         shape: Modes and ranks.
         tokens: Indices in the batch.
-        distinct: How many different ones are expected among them.
-        num_embeddings: True number of rows.
-        embedding_dim: True width.
+        distinct: Number of different indices to expect; as many as there can be if None.
+        num_embeddings: Rows of the table if the modes multiply to more.
+        embedding_dim: Width of the table if the modes multiply to more.
         train: Whether a backward pass follows.
+
+    Raises:
+        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, or a
+            size does not fit the modes.
     """
 
     shape: TTMShape
     tokens: int
-    distinct: int
-    num_embeddings: int
-    embedding_dim: int
+    distinct: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    num_embeddings: int = None  # type: ignore[assignment]
+    embedding_dim: int = None  # type: ignore[assignment]
     train: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("tokens", self.tokens)
+        rows = check_width("num_embeddings", self.num_embeddings, self.shape.num_rows)
+        columns = check_width("embedding_dim", self.embedding_dim, self.shape.num_cols)
+        distinct = min(self.tokens, rows) if self.distinct is None else self.distinct
+        if not 1 <= distinct <= self.tokens:
+            raise ValueError(f"distinct={distinct} must be between 1 and tokens={self.tokens}")
+        object.__setattr__(self, "num_embeddings", rows)
+        object.__setattr__(self, "embedding_dim", columns)
+        object.__setattr__(self, "distinct", distinct)
+
+    def __str__(self) -> str:
+        return (
+            f"embedding {self.num_embeddings} x {self.embedding_dim}, modes "
+            f"{self.shape.describe_modes()}, ranks {' '.join(map(str, self.shape.ranks))}, "
+            f"{self.distinct} distinct rows"
+        )
+
+
+def candidates(lookup: Lookup, machine: Machine, dtype: str) -> tuple[list[Candidate], set[str]]:
+    """Return the candidates of a table, and the names of those that it runs."""
+    if 0 in lookup.shape.ranks:
+        return [only_zeros(lookup, machine, dtype)], {"zeros"}
+    each = [from_factors(lookup, machine, dtype, unique=unique) for unique in (True, False)]
+    return each, {"unique"}
+
+
+def best_tree(lookup: Lookup) -> Search | None:
+    """Return the best tree of a lookup row by row; None for a table that has vanished."""
+    if 0 in lookup.shape.ranks:
+        return None
+    network = lookup_network(lookup.shape, lookup.tokens)
+    return search(network, network.tensors if lookup.train else ())
 
 
 def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) -> Candidate:
@@ -108,27 +148,6 @@ def from_factors(lookup: Lookup, machine: Machine, dtype: str, *, unique: bool) 
     ]
     name = "unique" if unique else "factors"
     return _lookup(name, lookup, machine, dtype, forward, backward, _cores(shape))
-
-
-def sequential(lookup: Lookup, machine: Machine, dtype: str) -> tuple[Candidate, Schedule]:
-    """Plan row by row along the tree with the fewest operations; returns its schedule too."""
-    shape, cores = lookup.shape, _cores(lookup.shape)
-    network = lookup_network(shape, lookup.tokens)
-    tree = find_tree(network.without(OUTPUT_GRADIENT))
-    wanted = set(network.tensors) if lookup.train else set()
-    plan = schedule(network, tree, root=OUTPUT_GRADIENT, result="y", wanted=wanted)
-    slices = [name for name in network.tensors if name != OUTPUT_GRADIENT]
-    picked = {name: network.size_of(network.tensors[name]) for name in slices}
-    pairs = list(zip(cores, slices, strict=True))
-    gathers = [_gather(name, core, picked[name]) for core, name in pairs]
-    forward = [*gates(shape, OPERATORS), *gathers, *plan.forward]
-    backward = [
-        *gathers,
-        *plan.backward,
-        *(_scatter(f"grad({c})", f"grad({name})", picked[name], cores[c]) for c, name in pairs),
-        *gate_gradients(shape, OPERATORS),
-    ]
-    return _lookup("sequential", lookup, machine, dtype, forward, backward, cores), plan
 
 
 def torch_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Candidate:

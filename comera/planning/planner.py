@@ -1,34 +1,29 @@
-"""Plan a layer at a batch: which way of computing it is predicted to be fastest.
+"""The plan of a layer at a batch: the ways to compute it, timed, and compared with the dense layer.
 
-What is predicted of one layer at one batch: the ways to compute it, timed, and against dense.
-
-Find where a tensor train stops paying against nn.Linear, and a shape that would pay.
+:func:`break_even` compares one linear layer with ``nn.Linear``, and :func:`suggest` searches a rank
+at which it would be faster.
 """
 
 import functools
-import html
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
-from comera.planning.contraction import Schedule
+from comera.planning.contraction import Search
 from comera.planning.linear_ways import factorized, reconstructed, torch_linear
-from comera.planning.lookup_ways import Lookup
+from comera.planning.lookup_ways import Lookup, torch_embedding
 from comera.planning.machine import Machine, load_machine
-from comera.planning.operation import Step
-from comera.planning.printing import show_bytes, show_count, show_seconds, table_html, text_table
-from comera.planning.products import Layer, check_count, check_width, first_where
-from comera.shapes import BTTShape, LinearShape, TTMShape, TTShape
+from comera.planning.printing import Report, Table, show_bytes, show_count, show_seconds
+from comera.planning.products import Layer, first_where
+from comera.shapes import BTTShape, LinearShape, TTShape
 
-_STEP_HEADER = ("pass", "step", "what", "operations", "bytes", "time", "share")
-_CANDIDATE_HEADER = (
-    "candidate", "operations", "time", "time / dense", "saved", "peak", "peak / dense"
-)  # fmt: skip
+_KEPT = 1024
+"""Plans that are cached."""
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Report):
     """The candidates of one layer at one batch on one machine; prints itself, also in Jupyter.
 
     Attributes:
@@ -39,8 +34,8 @@ class Plan:
         candidates: The ways to compute the layer, fastest first by prediction.
         runs: Names of those that the layer has code for; the others are there for comparison.
         dense: The torch layer it replaces.
-        search: The tree with the fewest operations, forward and all gradients planned together;
-            the candidate ``sequential`` follows it. None for a layer whose weight has vanished.
+        search: The contraction tree with the fewest operations, forward and all gradients planned
+            together. None for blocks, and for a layer whose weight has vanished.
         eager: On a GPU, where all else is of a captured step, the plan of eager mode; else None.
     """
 
@@ -49,9 +44,9 @@ class Plan:
     dtype: str
     machine: Machine
     candidates: tuple[Candidate, ...]
-    runs: tuple[str, ...]
+    runs: frozenset[str]
     dense: Candidate
-    search: Schedule | None
+    search: Search | None
     eager: "Plan | None" = None
 
     @property
@@ -97,115 +92,83 @@ class Plan:
         known = ", ".join(repr(one.name) for one in self.candidates)
         raise ValueError(f"{name!r} is no candidate of this plan; it must be one of {known}")
 
-    def __str__(self) -> str:
-        """Lay out two tables and the verdict, as wide as the terminal at most."""
-        steps, candidates = _step_rows(self), _candidate_rows(self)
-        return "\n".join(
-            [
-                f"{self.title}\n{_setting(self)}",
-                text_table(
-                    f"{self.chosen.name}, step by step",
-                    _STEP_HEADER,
-                    steps,
-                    left=range(3),
-                    spare=[_STEP_HEADER.index("bytes")],
-                ),
-                text_table("candidates", _CANDIDATE_HEADER, candidates),
-                *verdict(self),
-            ]
-        )
+    @property
+    def heading(self) -> str:  # type: ignore[override]
+        return f"{self.title}\n{self.tokens} tokens, {self.dtype}, {self.machine.title}"
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Lay out both tables and the verdict for a notebook."""
-        chosen = f"{self.chosen.name}, step by step"
-        return "".join(
-            [
-                f"<p>{html.escape(self.title)}<br>{html.escape(_setting(self))}</p>",
-                table_html(_STEP_HEADER, _step_rows(self), caption=chosen),
-                table_html(_CANDIDATE_HEADER, _candidate_rows(self), caption="candidates"),
-                f"<p>{'<br>'.join(map(html.escape, verdict(self)))}</p>",
-            ]
-        )
-
-
-def verdict(plan: Plan) -> list[str]:
-    """Compare the chosen candidate with the dense layer and with the best tree, in a few lines."""
-    lines = [
-        f"against {plan.dense.name}{' in a captured step' if plan.eager else ''}: {_times(plan)}, "
-        f"{plan.memory_ratio:.2f}x the memory "
-        f"({show_bytes(plan.chosen.peak_bytes)} for {show_bytes(plan.dense.peak_bytes)})"
-    ]
-    if plan.eager is not None:
-        lines.append(f"in eager mode: {_times(plan.eager)}")
-        lines.append(f"the fastest: captured {plan.winner}, eager {plan.eager.winner}")
-    if plan.search is not None:
-        side = "more" if plan.excess >= 0 else "fewer"
-        lines.append(
-            f"best tree by operations: {show_count(plan.search.operations)}; {plan.chosen.name} "
-            f"takes {abs(plan.excess):.1%} {side}"
-        )
-        if plan.search.gradients:
-            separate = plan.search.separate_operations
-            lines.append(
-                f"each gradient planned by itself: {show_count(separate)}, "
-                f"{separate / plan.search.operations:.2f}x"
+    def tables(self) -> list[Table]:
+        """Return the steps of the chosen candidate, and all candidates."""
+        steps = [
+            (
+                name,
+                step.label,
+                step.what,
+                show_count(step.operations),
+                show_bytes(step.bytes(self.dtype)),
+                show_seconds(seconds := step.seconds(self.machine, self.dtype)),
+                f"{seconds / self.chosen.seconds:.0%}",
             )
-    return lines
+            for name in ("forward", "backward")
+            for step in getattr(self.chosen, name)
+        ]
+        candidates = [
+            (
+                one.name + self._note_of(one),
+                show_count(one.operations),
+                show_seconds(one.seconds),
+                f"{one.seconds / self.dense.seconds:.2f}x",
+                show_bytes(one.saved_bytes),
+                show_bytes(one.peak_bytes),
+                f"{one.peak_bytes / self.dense.peak_bytes:.2f}x",
+            )
+            for one in (*self.candidates, self.dense)
+        ]
+        return [
+            Table(
+                f"{self.chosen.name}, step by step",
+                ("pass", "step", "what", "operations", "bytes", "time", "share"),
+                steps, left=range(3), spare=["bytes"],
+            ),
+            Table(
+                "candidates",
+                ("candidate", "operations", "time", "time / dense", "saved", "peak",
+                 "peak / dense"),
+                candidates,
+            ),
+        ]  # fmt: skip
 
+    def _note_of(self, one: Candidate) -> str:
+        if one is self.chosen:
+            return " (chosen)"
+        return "" if one is self.dense or one.name in self.runs else " (not run)"
 
-def _times(plan: Plan) -> str:
-    return (
-        f"{plan.time_ratio:.2f}x the time "
-        f"({show_seconds(plan.chosen.seconds)} for {show_seconds(plan.dense.seconds)})"
-    )
+    def summary(self) -> str:
+        """Compare the chosen candidate with the dense layer and with the best tree."""
+        memory = show_bytes(self.chosen.peak_bytes), show_bytes(self.dense.peak_bytes)
+        lines = [
+            f"against {self.dense.name}{' in a captured step' if self.eager else ''}: "
+            f"{self._times()}, {self.memory_ratio:.2f}x the memory ({memory[0]} for {memory[1]})"
+        ]
+        if self.eager is not None:
+            lines.append(f"in eager mode: {self.eager._times()}")
+            lines.append(f"the fastest: captured {self.winner}, eager {self.eager.winner}")
+        if self.search is not None:
+            side = "more" if self.excess >= 0 else "fewer"
+            lines.append(
+                f"best tree by operations: {show_count(self.search.operations)}; "
+                f"{self.chosen.name} takes {abs(self.excess):.1%} {side}"
+            )
+            if self.search.gradients:
+                separate = self.search.separate_operations
+                lines.append(
+                    f"each gradient planned by itself: {show_count(separate)}, "
+                    f"{separate / self.search.operations:.2f}x"
+                )
+        return "\n".join(lines)
 
-
-def _setting(plan: Plan) -> str:
-    return f"{plan.tokens} tokens, {plan.dtype}, {plan.machine.title}"
-
-
-def _step_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
-    total = plan.chosen.seconds
-    for name, steps in (("forward", plan.chosen.forward), ("backward", plan.chosen.backward)):
-        for step in steps:
-            yield (name, *_step_cells(plan, step, total))
-
-
-def _step_cells(plan: Plan, step: Step, total: float) -> tuple[str, ...]:
-    seconds = step.seconds(plan.machine, plan.dtype)
-    return (
-        step.label,
-        step.what,
-        show_count(step.operations),
-        show_bytes(step.bytes(plan.dtype)),
-        show_seconds(seconds),
-        f"{seconds / total:.0%}",
-    )
-
-
-def _candidate_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
-    for one in (*plan.candidates, plan.dense):
-        note = " (chosen)" if one is plan.chosen else ""
-        if one is not plan.dense and one.name not in plan.runs:
-            note = " (not run)"
-        name = one.name + note
-        yield (name, *_candidate_cells(one, plan.dense))
-
-
-def _candidate_cells(one: Candidate, dense: Candidate) -> tuple[str, ...]:
-    return (
-        show_count(one.operations),
-        show_seconds(one.seconds),
-        f"{one.seconds / dense.seconds:.2f}x",
-        show_bytes(one.saved_bytes),
-        show_bytes(one.peak_bytes),
-        f"{one.peak_bytes / dense.peak_bytes:.2f}x",
-    )
-
-
-_KEPT_PLANS = 1024
+    def _times(self) -> str:
+        ours, dense = show_seconds(self.chosen.seconds), show_seconds(self.dense.seconds)
+        return f"{self.time_ratio:.2f}x the time ({ours} for {dense})"
 
 
 def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None = None) -> Plan:
@@ -222,107 +185,39 @@ def plan_linear(layer: Layer, *, dtype: str = "float32", machine: Machine | None
     Raises:
         ValueError: If the machine has no rate for ``dtype``.
     """
-    return _plan_linear(layer, machine or load_machine(), dtype)
+    return _plan(layer, machine or load_machine(), dtype)
 
 
 def plan_embedding(
-    shape: TTMShape,
-    tokens: int,
-    *,
-    dtype: str = "float32",
-    machine: Machine | None = None,
-    distinct: int | None = None,
-    num_embeddings: int | None = None,
-    embedding_dim: int | None = None,
-    train: bool = True,
+    lookup: Lookup, *, dtype: str = "float32", machine: Machine | None = None
 ) -> Plan:
-    """Plan the lookups of a table; a second call with the same arguments returns the same plan.
-
-    Args:
-        shape: Modes and ranks.
-        tokens: Indices in the batch.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
-        machine: The machine on which it will run; the profile of this computer's CPU if None.
-        distinct: How many different indices to expect; as many as can be if None.
-        num_embeddings: Rows of the table if the modes multiply to more.
-        embedding_dim: Width if the modes multiply to more.
-        train: Whether a backward pass follows.
-
-    Raises:
-        ValueError: If ``tokens`` is below one, ``distinct`` is not between one and ``tokens``, a
-            size does not fit the modes, or the machine has no rate for ``dtype``.
-    """
-    check_count("tokens", tokens)
-    if distinct is not None and not 1 <= distinct <= tokens:
-        raise ValueError(f"distinct={distinct} must be between 1 and tokens={tokens}")
-    rows = check_width("num_embeddings", num_embeddings, shape.num_rows)
-    columns = check_width("embedding_dim", embedding_dim, shape.num_cols)
-    different = min(tokens, rows) if distinct is None else distinct
-    lookup = Lookup(shape, tokens, different, rows, columns, train)
-    return _plan_embedding(lookup, machine or load_machine(), dtype)
+    """Plan the lookups of a table, as :func:`plan_linear` plans a linear layer."""
+    return _plan(lookup, machine or load_machine(), dtype)
 
 
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_linear(layer: Layer, machine: Machine, dtype: str) -> Plan:
+@functools.lru_cache(maxsize=_KEPT)
+def _plan(layer: Layer | Lookup, machine: Machine, dtype: str) -> Plan:
     machine.rate(dtype)
-    shape = layer.shape
-    eager = None if machine.eager is None else _plan_linear(layer, machine.eager, dtype)
-    title = (
-        f"linear {layer.in_features} -> {layer.out_features}, modes {shape.describe_modes()}, "
-        f"ranks {' '.join(map(str, shape.ranks))}"
+    if isinstance(layer, Lookup):
+        made, runs = lookup_ways.candidates(layer, machine, dtype)
+        best, dense = lookup_ways.best_tree(layer), torch_embedding(layer, machine, dtype)
+    else:
+        made, runs = linear_ways.candidates(layer, machine, dtype)
+        best, dense = linear_ways.best_tree(layer), torch_linear(layer, machine, dtype)
+    return Plan(
+        title=str(layer),
+        tokens=layer.tokens,
+        dtype=dtype,
+        machine=machine,
+        candidates=tuple(sorted(made, key=lambda one: one.seconds)),  # of equals the first listed
+        runs=frozenset(runs),
+        dense=dense,
+        search=best,
+        eager=None if machine.eager is None else _plan(layer, machine.eager, dtype),
     )
-    dense = linear_ways.torch_linear(layer, machine, dtype)
-    if 0 in shape.ranks:
-        empty = linear_ways.only_bias(layer, machine, dtype)
-        return Plan(
-            title, layer.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
-        )
-    if isinstance(shape, BTTShape):
-        only = linear_ways.blocks(layer, machine, dtype)
-        return Plan(title, layer.tokens, dtype, machine, (only,), (only.name,), dense, None, eager)
-    optimal, search = linear_ways.sequential(layer, machine, dtype)
-    candidates = [
-        linear_ways.factorized(layer, machine, dtype),
-        optimal,
-        linear_ways.reconstructed(layer, machine, dtype),
-    ]
-    ranked, runs = _ranked(candidates), ("factorized", "reconstructed")
-    return Plan(title, layer.tokens, dtype, machine, ranked, runs, dense, search, eager)
-
-
-@functools.lru_cache(maxsize=_KEPT_PLANS)
-def _plan_embedding(lookup: Lookup, machine: Machine, dtype: str) -> Plan:
-    machine.rate(dtype)
-    shape = lookup.shape
-    eager = None if machine.eager is None else _plan_embedding(lookup, machine.eager, dtype)
-    title = (
-        f"embedding {lookup.num_embeddings} x {lookup.embedding_dim}, modes "
-        f"{shape.describe_modes()}, ranks {' '.join(map(str, shape.ranks))}, "
-        f"{lookup.distinct} distinct rows"
-    )
-    dense = lookup_ways.torch_embedding(lookup, machine, dtype)
-    if 0 in shape.ranks:
-        empty = lookup_ways.only_zeros(lookup, machine, dtype)
-        return Plan(
-            title, lookup.tokens, dtype, machine, (empty,), (empty.name,), dense, None, eager
-        )
-    optimal, search = lookup_ways.sequential(lookup, machine, dtype)
-    candidates = [
-        lookup_ways.from_factors(lookup, machine, dtype, unique=True),
-        lookup_ways.from_factors(lookup, machine, dtype, unique=False),
-        optimal,
-    ]
-    ranked, runs = _ranked(candidates), (candidates[0].name,)
-    return Plan(title, lookup.tokens, dtype, machine, ranked, runs, dense, search, eager)
-
-
-def _ranked(candidates: list[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates, fastest first; of equals the one listed first."""
-    return tuple(sorted(candidates, key=lambda one: one.seconds))
 
 
 _MOST_ORDER = 4
-_KEPT = 1024
 
 
 @dataclass(frozen=True)

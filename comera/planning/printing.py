@@ -1,9 +1,4 @@
-"""Numbers with their units, and tables as HTML, for whatever prints itself.
-
-Tables as text that fit the terminal: headings are broken first, then names, then words.
-
-Empty figures of matplotlib, drawn without a window.
-"""
+"""Reports that print themselves as tables, in a terminal and in a notebook; numbers with units."""
 
 import html
 import io
@@ -18,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from comera.extras import needed_by
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
 
@@ -47,19 +43,6 @@ def show_seconds(number: float) -> str:
     return f"{number / 1e-6:.3g} us"
 
 
-def table_html(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", note: str = ""
-) -> str:
-    """Write a plain HTML table for notebooks; text is escaped, line breaks of the note kept."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    caption = caption and f"<caption>{html.escape(caption)}</caption>"
-    note = note and f"<p>{html.escape(note)}</p>".replace("\n", "<br>")
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
-
-
 _LEAST = 80
 """Columns that every terminal is taken to have."""
 
@@ -71,59 +54,113 @@ _NAME_PART = re.compile(r"[^\s.]*(?:\.|\s+)|[^\s.]+")
 """A word, or a part of a dotted name with its dot."""
 
 _STANDS_FOR = "…"
-_WORTH_SAYING = 6
-"""Letters of a beginning of names that is left out."""
+_WORTH_SHARING = 6
+"""Letters of a prefix of names that is left out, at least."""
 
 
-def text_table(
-    title: str,
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Collection[int] = (0,),
-    names: int | None = None,
-    spare: Sequence[int] = (),
-    total: bool = False,
-) -> str:
-    """Lay out a table as text, no wider than the terminal, or 80 columns where there is none.
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
 
-    Args:
+    Attributes:
         title: Line above the table.
-        header: Names of the columns; they are broken into lines where room is scarce.
+        header: Names of the columns.
         rows: Cells of each row.
         left: Numbers of the columns of words, aligned at the left and broken between words where
             room is scarce; the others are numbers, which are never broken.
-        names: Number of the column of dotted names. Where room is scarce, the beginning that most
-            of them share is said once, in the title.
-        spare: Numbers of the columns that are left out where there is no room at all, the first of
-            them first. A line below the table says which.
+        names: Number of the column of dotted names. Where room is scarce, the prefix that most of
+            them share is written once, in the title.
+        spare: Names of the columns to leave out where there is no room at all, the first of them
+            first. A line below the table lists them.
         total: Whether a line is drawn above the last row.
     """
-    width = max(_LEAST, shutil.get_terminal_size().columns)
-    cells = [list(row) for row in rows]
-    columns = {
-        k: _Column(name, [row[k] for row in cells], _NAME_PART if k == names else _WORD)
-        for k, name in enumerate(header)
-    }
-    if _together(column.full for column in columns.values()) > width:
-        for column in columns.values():
-            column.broken_heading = True
-    if _together(column.full for column in columns.values()) > width and names is not None:
-        shared = _shared_beginning(columns[names].cells)
-        columns[names].cells = [_shortened(cell, shared) for cell in columns[names].cells]
-        title += f" ({_STANDS_FOR} is {shared})" if shared else ""
-    floors = {k: column.floor if k in left else column.full for k, column in columns.items()}
-    gone = []
-    for k in spare:
-        if _together(floors.values()) > width:
-            gone.append(k)
-            del floors[k], columns[k]
-    widths = _widths({k: column.full for k, column in columns.items()}, floors, width)
-    table = _drawn(title, columns, widths, left, total)
-    if not gone:
-        return table
-    missing = ", ".join(header[k] for k in sorted(gone))
-    return f"{table}\n{textwrap.fill(f'a wider terminal shows too: {missing}', width)}"
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int] = (0,)
+    names: int | None = None
+    spare: Sequence[str] = ()
+    total: bool = False
+
+    def html(self) -> str:
+        """Return plain HTML for notebooks, with all columns."""
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self.rows
+        )
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def text(self) -> str:
+        """Return text no wider than the terminal, or 80 columns where there is none.
+
+        Where room is scarce, headings are broken into lines first, then names, then words.
+        """
+        width = max(_LEAST, shutil.get_terminal_size().columns)
+        title = self.title
+        columns = {
+            k: _Column(
+                name, [row[k] for row in self.rows], _NAME_PART if k == self.names else _WORD
+            )
+            for k, name in enumerate(self.header)
+        }
+        if _together(column.full for column in columns.values()) > width:
+            for column in columns.values():
+                column.broken_heading = True
+        if _together(column.full for column in columns.values()) > width and self.names is not None:
+            shared = _shared_prefix(columns[self.names].cells)
+            columns[self.names].cells = [_shortened(c, shared) for c in columns[self.names].cells]
+            title += f" ({_STANDS_FOR} is {shared})" if shared else ""
+        floors = {k: each.floor if k in self.left else each.full for k, each in columns.items()}
+        gone = []
+        for name in self.spare:
+            if _together(floors.values()) > width:
+                gone.append(self.header.index(name))
+                del floors[gone[-1]], columns[gone[-1]]
+        widths = _widths({k: column.full for k, column in columns.items()}, floors, width)
+        table = _drawn(title, columns, widths, self.left, self.total)
+        if not gone:
+            return table
+        missing = ", ".join(self.header[k] for k in sorted(gone))
+        return f"{table}\n{textwrap.fill(f'a wider terminal shows too: {missing}', width)}"
+
+
+class Report:
+    """Base of everything that prints itself, in a terminal and in a notebook."""
+
+    heading: str = ""
+    """Lines above the tables."""
+
+    def tables(self) -> list[Table]:
+        """Return the tables."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """Return lines of totals."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        parts = [self.heading, *(table.text() for table in self.tables()), self.summary()]
+        return "\n".join(filter(None, parts))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        heading, summary = (
+            part and f"<p>{html.escape(part)}</p>".replace("\n", "<br>")
+            for part in (self.heading, self.summary())
+        )
+        return f"{heading}{''.join(table.html() for table in self.tables())}{summary}"
+
+
+def data_frame(entries: Iterable[Any]) -> "pd.DataFrame":
+    """Return a frame with a row for each dataclass, columns as its fields. Needs pandas."""
+    with needed_by("to_pandas()"):
+        import pandas as pd  # takes as long to import as all the rest of this package
+
+    return pd.DataFrame([vars(entry) for entry in entries])
 
 
 @dataclass
@@ -201,8 +238,8 @@ def _together(widths: Iterable[int]) -> int:
     return sum(width + 3 for width in widths) + 1
 
 
-def _shared_beginning(names: Iterable[str]) -> str:
-    """Return the beginning, up to a dot, that is worth saying once: which saves most letters."""
+def _shared_prefix(names: Iterable[str]) -> str:
+    """Return the prefix, up to a dot, whose omission saves most letters, or nothing."""
     beginnings: Counter[str] = Counter()
     for name in names:
         parts = name.split(" ")[0].split(".")
@@ -210,7 +247,7 @@ def _shared_beginning(names: Iterable[str]) -> str:
     saved = {
         start: len(start) * count
         for start, count in beginnings.items()
-        if count > 1 and len(start) >= _WORTH_SAYING
+        if count > 1 and len(start) >= _WORTH_SHARING
     }
     return max(saved, key=lambda start: saved[start], default="")
 

@@ -1,14 +1,14 @@
-"""The matrix products of a linear layer, by shape: with two factors of its weight, or with it.
+"""The matrix products of a linear layer: with two factors of its weight, or with the weight.
 
-Find from how many rows on a batch is multiplied faster by the dense weight than by factors.
+:func:`dense_from` is the number of rows from which the dense weight is faster than its factors.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from comera.planning.candidate import product_seconds
 from comera.planning.machine import Machine, item_size, load_machine
-from comera.planning.operation import product_seconds
 from comera.shapes import LinearShape, padded_rank
 
 Dims = tuple[int, int, int]
@@ -48,6 +48,12 @@ class Layer:
         for name, modes in (("in", self.shape.in_width), ("out", self.shape.out_width)):
             width = check_width(f"{name}_features", getattr(self, f"{name}_features"), modes)
             object.__setattr__(self, f"{name}_features", width)
+
+    def __str__(self) -> str:
+        return (
+            f"linear {self.in_features} -> {self.out_features}, modes "
+            f"{self.shape.describe_modes()}, ranks {' '.join(map(str, self.shape.ranks))}"
+        )
 
     @property
     def bond(self) -> int:

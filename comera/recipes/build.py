@@ -14,13 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from comera.nn.attention_init import init_keys_as_queries_
 from comera.nn.convert import tensorize_
 from comera.optim.in_backward import OptimizerInBackward
-from comera.recipes.optimizers import make_optimizer
-from comera.recipes.run_config import OptimizerConfig, RunConfig
+from comera.recipes.optimizers import OptimizerConfig
+from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task import Task
 from comera.train.processes import Processes
 from comera.train.sharded import shard_dense_
 from comera.train.step import TrainStep
-from comera.train.tensor_parallel import split_dense_
 
 
 def find_device(name: str, processes: Processes | None = None) -> torch.device:
@@ -80,17 +79,17 @@ def build_step(
     Of several processes all call this, each with a model of the same weights.
     """
     group = None if processes is None else processes.group
-    share_out = None if group is None else _SHARE_OUT.get(config.parallel.kind)
+    share_out = _shard if group is not None and config.parallel.kind == "fsdp" else None
     if share_out is not None:
         share_out(model)  # makes other parameters, which the optimizer has to hold
     settings = config.optimizer_for(task.steps)
-    optimizer = make_optimizer(model, settings, config.width)
+    optimizer = settings.build(model)
     falling = _rate(settings, task.steps)
     scheduler = LambdaLR(
         optimizer,
         [_constant if g["name"] == "gates" else falling for g in optimizer.param_groups],
     )
-    ranks = None if config.ranks is None else config.ranks.make(model, task.steps)
+    ranks = None if config.ranks is None else config.ranks.build(model, task.steps)
     in_backward = settings.in_backward  # averages gradients itself, and frees each
     return TrainStep(
         model
@@ -112,9 +111,6 @@ def _shard(model: nn.Module) -> nn.Module:
     # Torch warns that what a model returns must not be written to, which no loss here does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     return shard_dense_(model)
-
-
-_SHARE_OUT = {"fsdp": _shard, "tensor": split_dense_}
 
 
 def _constant(step: int) -> float:

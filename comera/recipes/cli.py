@@ -22,6 +22,7 @@ from comera.extras import MissingPackageError, did_you_mean
 from comera.recipes.after_training import COMMANDS, add_commands, run_command
 from comera.recipes.chains import add_checkpoint, run_checkpoint
 from comera.recipes.doctor import examine
+from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.list_runs import holds_runs
 from comera.recipes.parse import described, file_of, parser_of, wanted
 from comera.recipes.report.run_report import write_report
@@ -35,15 +36,12 @@ from comera.recipes.run_commands import (
     with_underscores,
 )
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
 
 _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
-
-_BENCH = "Time and weigh compressed layers beside dense ones."
 
 _ONE_PROCESS = (
     "started as {count} processes (WORLD_SIZE={count}), which only comera train makes use of: "
@@ -203,12 +201,6 @@ def make_parser(chosen: str | None = None) -> ArgumentParser:
     report.add_argument("folder", type=str, help="Folder of the run or the sweep.")
     commands.add_subcommand("report", report, help=text)
     add_commands(commands)
-    if chosen in (None, "bench"):
-        from comera.bench.commands import add_bench  # all benchmarks, which are many modules
-
-        add_bench(commands, _BENCH)
-    else:
-        commands.add_subcommand("bench", ArgumentParser(), help=_BENCH)
     add_checkpoint(commands)
     measure = ArgumentParser(description="Time this machine and save what was found.")
     measure.add_argument(
@@ -232,10 +224,6 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
         return run_sweep_command(command, options, console)
     if command in COMMANDS:
         return run_command(command, options, console)
-    if command == "bench":
-        from comera.bench.commands import run_bench
-
-        return run_bench(options, console)
     if command == "checkpoint":
         return run_checkpoint(options, console)
     if command == "init":
@@ -245,12 +233,12 @@ def _carried_out(chosen: Namespace, console: Console) -> int:
     elif command == "doctor":
         examine(console)
     elif command == "calibrate":
-        from comera.bench.calibrate import calibrate
-        from comera.bench.option_values import check_positive
+        from comera.calibrate.machine import calibrate
 
         reuse_freed_memory()
         if options.threads is not None:
-            check_positive("threads", options.threads)
+            if options.threads < 1:
+                raise ValueError(f"threads={options.threads} must be at least 1")
             torch.set_num_threads(options.threads)
         calibrate(options.device, console.print)
     return 0

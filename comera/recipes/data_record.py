@@ -101,6 +101,9 @@ _PATHS = {
 }
 """Settings that are paths, by section."""
 
+PATHS = {f"{name}.{key}" for name, keys in _PATHS.items() for key in keys}
+"""Their dotted names."""
+
 
 def with_whole_paths(config: RunConfig) -> RunConfig:
     """Return settings whose data are where they are from here, said from the root."""
@@ -149,17 +152,6 @@ def named_data(config: RunConfig) -> str:
     return ", ".join(f"{key}={path}" for key, path in _paths(config))
 
 
-def follow_moved(there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Put new places of data into the settings of a run that was begun, where the old are gone.
-
-    Whether they are the same data is for their digests to tell.
-    """
-    for name, keys in _PATHS.items():
-        old, new = there.get(name), here.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            old |= {key: new.get(key) for key in keys if _has_moved(old.get(key), new.get(key))}
-
-
 def missing_data(config: RunConfig) -> dict[str, str]:
     """Return the first path that is not there of each setting that names one, by its key."""
     found: dict[str, str] = {}
@@ -203,11 +195,11 @@ def _whole(value: Any) -> Any:
     return os.path.abspath(os.path.expanduser(value))
 
 
-def _has_moved(old: Any, new: Any) -> bool:
-    """Tell whether these are other paths, and the old ones are gone."""
+def has_moved(old: Any, new: Any) -> bool:
+    """Return whether these are other paths, and the old ones are gone."""
     if isinstance(old, list) and isinstance(new, list):
         pairs = zip(old, new, strict=True)
-        return len(old) == len(new) and all(a == b or _has_moved(a, b) for a, b in pairs)
+        return len(old) == len(new) and all(a == b or has_moved(a, b) for a, b in pairs)
     if not isinstance(old, str) or not isinstance(new, str):
         return False
     return not os.path.exists(old)

@@ -1,10 +1,10 @@
-"""The folder of a run: which settings it belongs to, and whether it is finished."""
+"""The folder of a run: whether a run was begun there, and whether it may go on as another asks."""
 
 import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ from comera.data.click_files import CATEGORIES
 from comera.files import replacing
 from comera.recipes.data_record import (
     NAME,
+    PATHS,
     DataRecord,
     changed_data,
     data_within,
-    follow_moved,
+    has_moved,
     read_record,
     with_whole_paths,
     write_record,
 )
 from comera.recipes.outcome import read_result
-from comera.recipes.parse import parse_settings, read_yaml
-from comera.recipes.run_config import RunConfig
+from comera.recipes.parse import read_yaml
+from comera.recipes.run_config import RunConfig, marked
 from comera.train.log import read_metrics
 
 _WRITTEN_BY_A_RUN = (
@@ -34,19 +35,39 @@ _WRITTEN_BY_A_RUN = (
     "model.safetensors", "report.html", "result.json", "tensorboard", "tokenizer.json",
 )  # fmt: skip
 
-
-_LENGTH = ("steps", "epochs")
-"""Settings in the section ``train`` of which one says how long a run is."""
-
-_OF_NO_RESULT = ("log_every", "save_every")
-"""Settings in the section ``train`` with which a run ends the same, whatever they are."""
-
 _LET_IT_END = (
     ": it was interrupted in the late stage of rank learning, whose length follows from that "
     "number; let it end with the old one, and give it more afterwards"
 )
 
+_SHOWN = 4
 _IN_EVERY_CONFIG = {"seed", "device", "train", "optimizer", "twin"}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that was begun in a folder, beside the settings of the one that is to go on there.
+
+    Attributes:
+        others: Settings that make it another run, as ``key: there -> here``.
+        rhythm: Settings that differ and do not change the trained model.
+        longer: Whether there are to be more steps, or epochs, than it was begun with.
+        late: Whether that is in its late stage, which may not become longer.
+        moved: Whether its data are at another place now.
+    """
+
+    others: list[str] = field(default_factory=list)
+    rhythm: list[str] = field(default_factory=list)
+    longer: bool = False
+    late: bool = False
+    moved: bool = False
+
+    @property
+    def difference(self) -> str | None:
+        """The first settings that make it another run; None if it is the same one."""
+        more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
+        text = ", ".join(self.others[:_SHOWN]) + more + (_LET_IT_END if self.late else "")
+        return text or None
 
 
 @contextlib.contextmanager
@@ -68,12 +89,80 @@ def lock(folder: Path, what: str = "run") -> Iterator[None]:
         file.release()
 
 
-def check_folder(config: RunConfig) -> None:
-    """Make sure that a run may have its folder; nothing is written or deleted.
+def begun(folder: Path) -> bool:
+    """Return whether there is something of a run to resume from, or its result."""
+    return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
 
-    Raises:
-        ValueError: If it holds a run with other settings, and ``overwrite`` is not set, what no run
-            wrote would be in the way, or the run is to read what is there.
+
+def begun_run(config: RunConfig) -> Begun | None:
+    """Compare the run that was begun in the folder with these settings; None if none was.
+
+    Fields of the settings are marked that do not belong to a run's identity. More steps make no
+    other run, but for the late stage of rank learning: how much it cuts at a time follows from
+    them. Nor does another place of data that are no longer at the old one.
+    """
+    folder = Path(config.out)
+    if not begun(folder) or not (folder / "config.yaml").is_file():
+        return None
+    try:
+        there = read_yaml(folder / "config.yaml")
+    except ValueError as problem:
+        return Begun([str(problem)])
+    found = dict(_differences(there, settings_of(config)))
+    shown = {key: f"{key}: {old} -> {new}" for key, (old, new) in found.items()}
+    rhythm = {key for key in found if any(f"{key}.".startswith(f"{no}.") for no in marked(False))}
+    moved = {key for key, (old, new) in found.items() if key in PATHS and has_moved(old, new)}
+    length = [found[key] for key in marked("length") if key in found]
+    longer = any(old and new and new > old for old, new in length)
+    late = longer and _in_late_stage(folder)
+    same = rhythm | moved | {key for key in marked("length") if longer and not late}
+    return Begun(
+        [shown[key] for key in shown if key not in same],
+        [shown[key] for key in shown if key in rhythm],
+        longer,
+        late,
+        bool(moved),
+    )
+
+
+def other_settings(config: RunConfig) -> str | None:
+    """Return how the run that was begun in the folder is another one; None if it is not."""
+    found = begun_run(config)
+    return None if found is None else found.difference
+
+
+def other_data(folder: Path, record: DataRecord) -> str | None:
+    """Return how data differ from those of the run that was begun in the folder.
+
+    None if they do not, if no run was begun there, or it has no record of its data.
+    """
+    noted = read_record(folder) if begun(folder) else None
+    return None if noted is None else changed_data(noted, record)
+
+
+def is_finished(config: RunConfig, found: Begun | None = None) -> bool:
+    """Return whether the folder holds the result of just this run.
+
+    Args:
+        config: The run.
+        found: What :func:`begun_run` returned, if it was asked already.
+    """
+    found = found or begun_run(config)
+    # Of data at another place only their digests show whether the result is that of these.
+    if found is None or found.others or found.longer or found.moved:
+        return False
+    try:
+        read_result(Path(config.out))
+    except (OSError, ValueError):  # one that is damaged the run writes again
+        return False
+    return True
+
+
+def check_folder(config: RunConfig, found: Begun | None) -> None:
+    """Raise ``ValueError`` if a run may not have its folder; nothing is written or deleted.
+
+    That is so if it holds another run, and ``overwrite`` is not set, files that no run wrote would
+    be in the way, or the run is to read what is there.
     """
     folder = Path(config.out)
     ours = _written_by_a_run(folder)
@@ -100,24 +189,16 @@ def check_folder(config: RunConfig) -> None:
         raise ValueError(
             f"{folder} cannot be written: {there} may only be read; choose another --out"
         )
-    difference = None if config.overwrite else other_settings(config)
-    if difference is not None:
+    if found is not None and found.others and not config.overwrite:
         raise ValueError(
-            f"{folder} holds a run with other settings ({difference}); "
+            f"{folder} holds a run with other settings ({found.difference}); "
             "choose another --out, or start again with --overwrite=true"
         )
 
 
 def check_data(config: RunConfig, record: DataRecord) -> None:
-    """Make sure that a run goes on with the data that it was begun with.
-
-    Raises:
-        ValueError: If what was noted in its folder is not what is there now, and ``overwrite`` is
-            not set. Of a run with other settings nothing is said here.
-    """
-    if config.overwrite or other_settings(config) is not None:
-        return
-    difference = other_data(Path(config.out), record)
+    """Raise ``ValueError`` if a run was begun with other data, and ``overwrite`` is not set."""
+    difference = None if config.overwrite else other_data(Path(config.out), record)
     if difference is not None:
         raise ValueError(
             f"{config.out} holds a run that was begun with other data ({difference}); restore "
@@ -125,36 +206,22 @@ def check_data(config: RunConfig, record: DataRecord) -> None:
         )
 
 
-def other_data(folder: Path, record: DataRecord) -> str | None:
-    """Say how data differ from those that the run in the folder was begun with.
+def claim(config: RunConfig, record: DataRecord, found: Begun | None) -> None:
+    """Write settings and data of a run into its folder, once that and the data were checked.
 
-    None if they do not, if no run was begun there, or it has not noted them.
-    """
-    noted = read_record(folder) if begun(folder) else None
-    return None if noted is None else changed_data(noted, record)
-
-
-def claim(config: RunConfig, record: DataRecord) -> bool:
-    """Make the folder of a run its own, after :func:`check_folder` and :func:`check_data`.
-
-    Returns whether it is known that the run was begun with these data: not so of one that has noted
-    none, as earlier versions did not. It has noted these then.
-
-    What an earlier run with other settings, or none to go on from, has left there is deleted, and
-    nothing else.
+    Files of an earlier run that is replaced, or has nothing to resume from, are deleted, and no
+    others.
     """
     folder = Path(config.out)
-    if not config.overwrite and trains_on(config):  # it will have another result
+    if not config.overwrite and found is not None and found.longer:  # it will have another result
         for place in ("", "dense"):
             (folder / place / "result.json").unlink(missing_ok=True)
     if config.overwrite or not (folder / "checkpoints").is_dir():
         _delete(folder, _written_by_a_run(folder) - {"config.yaml"})  # which is replaced at once
-    known = not begun(folder) or read_record(folder) is not None
     with replacing(folder / "config.yaml") as temporary:  # how checkpoints are kept may be new
-        text = yaml.safe_dump(_written(config), sort_keys=False)
+        text = yaml.safe_dump(settings_of(config), sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
     write_record(folder, record)
-    return known
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:
@@ -200,70 +267,19 @@ def _written_by_a_run(folder: Path) -> set[str]:
     return names if settings["twin"] else names - {"dense"}
 
 
-def begun(folder: Path) -> bool:
-    """Tell whether there is something of a run to go on from, or its result."""
-    return bool(Archive(folder / "checkpoints").steps()) or (folder / "result.json").exists()
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings as ``config.yaml`` has them: whole paths, and lists for tuples.
 
-
-def other_settings(config: RunConfig, data_may_move: bool = True) -> str | None:
-    """Say how the run that was begun in the folder differs, as ``key: there -> here``.
-
-    None if it does not, or if no run was begun there. How checkpoints are kept, how often they are
-    and a line of the log is written, how many processes train it, and more steps make no other run,
-    but for the latter in the late stage of rank learning: how much it cuts at a time follows from
-    them. Nor does another place of data that are no longer at the old one, unless ``data_may_move``
-    is False.
+    The folder itself is not among them, so that it can be moved.
     """
-    folder = Path(config.out)
-    if not begun(folder) or not (folder / "config.yaml").is_file():
-        return None
-    try:
-        there, here = _settings_there(folder), _settings(config)
-    except ValueError as problem:
-        return str(problem)
-    longer = trains_on(config)
-    way_out = _LET_IT_END if longer and _in_late_stage(folder) else ""
-    if longer and config.optimizer.gate_lr is None and _gate_lr_follows(folder):
-        there["optimizer"]["gate_lr"] = here["optimizer"]["gate_lr"]
-    if longer and not way_out:
-        there["train"] |= {key: here["train"][key] for key in _LENGTH}
-    if data_may_move:
-        follow_moved(there, here)
-    if isinstance(there.get("train"), dict):
-        there["train"] |= {key: here["train"][key] for key in _OF_NO_RESULT}
-    for settings in (there, here):
-        for key in ("checkpoints", "parallel"):
-            settings.pop(key, None)
-    return None if there == here else _difference(there, here) + way_out
-
-
-def other_rhythm(config: RunConfig) -> str | None:
-    """Say what an interrupted run does at other steps from now on, as ``key: there -> here``."""
-    folder = Path(config.out)
-    if not begun(folder) or not (folder / "config.yaml").is_file():
-        return None
-    there, here = _settings_there(folder), asdict(config)
-    both = (
-        {"train": {key: each["train"].get(key) for key in _OF_NO_RESULT}} for each in (there, here)
-    )
-    return _difference(*both) or None
-
-
-def trains_on(config: RunConfig) -> bool:
-    """Tell whether a run is to be trained for more steps, or epochs, than it was begun with."""
-    folder = Path(config.out)
-    if not begun(folder) or not (folder / "config.yaml").is_file():
-        return False
-    try:
-        there = _settings_there(folder).get("train") or {}
-    except ValueError:
-        return False
-    here = {key: getattr(config.train, key) for key in _LENGTH}
-    return any(here[key] and there.get(key) and here[key] > there[key] for key in _LENGTH)
+    settings = with_whole_paths(config).settings()
+    for key in ("out", "overwrite"):
+        del settings[key]
+    return json.loads(json.dumps(settings))
 
 
 def _in_late_stage(folder: Path) -> bool:
-    """Tell whether a run was interrupted while it gave up ranks for its target.
+    """Return whether a run was interrupted while it gave up ranks for its target.
 
     That is as its log has it, which may be behind by the few steps that make a line of it.
     """
@@ -273,74 +289,11 @@ def _in_late_stage(folder: Path) -> bool:
     return stages[-1:] == ["late"]
 
 
-def _gate_lr_follows(folder: Path) -> bool:
-    """Tell whether the rate of the gates in a run's settings is what its number of steps makes it.
-
-    That is so where it is null; earlier versions filled it in.
-    """
-    # Settings that cannot be read here differ from the new ones, which the caller says.
-    with contextlib.suppress(ValueError):
-        there = parse_settings(RunConfig, read_yaml(folder / "config.yaml"))
-        default = replace(there, optimizer=replace(there.optimizer, gate_lr=None))
-        follows = default.optimizer_for(there.train.steps).gate_lr
-        return there.optimizer.gate_lr in (None, follows)
-    return False
-
-
-def _settings_there(folder: Path) -> dict[str, Any]:
-    settings = read_yaml(folder / "config.yaml")
-    with contextlib.suppress(ValueError):  # of an earlier version: keys it had no need of
-        settings = _settings(parse_settings(RunConfig, settings))
-    return settings
-
-
-def is_finished(config: RunConfig) -> bool:
-    """Tell whether the folder holds the result of just this run."""
-    folder = Path(config.out)
-    try:
-        read_result(folder)
-    except (OSError, ValueError):  # one that is damaged the run writes again
-        return False
-    if not (folder / "config.yaml").is_file():
-        return False
-    # Of data at another place only their digests tell whether the result is that of these.
-    return other_settings(config, data_may_move=False) is None and not trains_on(config)
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    return _kept(with_whole_paths(config).settings())
-
-
-def _written(config: RunConfig) -> dict[str, Any]:
-    """Return the settings for the file of a run: defaults filled in where they can only be these.
-
-    An optimizer that was not named is another one for the twin, and ``gate_lr`` another number in a
-    run of more steps. Data have whole paths: a run can be resumed from every folder.
-    """
-    settings = with_whole_paths(config).settings()
-    if config.twin and config.optimizer.name is None:
-        settings["optimizer"] = asdict(config.optimizer)
-    settings["optimizer"]["gate_lr"] = config.optimizer.gate_lr
-    return _kept(settings)
-
-
-def _kept(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as they are kept in the file: tuples are lists there."""
-    where = ("overwrite", "out")  # not part of what is trained: a folder may be moved
-    kept = {key: value for key, value in settings.items() if key not in where}
-    return json.loads(json.dumps(kept))
-
-
-def _difference(there: Any, here: Any) -> str:
-    """Name the first few settings that differ, as ``key: old -> new``."""
-    found: list[str] = []
-
-    def walk(old: Any, new: Any, path: str) -> None:
-        if isinstance(old, dict) and isinstance(new, dict):
-            for key in [*old, *(k for k in new if k not in old)]:
-                walk(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-        elif old != new:
-            found.append(f"{path}: {old} -> {new}")
-
-    walk(there, here, "")
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+def _differences(there: Any, here: Any, within: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the settings that differ by their dotted names, each with its old and new value."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in dict.fromkeys([*there, *here]):
+            path = f"{within}.{key}" if within else str(key)
+            yield from _differences(there.get(key), here.get(key), path)
+    elif there != here:
+        yield within, (there, here)

@@ -1,7 +1,6 @@
 """What there is in a folder of runs, and in the folder of one."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
+from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
 from comera.recipes.run_config import METRICS
@@ -27,17 +27,12 @@ _FILES = {
     "tokenizer.json": "its vocabulary, for the package tokenizers",
     "categories.safetensors": "the rows of its tables by the categories of the log",
     "dense": "the same of the dense twin",
-    "log.txt": "what it printed, as a run of a sweep",
+    LOG: "what it printed, as a run of a sweep",
     "report.html": "pictures, written by comera report",
     "results.json": "figures of all runs of a sweep",
     "results.md": "the same as a table",
 }
 _MB = 1e6
-
-_LOG = "log.txt"
-_STARTED = re.compile(r"^\d+ threads$", re.MULTILINE)
-"""The line that a run of a sweep prints first, each time it is started."""
-_RAISED = re.compile(r"^Traceback .*\n(?:\s.*\n)*(\S.*)", re.MULTILINE)
 
 
 def is_run(folder: Path) -> bool:
@@ -93,12 +88,7 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 def _has_only_a_log(folder: Path) -> bool:
     """Tell whether a run of a sweep was started here and has not come to write its settings."""
-    return not (folder / "config.yaml").exists() and bool(_STARTED.search(_log(folder)))
-
-
-def _log(run: Path) -> str:
-    path = run / _LOG
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return not (folder / "config.yaml").exists() and last_session(folder) is not None
 
 
 def _row(run: Path) -> tuple[str, ...]:
@@ -138,12 +128,9 @@ def _begun(folder: Path) -> str:
 
 
 def _started(run: Path) -> str:
-    """Say what the log tells of a run that has nothing else: why it failed, if it did."""
-    raised = _RAISED.findall(_STARTED.split(_log(run))[-1])
-    if not raised:
-        return "not begun"
-    kind, _, reason = raised[-1].partition(": ")
-    return f"failed: {escape(reason or kind)}"
+    """Return the state of a run that has nothing but a log."""
+    error = why_failed(last_session(run) or "")
+    return f"failed: {escape(error)}" if error else "not begun"
 
 
 def _last_evaluation(run: Path) -> str:

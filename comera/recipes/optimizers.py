@@ -1,9 +1,13 @@
-"""The optimizer of a run, by its name in the settings, with the keys that belong to it."""
+"""The section ``optimizer`` of a run: for each optimizer a dataclass of its settings.
+
+``OPTIMIZERS`` is their registry. A new optimizer is one more subclass of :class:`OptimizerConfig`.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -15,8 +19,10 @@ from comera.optim.galore import GaLore, GaLoreAdamW8bit
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
 
+Groups = list[dict[str, Any]]
 
-@dataclass
+
+@dataclass(kw_only=True)
 class OptimizerConfig:
     """The optimizer and its schedule. ``optimizer: came`` is short for its name alone.
 
@@ -38,27 +44,15 @@ class OptimizerConfig:
         gate_lr: Constant rate of the rank gates; by default 2e-3, or what lets a gate fall from
             one to zero in four fifths of the late stage, if that is more.
         weight_decay: Decay of dense matrices only.
-        betas: Decay rates of the moments, for adamw and came; came's third one, of the confidence,
-            is 0.9999 where two are given.
-        eps: A number for adamw; two for came and adafactor, see ``comera.CAME`` and
-            ``comera.GaLoreAdafactor``.
-        bias_correction: Whether came takes steps of the size of the rate from the first on, see
-            ``comera.CAME``; true if not given.
-        clip_threshold: Largest root mean square of an update, for came and adafactor.
-        beta2_decay: Power of the step by which the moments of adafactor slow down.
-        momentum: Momentum of sgd and muon.
-        rank: Rank of the subspaces, for galore; a quarter of ``model.d_model`` if not given, about
-            what its authors take.
-        update_proj_gap: Steps between two subspaces, for galore.
-        scale: Factor of every projected step, for galore.
-        proj_type: How to project, for galore; see ``comera.GaLore``.
-        target_modules: Which dense layers to project, for galore, or to step by muon like cores,
-            by default none; a regular expression or names.
         in_backward: Step each parameter inside backward and free its gradient at once, see
             ``comera.OptimizerInBackward``. Needs ``train.clip_norm: null``.
         warmup_share: Share of all steps with a rising rate.
         schedule: How the rate falls afterwards, to zero.
     """
+
+    make: ClassVar[Callable[..., Optimizer]]
+    """Makes the optimizer of groups and of the settings that its dataclass adds to these."""
+    default_lr: ClassVar[float]
 
     name: str | None = None
     lr: float | None = None
@@ -67,184 +61,339 @@ class OptimizerConfig:
     scale_rates: Literal["contracted"] | None = None
     gate_lr: float | None = None
     weight_decay: float = 0.01
-    betas: tuple[float, float] | tuple[float, float, float] | None = None
-    eps: float | tuple[float | None, float] | None = None
-    bias_correction: bool | None = None
-    clip_threshold: float | None = None
-    beta2_decay: float | None = None
-    momentum: float | None = None
-    rank: int | None = None
-    update_proj_gap: int | None = None
-    scale: float | None = None
-    proj_type: str | None = None
-    target_modules: str | list[str] | None = None
     in_backward: bool = False
     warmup_share: float = 0.05
     schedule: Literal["linear", "cosine", "constant"] = "linear"
 
+    @staticmethod
+    def choose(
+        given: Mapping[str, Any], run: Mapping[str, Any]
+    ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
+        """Return the dataclass of the named optimizer, and what was given but for its own nulls.
 
-@dataclass(frozen=True)
-class _Choice:
-    """One name: its class, and what it takes with the defaults; ``rank`` makes it a GaLore."""
+        Args:
+            given: The section as it was given.
+            run: All sections of the run: without a name, ``tensorize`` decides.
 
-    make: Callable[..., Optimizer]
-    defaults: dict[str, Any]
+        Raises:
+            ValueError: If the name is unknown, or a key belongs to another optimizer.
+        """
+        name = given.get("name")
+        chosen = str(name or default_name(run.get("tensorize") is not None))
+        if chosen not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer.name={name} is no optimizer{did_you_mean(name, OPTIMIZERS)}"
+            )
+        shared = keys_of(OptimizerConfig)
+        kept = {key: v for key, v in given.items() if v is not None or key in shared}
+        for key, value in kept.items():
+            takers = [name for name, kind in OPTIMIZERS.items() if key in keys_of(kind)]
+            if takers and chosen not in takers:
+                raise ValueError(
+                    f"optimizer.{key}={value!r} is not a setting of {chosen}: it belongs to "
+                    f"{', '.join(takers)}; leave it out (--optimizer.{key}=null), or choose one "
+                    "of them"
+                )
+        return OPTIMIZERS[chosen], kept | {"name": name}
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that is out of range."""
+        for key in ("lr", "dense_lr", "core_lr", "gate_lr", "weight_decay"):
+            value = getattr(self, key)
+            if value is not None and not value >= 0:
+                raise ValueError(f"optimizer.{key}={value} must be at least 0")
+        if not 0 <= self.warmup_share <= 1:
+            raise ValueError(
+                f"optimizer.warmup_share={self.warmup_share} must be a share of steps, in [0, 1]"
+            )
+
+    def filled_in(self, width: int) -> Self:
+        """Return the settings with the optimizer's own name and rate where they were left open.
+
+        Args:
+            width: Width of the model, for the rank of GaLore.
+        """
+        lr = self.default_lr if self.lr is None else self.lr
+        return dataclasses.replace(self, name=type(self).name, lr=lr)
+
+    def of_twin(self) -> "OptimizerConfig":
+        """Return the optimizer of the dense twin: this one if it was named, else adamw."""
+        twin = dataclasses.replace(self, lr=self.dense_lr or self.lr)
+        if self.name is not None:
+            return twin
+        return AdamWConfig(**{key: getattr(twin, key) for key in keys_of(AdamWConfig)})
+
+    def build(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of a model, which may be on the device ``meta``.
+
+        Call it on what :meth:`filled_in` returns.
+
+        Raises:
+            ValueError: If a setting is out of range, GaLore finds nothing to project, or a package
+                is missing.
+        """
+        self.check()
+        try:
+            return self._optimizer(self._groups(model))
+        except ImportError:
+            raise ValueError(
+                f"optimizer.name={self.name} needs torchao, which is not installed: "
+                "pip install torchao"
+            ) from None
+        except ValueError as problem:
+            key, equals, _ = str(problem).partition("=")
+            named = f"optimizer.{problem}" if equals and key in keys_of(type(self)) else None
+            raise ValueError(named or f"optimizer.name={self.name}: {problem}") from None
+
+    def _groups(self, model: nn.Module) -> Groups:
+        return param_groups(model, **self._rates())
+
+    def _rates(self) -> dict[str, Any]:
+        keys = ("lr", "gate_lr", "core_lr", "scale_rates", "weight_decay")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+    def _optimizer(self, groups: Groups) -> Optimizer:
+        own = {key: value for key, value in vars(self).items() if key not in keys_of(GaLoreConfig)}
+        return self.make(groups, **own)
 
 
-def _adafactor(groups: Any, clip_threshold: float, **settings: Any) -> Optimizer:
-    return torch.optim.Adafactor(groups, d=clip_threshold, **settings)
-
-
-def _galore_adafactor(groups: Any, clip_threshold: float, **settings: Any) -> Optimizer:
-    return GaLore(groups, torch.optim.Adafactor, d=clip_threshold, **settings)
-
-
-def _fused_adamw(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+def _adamw(groups: Groups, **settings: Any) -> Optimizer:
     return torch.optim.AdamW(groups, fused=_can_fuse(groups), **settings)
 
 
-def _galore_adamw(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
-
-
-def _muon(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    return MuonAdamW(groups, fused=_can_fuse(groups), **settings)
-
-
-def _can_fuse(groups: list[dict[str, Any]]) -> bool:
-    return not groups[0]["params"][0].is_meta  # torch has no such kernel there
-
-
-def _adamw8bit(groups: Any, **settings: Any) -> Optimizer:
+def _adamw8bit(groups: Groups, **settings: Any) -> Optimizer:
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(groups, **settings)
 
 
-_ADAM = {"lr": 5e-4, "betas": (0.9, 0.999), "eps": 1e-8}
-_CAME = {
-    "lr": 5e-4, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0,
-    "bias_correction": True,
-}  # fmt: skip
-_ADAFACTOR = {"lr": 1e-2, "beta2_decay": -0.8, "eps": (1e-15, 1e-3), "clip_threshold": 1.0}
-_GALORE = {
-    "rank": None, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std",
-    "target_modules": "all-linear",
-}  # fmt: skip
-_CHOICES = {
-    "adamw": _Choice(_fused_adamw, _ADAM),
-    "muon": _Choice(
-        _muon,
-        {**_ADAM, "lr": 7e-4, "momentum": 0.95, "target_modules": None},
-    ),
-    "adamw8bit": _Choice(_adamw8bit, _ADAM),
-    "adafactor": _Choice(_adafactor, _ADAFACTOR),
-    "sgd": _Choice(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "came": _Choice(CAME, _CAME),
-    "came8bit": _Choice(lambda groups, **s: CAME(groups, state_dtype="8bit", **s), _CAME),
-    "galore_adamw": _Choice(_galore_adamw, {**_ADAM, "lr": 2e-3, **_GALORE}),
-    "galore_adamw8bit": _Choice(GaLoreAdamW8bit, {**_ADAM, "lr": 2e-3, **_GALORE}),
-    "galore_adafactor": _Choice(_galore_adafactor, {**_ADAFACTOR, **_GALORE}),
-}
-_COMMON = (
-    "name", "lr", "dense_lr", "core_lr", "scale_rates", "gate_lr", "weight_decay", "in_backward",
-    "warmup_share", "schedule",
-)  # fmt: skip
+def _muon(groups: Groups, **settings: Any) -> Optimizer:
+    return MuonAdamW(groups, fused=_can_fuse(groups), **settings)
 
 
-def check_optimizer(settings: OptimizerConfig) -> None:
-    """Raise ``ValueError`` for an unknown name, a key that does not belong to it, or a value."""
-    choice = _choice(settings.name)
-    for key, value in vars(settings).items():
-        if value is None or key in _COMMON or key in choice.defaults:
-            continue
-        takers = ", ".join(name for name, other in _CHOICES.items() if key in other.defaults)
-        raise ValueError(
-            f"optimizer.{key}={value!r} is not a setting of {settings.name}: it belongs to "
-            f"{takers}; leave it out (--optimizer.{key}=null), or choose one of them"
-        )
-    for key in ("lr", "dense_lr", "core_lr", "gate_lr", "weight_decay"):
-        value = getattr(settings, key)
-        if value is not None and not value >= 0:
-            raise ValueError(f"optimizer.{key}={value} must be at least 0")
-    if not 0 <= settings.warmup_share <= 1:
-        raise ValueError(
-            f"optimizer.warmup_share={settings.warmup_share} must be a share of steps, in [0, 1]"
-        )
-    for key in ("betas", "eps"):
-        _check_count(settings.name, key, getattr(settings, key), choice.defaults.get(key))
-    if settings.betas is not None and not all(0 <= beta < 1 for beta in settings.betas):
-        raise ValueError(f"optimizer.betas={settings.betas} must be decay rates in [0, 1)")
-    if isinstance(settings.eps, int | float) and not settings.eps >= 0:
-        raise ValueError(f"optimizer.eps={settings.eps} must be at least 0")
+def _adafactor(groups: Groups, clip_threshold: float, **settings: Any) -> Optimizer:
+    return torch.optim.Adafactor(groups, d=clip_threshold, **settings)
 
 
-def resolved(settings: OptimizerConfig, width: int) -> dict[str, Any]:
-    """Return all settings that the chosen optimizer takes, defaults for those not given.
+def _galore_adamw(groups: Groups, **settings: Any) -> Optimizer:
+    return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
+
+
+def _galore_adafactor(groups: Groups, clip_threshold: float, **settings: Any) -> Optimizer:
+    return GaLore(groups, torch.optim.Adafactor, d=clip_threshold, **settings)
+
+
+def _can_fuse(groups: Groups) -> bool:
+    return not groups[0]["params"][0].is_meta  # torch has no such kernel there
+
+
+@dataclass(kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    """torch's AdamW.
 
     Args:
-        settings: Checked by :func:`check_optimizer`.
-        width: Width of the model, for the rank of GaLore.
+        betas: Decay rates of the moments.
+        eps: Added to the root of the second moment.
     """
-    choice = _choice(settings.name)
-    full = {**choice.defaults, **({"rank": max(1, width // 4)} if _projects(choice) else {})}
-    given = {key: value for key, value in vars(settings).items() if value is not None}
-    found = {key: given.get(key, full.get(key)) for key in vars(settings)}
-    if found["betas"] is not None and "betas" in full:  # came has three
-        found["betas"] = (*found["betas"], *full["betas"][len(found["betas"]) :])
-    kept = {key: value for key, value in found.items() if key in full or key in _COMMON}
-    return {**kept, "name": _plain(settings.name)}
+
+    default_lr = 5e-4
+    make: ClassVar[Callable[..., Optimizer]] = staticmethod(_adamw)
+    name: str | None = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that is out of range."""
+        super().check()
+        _check_betas(self.betas)
+        if not self.eps >= 0:
+            raise ValueError(f"optimizer.eps={self.eps} must be at least 0")
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerConfig, width: int) -> Optimizer:
-    """Make the optimizer of a model, its groups by :func:`~comera.param_groups` or for GaLore.
+@dataclass(kw_only=True)
+class MuonConfig(AdamWConfig):
+    """``comera.MuonAdamW``.
 
     Args:
-        model: The model, on any device, ``meta`` too.
-        settings: Settings of the run.
-        width: Width of the model, for the rank of GaLore.
-
-    Raises:
-        ValueError: If a setting is out of range, GaLore finds nothing to project, or a package is
-            missing.
+        momentum: Momentum of the orthogonalised steps.
+        target_modules: Dense layers to step by muon as cores are, a regular expression or names;
+            by default none.
     """
-    check_optimizer(settings)
-    choice, values = _choice(settings.name), resolved(settings, width)
-    own = {key: values[key] for key in choice.defaults if key not in (*_COMMON, *_GALORE)}
-    common = {
-        key: values[key]
-        for key in ("gate_lr", "core_lr", "scale_rates", "weight_decay")
-        if values[key] is not None
-    }
-    try:
-        if _projects(choice):
-            groups = _galore_groups(model, values, common)
-        else:
-            modules = values.get("target_modules")
-            try:
-                groups = param_groups(model, values["lr"], muon_modules=modules, **common)
-            except ValueError:
-                raise ValueError(
-                    f"target_modules={modules!r} names no dense layer that is trained"
-                ) from None
-        return choice.make(groups, **own)
-    except ImportError:
-        raise ValueError(
-            f"optimizer.name={settings.name} needs torchao, which is not installed: "
-            "pip install torchao"
-        ) from None
-    except ValueError as problem:
-        key, equals, _ = str(problem).partition("=")
-        named = f"optimizer.{problem}" if equals and key in values else None
-        raise ValueError(named or f"optimizer.name={settings.name}: {problem}") from None
+
+    default_lr = 7e-4
+    make = staticmethod(_muon)
+    name: str | None = "muon"
+    momentum: float = 0.95
+    target_modules: str | list[str] | None = None
+
+    def _groups(self, model: nn.Module) -> Groups:
+        try:
+            return param_groups(model, muon_modules=self.target_modules, **self._rates())
+        except ValueError:
+            raise ValueError(
+                f"target_modules={self.target_modules!r} names no dense layer that is trained"
+            ) from None
 
 
-def twin_of(settings: OptimizerConfig) -> OptimizerConfig:
-    """Return the optimizer of the dense twin: that of its run if it was named, else adamw."""
-    twin = dataclasses.replace(settings, lr=settings.dense_lr or settings.lr)
-    if settings.name is None:
-        twin = dataclasses.replace(twin, momentum=None, target_modules=None)
-    return twin
+@dataclass(kw_only=True)
+class AdamW8bitConfig(AdamWConfig):
+    """torchao's AdamW with moments in eight bits."""
+
+    make = staticmethod(_adamw8bit)
+    name: str | None = "adamw8bit"
+
+
+@dataclass(kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """torch's Adafactor.
+
+    Args:
+        eps: Two numbers, see ``comera.GaLoreAdafactor``.
+        clip_threshold: Largest root mean square of an update.
+        beta2_decay: Power of the step by which the moments slow down.
+    """
+
+    default_lr = 1e-2
+    make = staticmethod(_adafactor)
+    name: str | None = "adafactor"
+    eps: tuple[float | None, float] = (1e-15, 1e-3)
+    clip_threshold: float = 1.0
+    beta2_decay: float = -0.8
+
+
+@dataclass(kw_only=True)
+class SGDConfig(OptimizerConfig):
+    """torch's SGD.
+
+    Args:
+        momentum: Momentum of the steps.
+    """
+
+    default_lr = 0.1
+    make = staticmethod(torch.optim.SGD)
+    name: str | None = "sgd"
+    momentum: float = 0.9
+
+
+@dataclass(kw_only=True)
+class CAMEConfig(OptimizerConfig):
+    """``comera.CAME``.
+
+    Args:
+        betas: Decay rates of the moments and of the confidence, which is 0.9999 where two are
+            given.
+        eps: Two numbers, see ``comera.CAME``.
+        clip_threshold: Largest root mean square of an update.
+        bias_correction: Take steps of the size of the rate from the first on.
+    """
+
+    default_lr = 5e-4
+    make = staticmethod(CAME)
+    name: str | None = "came"
+    betas: tuple[float, float] | tuple[float, float, float] = (0.9, 0.999, 0.9999)
+    eps: tuple[float, float] = (1e-30, 1e-16)
+    clip_threshold: float = 1.0
+    bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.betas) == 2:
+            self.betas = (*self.betas, 0.9999)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that is out of range."""
+        super().check()
+        _check_betas(self.betas)
+
+
+@dataclass(kw_only=True)
+class CAME8bitConfig(CAMEConfig):
+    """``comera.CAME`` with its state in eight bits."""
+
+    make = staticmethod(partial(CAME, state_dtype="8bit"))
+    name: str | None = "came8bit"
+
+
+@dataclass(kw_only=True)
+class GaLoreConfig(OptimizerConfig):
+    """The projection of ``comera.GaLore``, which the optimizers below share.
+
+    Args:
+        rank: Rank of the subspaces; by default a quarter of ``model.d_model``, about what its
+            authors take.
+        update_proj_gap: Steps between two subspaces.
+        scale: Factor of every projected step.
+        proj_type: How to project; see ``comera.GaLore``.
+        target_modules: Dense layers to project, a regular expression or names; by default all.
+    """
+
+    rank: int | None = None
+    update_proj_gap: int = 200
+    scale: float = 0.25
+    proj_type: str = "std"
+    target_modules: str | list[str] = "all-linear"
+
+    def filled_in(self, width: int) -> Self:
+        """Return the settings with the optimizer's name, rate and rank where they were open."""
+        rank = max(1, width // 4) if self.rank is None else self.rank
+        return dataclasses.replace(super().filled_in(width), rank=rank)
+
+    def _groups(self, model: nn.Module) -> Groups:
+        own = {key: getattr(self, key) for key in keys_of(GaLoreConfig) - keys_of(OptimizerConfig)}
+        try:
+            return galore_param_groups(model, **own, **self._rates())
+        except ValueError as problem:
+            raise ValueError(
+                f"there is nothing to project: {problem}. GaLore is for dense layers, tensor-train "
+                "cores are small already: keep layers dense with tensorize.exclude_modules, lower "
+                "optimizer.rank, or choose another optimizer, such as adamw"
+            ) from None
+
+
+@dataclass(kw_only=True)
+class GaLoreAdamWConfig(GaLoreConfig, AdamWConfig):
+    """``comera.GaLore`` around AdamW."""
+
+    default_lr = 2e-3
+    make = staticmethod(_galore_adamw)
+    name: str | None = "galore_adamw"
+
+
+@dataclass(kw_only=True)
+class GaLoreAdamW8bitConfig(GaLoreConfig, AdamWConfig):
+    """``comera.GaLoreAdamW8bit``."""
+
+    default_lr = 2e-3
+    make = staticmethod(GaLoreAdamW8bit)
+    name: str | None = "galore_adamw8bit"
+
+
+@dataclass(kw_only=True)
+class GaLoreAdafactorConfig(GaLoreConfig, AdafactorConfig):
+    """``comera.GaLoreAdafactor``."""
+
+    default_lr = 1e-2
+    make = staticmethod(_galore_adafactor)
+    name: str | None = "galore_adafactor"
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    str(kind.name): kind
+    for kind in (
+        AdamWConfig, MuonConfig, AdamW8bitConfig, AdafactorConfig, SGDConfig, CAMEConfig,
+        CAME8bitConfig, GaLoreAdamWConfig, GaLoreAdamW8bitConfig, GaLoreAdafactorConfig,
+    )
+}  # fmt: skip
+"""Registry of the optimizers by name."""
+
+
+def default_name(compressed: bool) -> str:
+    """Return the optimizer of a run that names none."""
+    return "muon" if compressed else "adamw"
+
+
+def keys_of(kind: type[OptimizerConfig]) -> set[str]:
+    """Return the names of the settings of an optimizer."""
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def gate_rate(late_steps: int) -> float:
@@ -252,51 +401,6 @@ def gate_rate(late_steps: int) -> float:
     return max(2e-3, 1.25 / late_steps) if late_steps else 2e-3
 
 
-def _galore_groups(
-    model: nn.Module, values: dict[str, Any], common: dict[str, Any]
-) -> list[dict[str, Any]]:
-    keys = {key: values[key] for key in _GALORE if key != "rank"}
-    try:
-        return galore_param_groups(model, values["lr"], values["rank"], **keys, **common)
-    except ValueError as problem:
-        raise ValueError(
-            f"there is nothing to project: {problem}. GaLore is for dense layers, tensor-train "
-            "cores are small already: keep layers dense with tensorize.exclude_modules, lower "
-            "optimizer.rank, or choose another optimizer, such as adamw"
-        ) from None
-
-
-def _check_count(name: str | None, key: str, given: Any, default: Any) -> None:
-    """Check a key that takes one number for one optimizer and several for another."""
-    if given is None:
-        return
-    if isinstance(default, float):
-        if not isinstance(given, int | float):
-            raise ValueError(f"optimizer.{key}={given!r} must be one number for {name}")
-        return
-    count = len(given) if isinstance(given, tuple | list) else 1
-    if not 2 <= count <= len(default):
-        wanted = "two numbers" if len(default) == 2 else "two or three numbers"
-        raise ValueError(f"optimizer.{key}={given!r} must be {wanted} for {name}")
-
-
-def _choice(name: str | None) -> _Choice:
-    try:
-        return _CHOICES[_plain(name)]
-    except KeyError:
-        raise ValueError(
-            f"optimizer.name={name} is no optimizer{did_you_mean(name, _CHOICES)}"
-        ) from None
-
-
-def _plain(name: str | None) -> str:
-    """Return a name as it is known here: Hugging Face writes ``galore_adamw_8bit``."""
-    return "adamw" if name is None else name.replace("_8bit", "8bit")
-
-
-def _projects(choice: _Choice) -> bool:
-    return "rank" in choice.defaults
-
-
-OPTIMIZERS = tuple(_CHOICES)
-"""All names."""
+def _check_betas(betas: tuple[float, ...]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"optimizer.betas={betas} must be decay rates in [0, 1)")

@@ -1,9 +1,7 @@
-"""What came of a trained model, in figures.
-
-``result.json`` in the folder of a run: what came of a model.
-"""
+"""Figures of a trained model: ``result.json`` in the folder of a run, and a table of them."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,28 +80,43 @@ def read_outcome(folder: Path) -> Outcome:
     return Outcome(**{name: value for name, value in facts.items() if name in names})
 
 
+def outcome_cells(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of finished models, given as in ``result.json``.
+
+    Where there are two, a last column has the ratio of the second to the first.
+    """
+    two = len(results) == 2
+    rows: list[list[str]] = []
+
+    def row(label: str, values: Sequence[float | None], form: str, ratio: bool = True) -> None:
+        cells = ["–" if value is None else f"{value:{form}}" for value in values]
+        if two:
+            first, second = values
+            cells.append(f"{second / first:,.2f}" if ratio and first and second is not None else "")
+        rows.append([label, *cells])
+
+    for part, data in (("metrics", "evaluation"), ("test", "test")):
+        for key in dict.fromkeys(key for facts in results for key in facts.get(part, {})):
+            row(f"{data} {key}", [facts.get(part, {}).get(key) for facts in results], ",.4f")
+    for label, key, form in (
+        ("parameters", "params", ","),
+        ("parameters of the tensorised layers", "layer_params", ","),
+        ("bytes of model.safetensors", "bytes", ","),
+        ("seconds in training steps", "seconds", ",.1f"),
+    ):
+        row(label, [facts[key] for facts in results], form)
+    row("seconds a step", [facts["seconds"] / facts["steps"] for facts in results], ".3g")
+    row("steps", [facts["steps"] for facts in results], ",", ratio=False)
+    names = [facts["name"] for facts in results]
+    return ["", *names, *(["dense / compressed"] if two else [])], rows
+
+
 def outcome_table(outcomes: list[Outcome]) -> Table:
     """Set figures of the models side by side."""
+    header, rows = outcome_cells([vars(outcome) for outcome in outcomes])
     table = Table(title="after training")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_column(outcome.name, justify="right")
-    if len(outcomes) == 2:
-        table.add_column("dense / compressed", justify="right")
-
-    def row(label: str, values: list[float], form: str, ratio: bool = True) -> None:
-        cells = [form.format(value) for value in values]
-        if len(values) == 2:
-            cells.append(f"{values[1] / values[0]:.2f}" if ratio and values[0] else "")
-        table.add_row(label, *cells)
-
-    for key in outcomes[0].metrics:
-        row(f"evaluation {key}", [o.metrics[key] for o in outcomes], "{:.4f}")
-    for key in outcomes[0].test:
-        row(f"test {key}", [o.test[key] for o in outcomes], "{:.4f}")
-    row("parameters", [o.params for o in outcomes], "{:,}")
-    row("parameters of the tensorised layers", [o.layer_params for o in outcomes], "{:,}")
-    row("bytes of model.safetensors", [o.bytes for o in outcomes], "{:,}")
-    row("seconds in training steps", [o.seconds for o in outcomes], "{:.1f}")
-    row("steps", [o.steps for o in outcomes], "{:,}", ratio=False)
+    for name in header:
+        table.add_column(name, justify="right" if name else "left")
+    for cells in rows:
+        table.add_row(*cells)
     return table

@@ -39,9 +39,11 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     Raises:
         ValueError: If a key is no field, or a value of another type.
     """
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind, all_choices=False)
+    suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
     found = {}
-    for key, value in (values if within else spelled_out(values)).items():
+    values = values if within else spelled_out(values)
+    for key, value in values.items():
         if key not in hints:
             raise ValueError(f"{within}{key} is not a setting{did_you_mean(key, hints)}")
         section, optional = section_of(hints[key])
@@ -49,8 +51,12 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             try:
                 found[key] = parser_of(hints[key]).parse_object({"value": value}).value
             except ArgumentError:
-                raise ValueError(f"{within}{key}={value!r} must be {wanted(hints[key])}") from None
+                raise ValueError(
+                    f"{within}{key}={value!r} must be {wanted(hints[key])}{suited}"
+                ) from None
         elif isinstance(value, Mapping):
+            if hasattr(section, "choose"):  # one of several dataclasses, by what is in it
+                section, value = section.choose(value, values)
             found[key] = parse_settings(section, value, f"{within}{key}.")
         elif value is None and optional:
             found[key] = None
@@ -170,6 +176,17 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"the key {key} in line {line} is there already")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def hints_of(kind: type, all_choices: bool = True) -> dict[str, Any]:
+    """Return the types of the keys of a section; of one that is chosen, those of all choices."""
+    hints = typing.get_type_hints(kind)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    if all_choices and hasattr(kind, "choose"):
+        kinds: list[type] = kind.__subclasses__()
+        for each in kinds:
+            found |= hints_of(each)
+    return found
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:

@@ -29,11 +29,10 @@ from comera.recipes import parse
 from comera.recipes.build import build_step, make_model, without_remarks
 from comera.recipes.data_record import DataRecord
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.comparison_table import comparison_cells, read_comparison
+from comera.recipes.report.comparison import comparison_cells, read_comparison
 from comera.recipes.run import planned_memory, planned_model
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, run_sweep, unskipped
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped
 from comera.recipes.tasks.task import Batch, Task
 from comera.recipes.tasks.task_kinds import kind_of, planned_dense_model
 
@@ -255,14 +254,13 @@ def try_out(
     lines = []
     sweep = read_sweep(file_of(name, scale), changes or {})
     kept = {job.variant for job in unskipped(make_jobs(sweep), skip)}
-    for variant in sweep.variants.values():
-        if variant.name not in kept:
+    for variant, config in sweep.variants.items():
+        if variant not in kept:
             continue
         try:
-            found = dry_run(variant.config, most)
+            lines.append(f"{variant}: {dry_run(config, most)}")
         except ValueError as problem:
-            raise ValueError(f"{name}, {scale}, variant {variant.name}: {problem}") from None
-        lines.append(f"{variant.name}: {found}")
+            raise ValueError(f"{name}, {scale}, variant {variant}: {problem}") from None
     return lines
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,16 +19,14 @@ from comera.rank.learning import target_entries
 from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.data_record import DataRecord, changed_data, missing_data, with_whole_paths
 from comera.recipes.folder import (
-    begun,
+    Begun,
+    begun_run,
     check_data,
     check_folder,
     claim,
     is_finished,
     lock,
-    other_rhythm,
-    trains_on,
 )
-from comera.recipes.optimizers import make_optimizer, twin_of
 from comera.recipes.outcome import Outcome, outcome_table, read_outcome, write_result
 from comera.recipes.run_config import RankConfig, RunConfig, check_processes
 from comera.recipes.tasks.task import Task
@@ -43,7 +40,6 @@ from comera.train.loop import train
 from comera.train.processes import Processes
 from comera.train.run_under_way import LoopResult, evaluated
 from comera.train.sharded import whole_state
-from comera.train.tensor_parallel import plan_split
 
 _log = logging.getLogger("comera")
 
@@ -52,7 +48,6 @@ def run(
     config: RunConfig,
     console: Console | None = None,
     quiet: bool = False,
-    began: Callable[[int], None] | None = None,
     processes: Processes | None = None,
 ) -> list[Outcome]:
     """Train what a configuration describes, resuming what is unfinished in its folder.
@@ -63,7 +58,6 @@ def run(
         config: The whole run.
         console: The console that the tables go to.
         quiet: Whether to show no progress bars.
-        began: Called with the number of optimizer steps, once the data is there.
         processes: Those that train the models together, all of which call this; None for this one
             alone. Only the first one writes.
 
@@ -77,20 +71,19 @@ def run(
         FolderInUseError: If another process trains into the folder; a RuntimeError.
         OtherProcessError: If one of the processes has failed; a RuntimeError.
     """
-    processes = dataclasses.replace(
-        processes or Processes(), one_batch=config.parallel.kind == "tensor"
-    )
+    processes = processes or Processes()
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser()))
     config.check()
     config = with_whole_paths(config)
     check_processes(config, processes.count)
     console = console or Console()
     folder = Path(config.out)
-    outcomes = processes.from_first(lambda: _shown_if_finished(config, console))
+    found = processes.from_first(lambda: begun_run(config))
+    outcomes = processes.from_first(lambda: _shown_if_finished(config, found, console))
     if outcomes is not None:
         return outcomes
     device = find_device(config.device, processes)
-    processes.from_first(lambda: _check_settings(config, processes.count))
+    processes.from_first(lambda: _check_settings(config, found, processes.count))
     console.print(
         f"run folder {folder}, device {device}{_count(processes)}: preparing data",
         soft_wrap=True, markup=False,
@@ -99,7 +92,7 @@ def run(
     # Before anything is made of the data, and before anything is written.
     processes.from_first(lambda: _check_content(config, DataRecord(digests), processes.count))
     with contextlib.ExitStack() as held:
-        processes.from_first(lambda: _take(held, config))
+        processes.from_first(lambda: held.enter_context(lock(folder)))
         task = processes.in_turn(lambda: prepare_task(config, device, digests, processes))
         if config.ranks is not None:
             config.ranks.check(task.steps)
@@ -107,8 +100,6 @@ def run(
         processes.from_first(lambda: _begin(config, task.record, console))
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
-        if began is not None:
-            began(task.steps)
         return _train_all(config, task, device, console, quiet, processes)
 
 
@@ -116,46 +107,47 @@ def _count(processes: Processes) -> str:
     return f", {processes.count} processes" if processes.count > 1 else ""
 
 
-def _shown_if_finished(config: RunConfig, console: Console) -> list[Outcome] | None:
-    """Show and return what came of a run that is finished; None of one that is not."""
-    outcomes = None if config.overwrite else _finished(config)
-    if outcomes is None:
+def _shown_if_finished(
+    config: RunConfig, found: Begun | None, console: Console
+) -> list[Outcome] | None:
+    """Print and return the outcomes of a run that is finished; None of one that is not."""
+    if config.overwrite or not is_finished(config, found):
         return None
     folder = Path(config.out)
+    try:
+        outcomes = [read_outcome(folder / place) for place in _places(config)]
+    except (OSError, ValueError, TypeError):  # the last step writes it again
+        return None
+    if not all((folder / place / "model.safetensors").is_file() for place in _places(config)):
+        return None
     with lock(folder):  # nobody is beginning it anew
         console.print(f"the run in {folder} is finished", soft_wrap=True, markup=False)
         console.print(outcome_table(outcomes))
         return outcomes
 
 
-def _check_settings(config: RunConfig, count: int) -> None:
-    """Check what can be told before any data are read."""
+def _check_settings(config: RunConfig, found: Begun | None, count: int) -> None:
+    """Make the checks that need no data to be read."""
     if not kind_of(config).is_told_by_data(config):
         planned_memory(config, count)
     try:
         kind_of(config).find_data(config)
     except FileNotFoundError as problem:
         key = next(iter(missing_data(config)), None)
-        if key is None or not begun(Path(config.out)):
+        if key is None or found is None:
             raise
         raise FileNotFoundError(
             f"{problem}; the run in {config.out} was begun with that: if it is elsewhere now, give "
             f"its new place, --{key}=..."
         ) from None
-    check_folder(config)
+    check_folder(config, found)
 
 
 def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:
-    """Check what can be told before data are prepared and the folder is locked."""
+    """Make the checks that need the data, before they are prepared and the folder is locked."""
     check_data(config, record)
     if kind_of(config).is_told_by_data(config):
         planned_memory(config, count)
-
-
-def _take(held: contextlib.ExitStack, config: RunConfig) -> None:
-    """Lock the folder of a run, and look at it again: nobody has been here meanwhile."""
-    held.enter_context(lock(Path(config.out)))
-    check_folder(config)
 
 
 def _check_same_data(record: DataRecord, processes: Processes) -> None:
@@ -173,36 +165,24 @@ def _check_same_data(record: DataRecord, processes: Processes) -> None:
 
 
 def _begin(config: RunConfig, record: DataRecord, console: Console) -> None:
-    """Make the locked folder that of this run."""
+    """Make the locked folder that of this run, once it was looked at again."""
+    found = begun_run(config)
+    check_folder(config, found)
     check_data(config, record)
-    if not config.overwrite and trains_on(config):
-        console.print(
-            f"the run in {config.out} is trained for longer than it was to be: its learning rate "
-            "goes on where the schedule of a run of that length is by then, not where its own was",
-            soft_wrap=True, markup=False,
-        )  # fmt: skip
-    difference = None if config.overwrite else other_rhythm(config)
-    if difference is not None:
-        console.print(
-            f"the run in {config.out} goes on with {difference}", soft_wrap=True, markup=False
-        )
-    if not claim(config, record):
-        console.print(
-            f"the run in {config.out} has not noted which data it was begun with: whether they "
-            "have changed since cannot be told; they are noted from now on",
-            soft_wrap=True, markup=False,
-        )  # fmt: skip
-
-
-def _finished(config: RunConfig) -> list[Outcome] | None:
-    """Return what came of a run, from its folder; None if any of its models is not there."""
-    places = [Path(config.out) / place for place in _places(config)]
-    if not is_finished(config) or not all((p / "model.safetensors").is_file() for p in places):
-        return None
-    try:
-        return [read_outcome(place) for place in places]
-    except (OSError, ValueError, TypeError):  # the last step writes it again
-        return None
+    if found is not None and not config.overwrite:
+        if found.longer:
+            console.print(
+                f"the run in {config.out} is trained for longer than it was to be: its learning "
+                "rate goes on where the schedule of a run of that length is by then, not where "
+                "its own was",
+                soft_wrap=True, markup=False,
+            )  # fmt: skip
+        if found.rhythm:
+            console.print(
+                f"the run in {config.out} goes on with {', '.join(found.rhythm)}",
+                soft_wrap=True, markup=False,
+            )  # fmt: skip
+    claim(config, record, found)
 
 
 def _places(config: RunConfig) -> list[str]:
@@ -268,12 +248,9 @@ def planned_memory(config: RunConfig, count: int = 1) -> list[MemoryReport]:
     for name, settings in _jobs(config):
         with without_remarks():  # tensorize_ has its say when the model is made
             model = planned_model(settings)
-        if config.parallel.kind == "tensor" and count > 1:
-            plan_split(model, count)
         if settings.ranks is not None:
             _check_target(model, settings.ranks, settings.rank_section)
-        chosen = settings.optimizer_for(settings.train.steps)
-        optimizer = make_optimizer(model, chosen, settings.width)
+        optimizer = settings.optimizer_for(settings.train.steps).build(model)
         found.append(memory_report(model, optimizer, f"memory of the {name} model at the start"))
     return found
 
@@ -301,7 +278,7 @@ def _jobs(config: RunConfig) -> list[tuple[str, RunConfig]]:
     """Return the models of a run by name: its own, then the dense twin if there is to be one."""
     jobs = [("compressed" if config.tensorize else "dense", config)]
     if config.twin and config.tensorize:
-        optimizer = twin_of(config.optimizer)
+        optimizer = config.optimizer and config.optimizer.of_twin()
         twin = dataclasses.replace(
             config, tensorize=None, two_stage=None, importance_pruning=None, optimizer=optimizer
         )
@@ -341,6 +318,7 @@ def _train_one(
         step,
         task.get_batch,
         steps=task.steps,
+        seconds=config.train.seconds,
         folder=folder,
         evaluate=task.evaluate,
         eval_every=config.train.eval_every,

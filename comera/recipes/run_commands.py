@@ -25,11 +25,20 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from comera.allocator import reuse_freed_memory
-from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml, section_of
+from comera.recipes.jobs import INTERRUPTED
+from comera.recipes.parse import (
+    file_of,
+    hints_of,
+    merged,
+    nested,
+    parse_settings,
+    read_yaml,
+    section_of,
+)
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.train.processes import joined
+from comera.train.stop_signals import stop_with_parent
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:
@@ -154,7 +163,7 @@ def _check_key(word: str, key: str) -> None:
 
 def _keys(kind: type, within: str = "") -> Iterator[str]:
     """Yield all keys, those of sections after a dot."""
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in hints_of(kind).items():
         yield within + name
         section, _ = section_of(hint)
         if section is not None:
@@ -173,7 +182,7 @@ def _hint_of(key: str) -> Any:
             options = (hint, *typing.get_args(hint))
             holds_any = any(typing.get_origin(option) is dict for option in options)
             return Any if holds_any else None
-        hint = typing.get_type_hints(section).get(name)
+        hint = hints_of(section).get(name)
         section, _ = section_of(hint)
     return hint
 
@@ -310,6 +319,7 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
     if command == "plan":
         _show_plan(settings, console)
         return 0
+    stop_with_parent()
     reuse_freed_memory()
     if count == 1:
         return 0 if run(settings, console) else INTERRUPTED

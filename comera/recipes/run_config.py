@@ -1,9 +1,4 @@
-"""The settings of a run. Every key of a YAML file is a field here; unknown keys are refused.
-
-The sections of a run that learn ranks: for each method its settings, and shares of steps.
-
-Check which runs several processes can train, and how.
-"""
+"""The settings of a run. Every key of a YAML file is a field of a dataclass here."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,8 +18,14 @@ from comera.nn.targets import TTConfig
 from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
-from comera.recipes.optimizers import OptimizerConfig, check_optimizer, gate_rate, resolved
+from comera.recipes.optimizers import OPTIMIZERS, OptimizerConfig, default_name, gate_rate
 from comera.recipes.parse import check_nulls
+
+_NOT_IDENTITY = {"identity": False}
+"""Mark of a setting that does not change the trained model: a run goes on whatever it is."""
+
+_LENGTH = {"identity": "length"}
+"""Mark of a setting that may grow while a run is not in its late stage."""
 
 
 @dataclass
@@ -42,11 +43,7 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for what does not go, in the words of a run.
-
-        Args:
-            steps: Steps of the whole run, where they are known.
-        """
+        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
         _check("two_stage", self.target, super().check)
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
@@ -65,8 +62,8 @@ class TwoStageConfig(TwoStageSettings):
         early = round(self.early_share * steps)
         return early, min(round(self.late_share * steps), steps - early)
 
-    def make(self, model: nn.Module, steps: int) -> TwoStage:
-        """Make what learns the ranks of a model in a run of so many steps."""
+    def build(self, model: nn.Module, steps: int) -> TwoStage:
+        """Return the rank learning of a model in a run of so many steps."""
         return TwoStage(model, self.target, *self.stages(steps), **_own(TwoStageSettings, self))
 
 
@@ -83,11 +80,7 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for what does not go, in the words of a run.
-
-        Args:
-            steps: Steps of the whole run, where they are known.
-        """
+        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
@@ -103,8 +96,8 @@ class ImportancePruningConfig(ImportanceSettings):
         """Return after how many steps of so many ranks are pruned."""
         return round(self.share * steps)
 
-    def make(self, model: nn.Module, steps: int) -> ImportancePruning:
-        """Make what learns the ranks of a model in a run of so many steps."""
+    def build(self, model: nn.Module, steps: int) -> ImportancePruning:
+        """Return the rank learning of a model in a run of so many steps."""
         own = _own(ImportanceSettings, self)
         return ImportancePruning(model, self.target, self.steps(steps), **own)
 
@@ -115,7 +108,7 @@ RANK_SECTIONS = ("two_stage", "importance_pruning")
 
 
 def _check(section: str, target: Any, check: Any) -> None:
-    """Check what the method would, naming the section in what is raised."""
+    """Make the checks of the method itself; errors name the section."""
     try:
         check_target(target)
         check()
@@ -124,7 +117,7 @@ def _check(section: str, target: Any, check: Any) -> None:
 
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:
-    """Return those settings of a section that are its method's."""
+    """Return the settings of a section that are arguments of its method."""
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)}
 
 
@@ -134,7 +127,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "nli": ("accuracy", "loss"),
     "clicks": ("auc", "accuracy", "nce", "loss"),
 }
-"""What an evaluation measures, the most telling metric first, by the section of the data."""
+"""Metrics of an evaluation, the first one to compare runs by, for each section of data."""
 
 
 @dataclass
@@ -165,6 +158,25 @@ class ModelConfig:
     qk_norm: bool = False
     qk_init: Literal["independent", "same"] = "independent"
     position_std: float = 0.02
+
+    def check(self, task: str) -> None:
+        """Raise ``ValueError`` for a setting that is out of range, or is not for a task."""
+        if task == "causal_text" and self.norm != "pre":
+            raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
+        if task == "clicks" and self.qk_init == "same":
+            raise ValueError("model.qk_init=same: the model of clicks has no attention")
+        if self.position_std != ModelConfig.position_std and task in ("causal_text", "clicks"):
+            raise ValueError(
+                f"model.position_std={self.position_std}: the model of {task} has no embeddings of "
+                "positions"
+            )
+        if not self.position_std > 0:
+            raise ValueError(f"model.position_std={self.position_std} must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
+        for name in ("d_model", "num_layers", "num_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass
@@ -240,6 +252,8 @@ class TrainConfig:
     Args:
         steps: Optimizer steps; these or ``epochs`` have to be given.
         epochs: Passes over the data, where it has an end.
+        seconds: End after so many seconds in training steps, if that comes first: at the next line
+            of the log. Learning rate and rank learning follow the number of steps all the same.
         batch_size: Rows a step, of all processes together.
         accumulate: Parts each batch is split into before one optimizer step.
         clip_norm: Largest gradient norm; null for none.
@@ -254,19 +268,43 @@ class TrainConfig:
         threads: CPU threads; null for torch's choice.
     """
 
-    steps: int | None = None
-    epochs: float | None = None
+    steps: int | None = field(default=None, metadata=_LENGTH)
+    epochs: float | None = field(default=None, metadata=_LENGTH)
+    seconds: float | None = field(default=None, metadata=_LENGTH)
     batch_size: int = 32
     accumulate: int = 1
     clip_norm: float | None = 1.0
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     compile: bool = False
     graph: bool | None = None
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=_NOT_IDENTITY)
     eval_every: int = 0
     eval_batches: int | None = None
-    save_every: int = 200
+    save_every: int = field(default=200, metadata=_NOT_IDENTITY)
     threads: int | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a setting that is out of range."""
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of train.steps and train.epochs")
+        at_least_one = ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "threads")
+        for name, least in {
+            **dict.fromkeys(at_least_one, 1),
+            "eval_every": 0,
+            "save_every": 0,
+        }.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"train.{name}={value} must be at least {least}")
+        for name in ("epochs", "seconds", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"train.{name}={value} must be above 0")
+        if self.accumulate > self.batch_size:
+            raise ValueError(
+                f"train.accumulate={self.accumulate} splits a batch into more parts than the "
+                f"train.batch_size={self.batch_size} rows it has"
+            )
 
 
 @dataclass
@@ -313,12 +351,11 @@ class ParallelConfig:
 
     Args:
         kind: ``ddp`` keeps the whole model in every process and averages gradients; ``fsdp`` shares
-            dense matrices out among the processes, and keeps whole what is small; ``tensor`` splits
-            the products of a causal language model's dense layers among them.
+            dense matrices out among the processes, and keeps whole what is small.
         timeout_minutes: How long a process waits for the others, as while one reads the data.
     """
 
-    kind: Literal["ddp", "fsdp", "tensor"] = "ddp"
+    kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
 
 
@@ -348,7 +385,7 @@ class RunConfig:
         overwrite: Start again where ``out`` holds a run already.
     """
 
-    out: str = "runs/run"
+    out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
     seed: int = 0
     device: str = "auto"
     masked_text: TextData | None = None
@@ -360,33 +397,44 @@ class RunConfig:
     tensorize: TTConfig | None = None
     two_stage: TwoStageConfig | None = None
     importance_pruning: ImportancePruningConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=_NOT_IDENTITY)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=_NOT_IDENTITY)
     twin: bool = False
-    overwrite: bool = False
+    overwrite: bool = field(default=False, metadata=_NOT_IDENTITY)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything as plain values, defaults of the selected optimizer filled in."""
-        optimizer = resolved(self.optimizer_for(self.train.steps), self.width)
-        return {**asdict(self), "optimizer": optimizer}
+        """Return all settings as plain values, as ``config.yaml`` has them.
+
+        Defaults of the optimizer are filled in where they can only be these: not ``gate_lr``, which
+        follows from the number of steps, and nothing for an optimizer that was not named in a run
+        with a twin, whose default is another one.
+        """
+        optimizer = self._optimizer
+        if optimizer.name is not None or not self.twin:
+            optimizer = optimizer.filled_in(self.width)
+        return {**asdict(self), "optimizer": asdict(optimizer)}
 
     def optimizer_for(self, steps: int | None) -> OptimizerConfig:
-        """Return the section ``optimizer``, what it leaves open filled in from the run.
+        """Return the settings of the optimizer, filled in from the run where they were left open.
 
         Args:
             steps: Steps of the whole run. None where only the data tell: ``gate_lr`` stays open if
                 there is a late stage.
         """
-        name = self.optimizer.name or ("muon" if self.tensorize is not None else "adamw")
-        gate_lr = self.optimizer.gate_lr
+        gate_lr = self._optimizer.gate_lr
         if gate_lr is None:
             if self.two_stage is None:
                 gate_lr = gate_rate(late_steps=0)
             elif steps is not None:
                 gate_lr = gate_rate(self.two_stage.stages(steps)[1])
-        return dataclasses.replace(self.optimizer, name=name, gate_lr=gate_lr)
+        return dataclasses.replace(self._optimizer.filled_in(self.width), gate_lr=gate_lr)
+
+    @property
+    def _optimizer(self) -> OptimizerConfig:
+        default = OPTIMIZERS[default_name(self.tensorize is not None)]
+        return self.optimizer or default(name=None)
 
     @property
     def ranks(self) -> RankConfig | None:
@@ -455,30 +503,12 @@ class RunConfig:
                 f"in the file of the run or as --causal_text.folder=...: there is "
                 f"{' and '.join(given) or 'none'}"
             )
-        if self.causal_text is not None and self.model.norm != "pre":
-            raise ValueError("model.norm=post: the model of causal_text has its norms before (pre)")
-        if self.clicks is not None and self.model.qk_init == "same":
-            raise ValueError("model.qk_init=same: the model of clicks has no attention")
-        where = "causal_text" if self.causal_text is not None else "clicks"
-        if self.model.position_std != ModelConfig.position_std and getattr(self, where) is not None:
-            raise ValueError(
-                f"model.position_std={self.model.position_std}: the model of {where} has no "
-                "embeddings of positions"
-            )
-        if not self.model.position_std > 0:
-            raise ValueError(f"model.position_std={self.model.position_std} must be positive")
-        if not 0 <= self.model.dropout < 1:
-            raise ValueError(f"model.dropout={self.model.dropout} must be in [0, 1)")
-        for name in ("d_model", "num_layers", "num_heads", "ffn_dim"):
-            if getattr(self.model, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self.model, name)} must be at least 1")
+        self.model.check(self.task)
         self.dlrm.check()
         getattr(self, self.task).check(self.task)
-        if (self.train.steps is None) == (self.train.epochs is None):
-            raise ValueError("give exactly one of train.steps and train.epochs")
+        self.train.check()
         if self.train.epochs is not None and not (self.nli or self.clicks):
             raise ValueError("train.epochs needs data with an end: give train.steps instead")
-        _check_numbers(self.train)
         try:
             self.checkpoints.chain(Path())
         except ValueError as problem:
@@ -488,8 +518,9 @@ class RunConfig:
                 f"parallel.timeout_minutes={self.parallel.timeout_minutes} must be above 0"
             )
         check_device(self.device)
-        check_optimizer(self.optimizer_for(self.train.steps))
-        if self.optimizer.in_backward and self.train.clip_norm is not None:
+        optimizer = self.optimizer_for(self.train.steps)
+        optimizer.check()
+        if optimizer.in_backward and self.train.clip_norm is not None:
             raise ValueError(
                 f"train.clip_norm={self.train.clip_norm} needs all gradients at once, which "
                 "optimizer.in_backward=true frees one by one: give train.clip_norm=null"
@@ -505,6 +536,16 @@ class RunConfig:
             self.ranks.check(self.train.steps)
 
 
+def marked(identity: bool | str) -> list[str]:
+    """Return the dotted names of the settings of a run, or of its loop, that have such a mark."""
+    return [
+        within + each.name
+        for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
+        for each in dataclasses.fields(kind)
+        if each.metadata.get("identity", True) == identity
+    ]
+
+
 def check_device(name: str) -> None:
     """Raise ``ValueError`` for what is neither ``auto`` nor a device of torch's."""
     if name != "auto":
@@ -517,41 +558,21 @@ def check_device(name: str) -> None:
             ) from None
 
 
-def _check_numbers(train: TrainConfig) -> None:
-    least = dict.fromkeys(
-        ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "threads"), 1
-    )
-    for name, smallest in {**least, "eval_every": 0, "save_every": 0}.items():
-        value = getattr(train, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"train.{name}={value} must be at least {smallest}")
-    for name in ("epochs", "clip_norm"):
-        value = getattr(train, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"train.{name}={value} must be above 0")
-    if train.accumulate > train.batch_size:
-        raise ValueError(
-            f"train.accumulate={train.accumulate} splits a batch into more parts than the "
-            f"train.batch_size={train.batch_size} rows it has"
-        )
-
-
 def check_processes(config: RunConfig, count: int) -> None:
     """Raise ``ValueError`` where so many processes cannot train a run."""
     size, device = config.train.batch_size, config.device
     if config.parallel.kind != "ddp":
         _check_shared(config)
-    parts = 1 if config.parallel.kind == "tensor" else count  # of the batch
-    if size % parts:
+    if size % count:
         raise ValueError(
             f"train.batch_size={size} is that of all processes together, and {count} processes "
             f"cannot have equal parts of it: give {size // count * count or count} or "
             f"{(size // count + 1) * count}"
         )
-    if config.train.accumulate > size // parts:
+    if config.train.accumulate > size // count:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} splits a batch into more parts than the "
-            f"{size // parts} rows that each of {count} processes has of it"
+            f"{size // count} rows that each of {count} processes has of it"
         )
     if count > 1 and ":" in device:
         raise ValueError(
@@ -568,20 +589,16 @@ def _check_shared(config: RunConfig) -> None:
     """Check that a run can train a model whose dense matrices are shared out or split."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
-    if config.parallel.kind == "tensor" and config.causal_text is None:
-        raise ValueError(
-            f"{kind} splits the products of the model of causal_text, and this run has another: "
-            f"give parallel.kind=fsdp, {way_out}"
-        )
     optimizer = config.optimizer_for(config.train.steps)
     if optimizer.name not in _OF_SHARDS:
         raise ValueError(
             f"optimizer.name={optimizer.name} needs whole matrices, which {kind} does "
             f"not leave: give one of {', '.join(_OF_SHARDS)}, {way_out}"
         )
-    if optimizer.target_modules is not None:
+    modules = getattr(optimizer, "target_modules", None)
+    if modules is not None:
         raise ValueError(
-            f"optimizer.target_modules={optimizer.target_modules!r} has muon step dense matrices, "
+            f"optimizer.target_modules={modules!r} has muon step dense matrices, "
             f"which it needs whole, and {kind} does not leave them so: leave it out, {way_out}"
         )
     if optimizer.in_backward:

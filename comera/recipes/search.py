@@ -1,74 +1,24 @@
 """``search:`` in a sweep's file: variants whose settings Optuna proposes, kept in its journal."""
 
-import contextlib
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from comera.extras import did_you_mean, needed_by
+from comera.extras import needed_by
 from comera.recipes.jobs import Job
+from comera.recipes.parse import check_nulls, parse_settings
 from comera.recipes.report.comparison import HIGHER_IS_BETTER, read_trained
 
 JOURNAL = "search.journal"
 """Optuna's storage in the folder of a sweep: every trial, its settings and what came of it."""
 
-_KEYS = ("trials", "over", "sampler", "seed", "extends")
-_ENDS = ("from", "to", "log", "step")
-
 Sampler = Literal["tpe", "random"]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers between two, both included.
-
-    Attributes:
-        low: The smallest.
-        high: The largest.
-        log: Whether equal ratios are equally likely, instead of equal differences.
-        step: Distance of neighbours; None for whole numbers one apart, or any number at all.
-    """
-
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
-
-    @property
-    def whole(self) -> bool:
-        return type(self.low) is int and type(self.high) is int
-
-    @property
-    def extremes(self) -> tuple[Any, ...]:
-        return self.low, self.high
-
-    def drawn(self, trial: Any, name: str) -> Any:
-        """Return what a trial of Optuna's proposes."""
-        draw = trial.suggest_int if self.whole else trial.suggest_float
-        step = {} if self.step is None else {"step": self.step}
-        return draw(name, self.low, self.high, log=self.log, **step)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of some values, of any kind that a settings file holds."""
-
-    values: tuple[Any, ...]
-
-    @property
-    def extremes(self) -> tuple[Any, ...]:
-        return self.values
-
-    def drawn(self, trial: Any, name: str) -> Any:
-        """Return what a trial of Optuna's proposes."""
-        # As text: Optuna takes no lists, and takes 1 and true for the same.
-        return json.loads(trial.suggest_categorical(name, [json.dumps(v) for v in self.values]))
 
 
 @dataclass(frozen=True)
@@ -77,82 +27,74 @@ class SearchConfig:
 
     Attributes:
         trials: How many there are to be.
-        over: Settings that trials differ in, by dotted names.
+        over: Settings that trials differ in, by dotted names: lists of values, or what Optuna's
+            distributions of numbers take, ``{low: 4, high: 32, log: true}``.
         sampler: ``tpe`` learns from trials before, ``random`` does not.
         seed: Trials depend on it, and on nothing else that is random.
         extends: The variant that trials change; None for the base.
     """
 
-    trials: int
-    over: Mapping[str, Range | Choice]
+    trials: int = 0
+    over: dict[str, Any] = field(default_factory=dict)
     sampler: Sampler = "tpe"
     seed: int = 0
     extends: str | None = None
 
 
 def read_search(given: Any) -> SearchConfig:
-    """Make a search of what a sweep's file says.
+    """Make a search of the section in a sweep's file; ``over`` becomes Optuna's distributions.
 
     Raises:
         ValueError: If something is wrong; names the first such thing.
+        MissingPackageError: If Optuna is not installed.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
-    for key in given:
-        if key not in _KEYS:
-            raise ValueError(f"search.{key} is no key of a search{did_you_mean(key, _KEYS)}")
-    whole = {"trials": 1, "seed": 0}
-    for key, least in whole.items():
-        value = given.get(key, 0 if key == "seed" else None)
-        if type(value) is not int or value < least:
-            raise ValueError(f"search.{key}={value!r} must be a whole number from {least} on")
-    sampler = given.get("sampler", "tpe")
-    if sampler not in get_args(Sampler):
+    config = parse_settings(SearchConfig, given, "search.")
+    check_nulls(config, "search.")
+    for key, least in {"trials": 1, "seed": 0}.items():
+        if getattr(config, key) < least:
+            raise ValueError(
+                f"search.{key}={getattr(config, key)} must be a whole number from {least} on"
+            )
+    if not config.over:
         raise ValueError(
-            f"search.sampler={sampler} is no sampler{did_you_mean(sampler, get_args(Sampler))}"
+            f"search.over={config.over} must name settings and what they may be, such as "
+            "optimizer.lr: {low: 1.0e-4, high: 1.0e-2, log: true}"
         )
-    over = given.get("over")
-    if not isinstance(over, Mapping) or not over:
-        raise ValueError(
-            f"search.over={over!r} must name settings and what they may be, such as "
-            "optimizer.lr: {from: 1.0e-4, to: 1.0e-2, log: true}"
-        )
-    found = {str(name): _read_domain(f"search.over.{name}", value) for name, value in over.items()}
-    return SearchConfig(given["trials"], found, sampler, given.get("seed", 0), given.get("extends"))
+    over = {str(name): _distribution(f"search.over.{name}", v) for name, v in given["over"].items()}
+    return replace(config, over=over)
 
 
-def _read_domain(key: str, given: Any) -> Range | Choice:
+def _distribution(key: str, given: Any) -> Any:
+    with needed_by("search"):
+        from optuna import distributions
     if isinstance(given, list) and len(given) > 1:
-        return Choice(tuple(given))
-    if not isinstance(given, Mapping) or not {"from", "to"} <= given.keys():
+        # As text: Optuna takes no lists, and takes 1 and true for the same.
+        return distributions.CategoricalDistribution([json.dumps(value) for value in given])
+    if not isinstance(given, Mapping) or not {"low", "high"} <= given.keys():
         raise ValueError(
             f"{key}={given!r} must be a list of two values or more, or a range such as "
-            "{from: 4, to: 32}"
+            "{low: 4, high: 32}"
         )
-    for name in given:
-        if name not in _ENDS:
-            raise ValueError(f"{key}.{name} is no key of a range{did_you_mean(name, _ENDS)}")
-    low, high = (_number(f"{key}.{name}", given[name]) for name in ("from", "to"))
-    step = None if given.get("step") is None else _number(f"{key}.step", given["step"])
-    log = given.get("log", False)
-    if not low < high:
-        raise ValueError(f"{key}: from={low} must be below to={high}")
-    if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
-        raise ValueError(f"{key}.log={log} must be true or false, and needs from > 0 and no step")
-    found = Range(low, high, log, step)
-    if step is not None and (step <= 0 or (found.whole and type(step) is not int)):
-        raise ValueError(f"{key}.step={step} must be above 0, and whole where from and to are")
-    return found
+    whole = all(type(value) is int for name, value in given.items() if name != "log")
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    try:
+        # YAML takes 1e-4, which has no point, for a text.
+        ends: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in given.items()}
+        for name, value in ends.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name}={given[name]!r} must be a number")
+        return kind(**ends)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{key}={given!r}: {problem}") from None
 
 
-def _number(key: str, given: Any) -> float:
-    """Return a number; YAML takes ``1e-4``, which has no point, for a text."""
-    if isinstance(given, str):
-        with contextlib.suppress(ValueError):
-            given = float(given)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        raise ValueError(f"{key}={given!r} must be a number")
-    return given
+def extremes(distribution: Any) -> list[Any]:
+    """Return the values at the ends of a range, or all of a list."""
+    if hasattr(distribution, "choices"):
+        return [json.loads(choice) for choice in distribution.choices]
+    return [distribution.low, distribution.high]
 
 
 class Search:
@@ -189,12 +131,12 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._config, self._metric = optuna, config, metric
         self._make_jobs, self._path = make_jobs, folder / JOURNAL
+        to_json = optuna.distributions.distribution_to_json
         self._asked = {
-            "over": {name: [type(d).__name__, asdict(d)] for name, d in config.over.items()},
+            "over": {name: to_json(distribution) for name, distribution in config.over.items()},
             "sampler": config.sampler, "seed": config.seed, "extends": config.extends,
             "metric": metric, "seeds": list(seeds),
         }  # fmt: skip
-        self._asked = json.loads(json.dumps(self._asked))
         self._open()
         before = self._study.user_attrs.get("asked", self._asked)
         if before != self._asked and not anew:
@@ -226,7 +168,11 @@ class Search:
         self._of = {}
 
     def more(self) -> list[Job]:
-        """Return the jobs of the next trial; none if there are to be no more."""
+        """Return the jobs of the next trial; none if there are to be no more.
+
+        Tells Optuna first what came of those that have ended.
+        """
+        self.tell()
         while len(self._study.trials) < self._config.trials:
             self._seed_sampler(len(self._study.trials))
             trial = self._study.ask()
@@ -292,11 +238,11 @@ class Search:
     def _add(self, frozen: Any) -> None:
         """Make the jobs of a trial, after drawing those of its settings that are not drawn yet."""
         self._seed_sampler(frozen.number)
-        # What was drawn before is only read; of a trial that ended all was.
-        trial = frozen
-        if frozen.state.name == "RUNNING":
+        params = frozen.params
+        if frozen.state.name == "RUNNING":  # what was drawn before is only read
             trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
-        settings = {name: each.drawn(trial, name) for name, each in self._config.over.items()}
+            params = {name: trial._suggest(name, each) for name, each in self._config.over.items()}
+        settings = {k: json.loads(v) if isinstance(v, str) else v for k, v in params.items()}
         try:
             self._of[frozen.number] = self._make_jobs(trial_name(frozen.number), settings)
         except ValueError as problem:

@@ -1,11 +1,13 @@
 """``comera sweep FILE``: variants of one run, over seeds, compared with one of them.
 
-Show how far the runs of a sweep are: bars while they run, a line for each that ends.
+The file is checked down to the settings of each variant before anything is trained.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,80 +19,238 @@ from comera.extras import did_you_mean
 from comera.recipes.data_record import missing_data, with_whole_paths
 from comera.recipes.folder import lock
 from comera.recipes.jobs import (
+    INTERRUPTED,
     Job,
-    Watcher,
+    LauncherName,
     find_finished,
+    make_launcher,
     reopen_other_data,
     resolve,
     run_jobs,
 )
-from comera.recipes.launchers import LauncherName, make_launcher
-from comera.recipes.report.comparison import Failed, compare, read_trained, show_metric
-from comera.recipes.report.comparison_table import comparison_text, write_comparison
+from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
+from comera.recipes.report.comparison import (
+    Failed,
+    compare,
+    comparison_text,
+    read_trained,
+    show_metric,
+    write_comparison,
+)
 from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
-from comera.recipes.search import Search, SearchConfig
-from comera.recipes.sweep_file import Sweep, Variant, read_sweep, variant_of
+from comera.recipes.search import Search, SearchConfig, extremes, read_search
 from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
+_KEYS = (
+    "out", "base", "seeds", "reference", "metric", "variants", "published", "search", "submitit",
+    "ray",
+)  # fmt: skip
+_NEEDED = ("out", "base", "seeds", "reference", "variants")
+_NEEDED_TO_SEARCH = ("out", "base", "seeds")
+_ALONE: dict[str, Any] = {"base": {}}
+"""The variants of a search that names none: the base as it is, for trials to be compared with."""
+_OF_THE_SWEEP = ("out", "seed", "twin", "overwrite")
+"""Settings of a run that a sweep makes itself: those of the base are not used."""
 
-@contextlib.contextmanager
-def show_progress(
-    jobs: Sequence[Job], metric: str, console: Console, expected: int
-) -> Iterator[Watcher]:
-    """Show one bar for all jobs, which finished or failed, and one for each that runs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep file says.
+
+    Attributes:
+        out: Folder of everything.
+        seeds: Each variant is trained with each of them.
+        reference: Name of the variant that the others are compared with.
+        metric: Key of the last evaluation to compare.
+        variants: Settings of the variants by name, in the order of the file, for any seed.
+        launchers: Settings of launchers by their names.
+        search: Variants that are to be proposed, if any.
+        given: Settings of the base, and what every variant changes of them.
+    """
+
+    out: Path
+    seeds: tuple[int, ...]
+    reference: str
+    metric: str
+    variants: dict[str, RunConfig]
+    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    search: SearchConfig | None = None
+    given: tuple[dict[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
+
+
+def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
+    """Read a sweep file and check all of it, down to the settings of each variant.
 
     Args:
-        jobs: All jobs that are known, finished or not.
-        metric: Key of the metric that is shown for each that finishes.
-        console: The console to print on; bars are shown only if it is a terminal.
-        expected: How many jobs there are to be in the end.
+        path: The file.
+        changes: Settings by dotted names that every variant gets, whatever the file says.
+
+    Raises:
+        ValueError: If something is wrong; names the variant and the first such thing.
+        FileNotFoundError: If the file or its base is not there.
     """
-    width = max(len(job.name) for job in jobs)
-    bars: dict[Job, TaskID] = {}
-    with progress_bar(console=console) as progress:
-        finished = sum(job.state == "finished" for job in jobs)
-        overall = progress.add_task("all runs", total=expected, completed=finished, figures="")
-
-        def began(job: Job) -> None:
-            bars[job] = progress.add_task(job.name.ljust(width), total=None, figures="starting")
-
-        def ended(job: Job) -> None:
-            if job in bars:
-                progress.remove_task(bars.pop(job))
-            if job.state != "stopped":
-                progress.advance(overall)
-            failed = sum(job.state == "failed" for job in jobs)
-            progress.update(overall, figures=f"{failed} failed" if failed else "")
-            line = f"{escape(job.name.ljust(width))}  {escape(_ending(job, metric))}"
-            progress.console.print(line, highlight=False, soft_wrap=True)
-
-        def looked(running: Sequence[Job]) -> None:
-            for job in running:
-                if job.steps is None:  # it is still reading its data
-                    continue
-                logged = last_logged(job.folder, "loss")
-                step, figures = (0, "") if logged is None else (logged[0], f"loss {logged[1]:.4f}")
-                progress.update(bars[job], total=job.steps, completed=step, figures=figures)
-
-        yield Watcher(began, ended, looked)
-
-
-def _ending(job: Job, metric: str) -> str:
-    if job.state == "failed":
-        return f"failed: {job.reason}"
-    if job.state != "finished":
-        return "stopped; it can be resumed"
-    run = read_trained(job.variant, job.seed, job.folder)
-    return (
-        f"{metric} {show_metric(metric, run.metrics[metric])}, {run.params:,} parameters, "
-        f"{run.steps:,} steps in {run.seconds:,.1f} s"
+    content = read_yaml(path)
+    if not {"base", "variants", "search"} & content.keys() and "train" in content:
+        raise ValueError(f"{path} is no sweep but a run: comera train trains it")
+    for key in content:
+        if key not in _KEYS:
+            raise ValueError(f"{path}: {key} is no key of a sweep{did_you_mean(key, _KEYS)}")
+    searched = content.get("search") is not None
+    for key in _NEEDED_TO_SEARCH if searched else _NEEDED:
+        if content.get(key) is None:
+            raise ValueError(f"{path} lacks the key {key}")
+    base = _base(content["base"], path.parent)
+    given = content.get("variants") or (_ALONE if searched else content["variants"])
+    if changes and isinstance(given, Mapping):
+        given = {name: {**(own or {}), **changes} for name, own in given.items()}
+    variants = _variants(base, given)
+    _check_published(content.get("published"), variants)
+    reference = content.get("reference") or next(iter(variants))
+    if not isinstance(reference, str) or reference not in variants:
+        raise ValueError(f"reference={reference} is no variant{did_you_mean(reference, variants)}")
+    return Sweep(
+        out=Path(str(content["out"])).expanduser(),
+        seeds=_seeds(content["seeds"]),
+        reference=reference,
+        metric=_metric(content.get("metric"), variants),
+        variants=variants,
+        launchers={name: _mapping(name, content.get(name)) for name in ("submitit", "ray")},
+        search=_search(content["search"], base, given) if searched else None,
+        given=(base, given),
     )
 
 
-INTERRUPTED = 130
+def _check_published(given: Any, variants: Mapping[str, Any]) -> None:
+    """Check what a file says of figures that others have published of such variants."""
+    if given is None:
+        return
+    figures = given.get("figures") if isinstance(given, Mapping) else None
+    if not isinstance(figures, Mapping) or not isinstance(given.get("source"), str):
+        raise ValueError(f"published={given!r} must have a source, and figures by variant")
+    for name in figures:
+        if name not in variants:
+            near = did_you_mean(name, variants)
+            raise ValueError(f"published.figures.{name} is no variant{near}")
+
+
+def _search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) -> SearchConfig:
+    """Read a search, and check each end of what it may propose alone."""
+    search = read_search(given)
+    other = search.extends
+    if other is not None and (not isinstance(other, str) or other not in variants):
+        raise ValueError(f"search.extends={other} is no variant{did_you_mean(other, variants)}")
+    taken = next((name for name in variants if name.startswith("trial-")), None)
+    if taken is not None:
+        raise ValueError(f"variant {taken}: such names are those of the search's trials")
+    shared = base if other is None else merged(base, _overrides(other, variants, ()))
+    for key, domain in search.over.items():
+        if key.split(".")[0] in _OF_THE_SWEEP:
+            raise ValueError(f"search.over.{key}: {key} is not for a search to set: the sweep does")
+        for value in extremes(domain):
+            try:
+                parse_settings(RunConfig, merged(shared, nested({key: value})))
+            except ValueError as problem:
+                raise ValueError(f"search.over.{key}: {problem}") from None
+    return search
+
+
+def _mapping(key: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"{key}={given!r} must be a mapping of settings of {key}")
+    return dict(given or {})
+
+
+def _base(given: Any, folder: Path) -> dict[str, Any]:
+    """Return the settings that all variants share."""
+    if isinstance(given, str):
+        given = read_yaml(file_of(given, beside=folder))
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"base={given!r} must be the path of a run's file, a configuration's name, or settings"
+        )
+    try:
+        settings = nested(given)
+    except ValueError as problem:
+        raise ValueError(f"base: {problem}") from None
+    return {key: value for key, value in settings.items() if key not in _OF_THE_SWEEP}
+
+
+def _variants(base: dict[str, Any], given: Any) -> dict[str, RunConfig]:
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"variants={given!r} must be mappings of settings, by name")
+    for name, settings in given.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"variant {name!r} must have a name that can be a folder's: letters, digits and "
+                "any of . _ + = - (in quotes where it looks like a number)"
+            )
+        if not isinstance(settings, Mapping | None):
+            raise ValueError(f"variant {name}: {settings!r} must be a mapping of settings")
+        other = (settings or {}).get("extends")
+        if other is not None and (not isinstance(other, str) or other not in given):
+            raise ValueError(
+                f"variant {name}: extends={other} is no variant{did_you_mean(other, given)}"
+            )
+    return {name: variant_of(name, base, given) for name in given}
+
+
+def variant_of(name: str, base: dict[str, Any], given: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a variant, with what it extends.
+
+    Raises:
+        ValueError: If they do not go together; names the variant.
+    """
+    try:
+        config = parse_settings(RunConfig, merged(base, _overrides(name, given, ())))
+        config.check()
+    except ValueError as problem:
+        raise ValueError(f"variant {name}: {problem}") from None
+    return config
+
+
+def _overrides(name: str, given: Mapping[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a variant changes of the base, with what it extends."""
+    if name in inner:
+        raise ValueError(f"extends goes round in a circle: {' -> '.join((*inner, name))}")
+    own = nested({key: value for key, value in (given[name] or {}).items() if key != "extends"})
+    for key in _OF_THE_SWEEP:
+        if key in own:
+            raise ValueError(f"{key} is not for a variant to set: the sweep does")
+    other = (given[name] or {}).get("extends")
+    return own if other is None else merged(_overrides(other, given, (*inner, name)), own)
+
+
+def _seeds(given: Any) -> tuple[int, ...]:
+    fine = isinstance(given, list) and given
+    if not fine or any(type(seed) is not int or seed < 0 for seed in given):
+        raise ValueError(f"seeds={given!r} must be a list of whole numbers from 0 on")
+    twice = next((seed for seed in given if given.count(seed) > 1), None)
+    if twice is not None:
+        raise ValueError(f"seeds={given} has {twice} more than once")
+    return tuple(given)
+
+
+def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
+    """Return the requested metric, if every variant's task has it; by default the first of them."""
+    measured = [(name, config.metrics) for name, config in variants.items()]
+    shared = [m for m in measured[0][1] if all(m in found for _, found in measured)]
+    if given is None:
+        return shared[0]
+    if given not in shared:
+        lacking = next(name for name, found in measured if given not in found)
+        raise ValueError(
+            f"metric={given} is not measured in variant {lacking}; all variants have "
+            f"{', '.join(shared)}"
+        )
+    return given
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_sweep(
@@ -139,8 +299,8 @@ def run_sweep(
             f"--launcher={launcher} would begin all {sweep.search.trials} trials at once, and "
             "those that run side by side learn nothing from each other: give --jobs"
         )
-    for variant in sweep.variants.values():
-        _check_model(variant)
+    for name, config in sweep.variants.items():
+        _check_model(name, config)
     with lock(sweep.out, "sweep"):
         search = None if sweep.search is None else _make_search(sweep, sweep.search, overwrite)
         return _carry_out(sweep, search, at_once, overwrite, console, launcher, skip)
@@ -164,7 +324,7 @@ def _carry_out(
     resolve(jobs, overwrite)
     reopen_other_data(jobs, overwrite)
     if search is not None:
-        if overwrite and any(job.anew or job.config.overwrite for job in search.jobs):
+        if overwrite and any(job.config.overwrite for job in search.jobs):
             console.print("the search is begun anew")
             jobs = [job for job in jobs if job not in search.jobs]
             search.begin_anew()
@@ -177,18 +337,17 @@ def _carry_out(
     completed = True
     if done < expected:
         starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
+        more = search.more if search is not None else tuple
         with (
             contextlib.closing(starts),
-            show_progress(jobs, sweep.metric, console, expected) as watcher,
+            show_progress(jobs, sweep.metric, console, expected) as watch,
         ):
-            if search is not None:
-                watcher = _telling(search, watcher)
-            more = search.more if search is not None else tuple
-            completed = run_jobs(jobs, starts, overwrite, watcher, more)
+            completed = run_jobs(jobs, starts, overwrite, watch, more)
     skipped = find_finished([job for job in everything if job not in jobs])
     ordered = [job for job in everything if job in jobs or job in skipped]
     _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
     if search is not None:
+        search.tell()
         console.print(search.summary(), markup=False, highlight=False, soft_wrap=True)
     if not completed:
         console.print("interrupted; the same command goes on from here")
@@ -228,46 +387,21 @@ def _make_search(sweep: Sweep, config: SearchConfig, overwrite: bool) -> Search:
     def make(name: str, settings: dict[str, Any]) -> list[Job]:
         own: dict[str, Any] = {} if config.extends is None else {"extends": config.extends}
         variant = variant_of(name, base, {**given, name: own | settings})
-        _check_model(variant)
+        _check_model(name, variant)
         alone = dataclasses.replace(sweep, variants={name: variant})
         return make_jobs(alone)
 
     return Search(config, sweep.out, sweep.metric, sweep.seeds, make, overwrite)
 
 
-def _telling(search: Search, watcher: Watcher) -> Watcher:
-    """Return a watcher that tells the search what ended, too."""
-
-    def ended(job: Job) -> None:
-        search.tell()
-        watcher.ended(job)
-
-    return dataclasses.replace(watcher, ended=ended)
-
-
 def make_jobs(sweep: Sweep) -> list[Job]:
-    """List all runs of a sweep: seed by seed, those that others wait for before those others."""
-    jobs: list[Job] = []
+    """List all runs of a sweep, seed by seed."""
+    jobs = []
     for seed in sweep.seeds:
-        made: dict[str, Job] = {}
-
-        def make(name: str, seed: int = seed, made: dict[str, Job] = made) -> Job:
-            if name not in made:
-                variant = sweep.variants[name]
-                folder = sweep.out / name / f"seed-{seed}"
-                config = with_whole_paths(variant.config)
-                made[name] = Job(
-                    name,
-                    seed,
-                    dataclasses.replace(config, seed=seed, out=str(folder)),
-                    clock=make(variant.clock) if variant.clock else None,
-                    pace=make(variant.pace) if variant.pace else None,
-                )
-                jobs.append(made[name])
-            return made[name]
-
-        for name in sweep.variants:
-            make(name)
+        for name, variant in sweep.variants.items():
+            out = str(sweep.out / name / f"seed-{seed}")
+            config = dataclasses.replace(with_whole_paths(variant), seed=seed, out=out)
+            jobs.append(Job(name, seed, config))
     return jobs
 
 
@@ -275,7 +409,7 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
     """Leave out runs that are not to be trained this time.
 
     Raises:
-        ValueError: If a word stands for none, or one that stays needs the time of one that goes.
+        ValueError: If a word stands for none.
     """
     names = {job: (job.variant, f"{job.variant}/seed-{job.seed}") for job in jobs}
     known = list(dict.fromkeys(name for both in zip(*names.values(), strict=True) for name in both))
@@ -284,20 +418,15 @@ def unskipped(jobs: Sequence[Job], skip: Sequence[str]) -> list[Job]:
             raise ValueError(
                 f"skip={word} is neither a variant nor a run{did_you_mean(word, known)}"
             )
-    kept = [job for job in jobs if not {*names[job]} & {*skip}]
-    for job in kept:
-        for needed in job.needs:
-            if needed not in kept:
-                raise ValueError(f"{needed.name} cannot be skipped: {job.name} needs its time")
-    return kept
+    return [job for job in jobs if not {*names[job]} & {*skip}]
 
 
-def _check_model(variant: Variant) -> None:
+def _check_model(name: str, config: RunConfig) -> None:
     """Make the model of a variant without memory: ranks, layers and optimizer must fit it."""
     try:
-        planned_memory(variant.config)
+        planned_memory(config)
     except ValueError as problem:
-        raise ValueError(f"variant {variant.name}: {problem}") from None
+        raise ValueError(f"variant {name}: {problem}") from None
 
 
 def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
@@ -323,3 +452,62 @@ def _report(sweep: Sweep, jobs: Sequence[Job], console: Console) -> None:
     for run in failed:
         console.print("[bold red]failed:[/] ", end="")
         console.print(str(run), markup=False, highlight=False, soft_wrap=True)
+
+
+# ── progress ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def show_progress(
+    jobs: Sequence[Job], metric: str, console: Console, expected: int
+) -> Iterator[Callable[[], None]]:
+    """Show a bar for all jobs and one for each that runs, and a line for each that ends.
+
+    Args:
+        jobs: All jobs that are known, finished or not; others may be added.
+        metric: Key of the metric that is shown for each that finishes.
+        console: The console to print on; bars are shown only if it is a terminal.
+        expected: How many jobs there are to be in the end.
+
+    Yields:
+        A function that shows the present state of all jobs.
+    """
+    width = max(len(job.name) for job in jobs)
+    bars: dict[Job, TaskID] = {}
+    shown = {job for job in jobs if job.state == "finished"}
+    with progress_bar(console=console) as progress:
+        overall = progress.add_task("all runs", total=expected, completed=len(shown), figures="")
+
+        def show() -> None:
+            for job in jobs:
+                if job.state == "running":
+                    if job not in bars:
+                        name = job.name.ljust(width)
+                        bars[job] = progress.add_task(name, total=None, figures="starting")
+                    if (logged := last_logged(job.folder, "loss")) is not None:
+                        step, figures = logged[0], f"loss {logged[1]:.4f}"
+                        progress.update(bars[job], total=job.steps, completed=step, figures=figures)
+                elif job.state != "waiting" and job not in shown:
+                    shown.add(job)
+                    if job in bars:
+                        progress.remove_task(bars[job])
+                    line = f"{escape(job.name.ljust(width))}  {escape(_ending(job, metric))}"
+                    progress.console.print(line, highlight=False, soft_wrap=True)
+            failed = sum(job.state == "failed" for job in jobs)
+            done = failed + sum(job.state == "finished" for job in jobs)
+            figures = f"{failed} failed" if failed else ""
+            progress.update(overall, completed=done, figures=figures)
+
+        yield show
+
+
+def _ending(job: Job, metric: str) -> str:
+    if job.state == "failed":
+        return f"failed: {job.reason}"
+    if job.state != "finished":
+        return "stopped; it can be resumed"
+    run = read_trained(job.variant, job.seed, job.folder)
+    return (
+        f"{metric} {show_metric(metric, run.metrics[metric])}, {run.params:,} parameters, "
+        f"{run.steps:,} steps in {run.seconds:,.1f} s"
+    )

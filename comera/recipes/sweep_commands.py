@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from comera.recipes.launchers import LauncherName
+from comera.recipes.jobs import LauncherName
 from comera.recipes.parse import file_of, first_sentence
 from comera.recipes.reproduce import Scale, experiments, reproduce, try_out
 from comera.recipes.run_commands import changes_of

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from comera.extras import needed_by
 from comera.nn.block_linear import BTTLinear
 from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
-from comera.planning import linear_ways, lookup_ways
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
-from comera.planning.printing import show_bytes, show_count, table_html, text_table
+from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +69,7 @@ class LayerReport:
     dense_saved_bytes: int
 
 
-class CompressionReport:
+class CompressionReport(Report):
     """A table of layers and totals; prints itself, also in Jupyter.
 
     The table is as wide as the terminal at most, and names the columns for which there is no room;
@@ -118,10 +117,7 @@ class CompressionReport:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row a layer, columns as in :class:`LayerReport`. Needs pandas."""
-        with needed_by("to_pandas()"):
-            import pandas as pd  # takes as long to import as all the rest of this package
-
-        return pd.DataFrame([vars(layer) for layer in self.layers])
+        return data_frame(self.layers)
 
     def summary(self) -> str:
         """Return lines of totals."""
@@ -136,9 +132,9 @@ class CompressionReport:
             f"{show_bytes(self.dense_bytes)} dense"
         )
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and cells as text."""
-        return [name.format(self.tokens) for name in _HEADER], [
+    def tables(self) -> list[Table]:
+        """Return one row a layer."""
+        rows = [
             [
                 layer.name or "(model)",
                 layer.kind,
@@ -156,20 +152,10 @@ class CompressionReport:
             ]
             for layer in self.layers
         ]
-
-    def __str__(self) -> str:
-        header, rows = self.rows()
-        table = text_table(
-            "tensor-train layers", header, rows, left=range(4), names=0,
-            spare=[_HEADER.index(name) for name in _SPARE],
-        )  # fmt: skip
-        return f"{table}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        header, rows = self.rows()
-        return table_html(header, rows, note=self.summary())
+        header, spare = (
+            [name.format(self.tokens) for name in names] for names in (_HEADER, _SPARE)
+        )
+        return [Table("tensor-train layers", header, rows, left=range(4), names=0, spare=spare)]
 
 
 def compression_report(model: nn.Module, tokens: int = 4096) -> CompressionReport:
@@ -235,31 +221,16 @@ def _ways(
 ) -> tuple[Candidate | None, Candidate | None]:
     """Return how a layer runs at the given ranks, and the dense one; None for parts of a table."""
     setting = layer.planner_setting()
-    dtype, machine = setting["dtype"], setting["machine"]
+    machine, dtype = setting["machine"], setting["dtype"]
     shape: Any = layer.shape.of_ranks(ranks)
     if isinstance(layer, CompressedLinear):
-        request = replace(layer.at(tokens), shape=shape)
-        if 0 in ranks:
-            ways = [linear_ways.only_bias(request, machine, dtype)]
-        elif isinstance(layer, BTTLinear):
-            ways = [linear_ways.blocks(request, machine, dtype)]
-        else:
-            ways = [
-                way(request, machine, dtype)
-                for way in (linear_ways.factorized, linear_ways.reconstructed)
-            ]
-        return min(ways, key=lambda way: way.seconds), linear_ways.torch_linear(
-            request, machine, dtype
-        )
+        made = plan_linear(replace(layer.at(tokens), shape=shape), dtype=dtype, machine=machine)
+        return made.chosen, made.dense
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
-        batch = Lookup(shape, tokens, min(tokens, rows), rows, layer.embedding_dim)
-        mine = (
-            lookup_ways.only_zeros(batch, machine, dtype)
-            if 0 in ranks
-            else lookup_ways.from_factors(batch, machine, dtype, unique=True)
-        )
-        return mine, lookup_ways.torch_embedding(batch, machine, dtype)
+        lookup = Lookup(shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
+        made = plan_embedding(lookup, dtype=dtype, machine=machine)
+        return made.chosen, made.dense
     assert isinstance(layer, HotRows), "there are no other layers"
     return None, None  # every index is counted as one of the train's
 

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +27,14 @@ from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
 from comera.nn.table import TTTable
-from comera.planning.printing import empty_figure, show_bytes, show_seconds, table_html, text_table
+from comera.planning.printing import (
+    Report,
+    Table,
+    data_frame,
+    empty_figure,
+    show_bytes,
+    show_seconds,
+)
 from comera.report.model_plan import ModelPlan, plan
 
 if TYPE_CHECKING:
@@ -83,7 +90,7 @@ class Point:
 
 
 @dataclass(frozen=True, repr=False)
-class Exploration:
+class Exploration(Report):
     """What :func:`comera.explore` has measured; prints itself, also in Jupyter.
 
     The table is as wide as the terminal at most, and names the columns for which there is no room;
@@ -99,10 +106,7 @@ class Exploration:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row a point, columns as in :class:`Point`. Needs pandas."""
-        with needed_by("to_pandas()"):
-            import pandas as pd
-
-        return pd.DataFrame([asdict(point) for point in self.points])
+        return data_frame(self.points)
 
     def pareto(self) -> "Exploration":
         """Keep the points to which no other is equal or better in both size and loss.
@@ -139,10 +143,10 @@ class Exploration:
         draw = self._in_plotly if library == "plotly" else self._in_matplotlib
         return draw([(kind, self._of_kind(kind)) for kind in self._kinds], best)
 
-    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return header and cells as text; points of :meth:`pareto` have a star."""
+    def tables(self) -> list[Table]:
+        """Return one row a point; points of :meth:`pareto` have a star."""
         best = self.pareto().points
-        return _HEADER, [
+        rows = [
             (
                 ("* " if point in best else "") + point.setting,
                 point.layer,
@@ -158,6 +162,10 @@ class Exploration:
             )
             for point in self.points
         ]
+        spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
+        if all(point.layer == WHOLE for point in self.points):
+            spare.insert(0, "layer")
+        return [Table("explored", _HEADER, rows, left=(0, 1, 3), names=1, spare=spare)]
 
     def summary(self) -> str:
         """Return lines of totals, and why points failed."""
@@ -181,21 +189,6 @@ class Exploration:
             where = "" if point.layer == WHOLE else f", {point.layer}"
             text += f"\nfailed: {point.setting}{where}: {point.note}"
         return text
-
-    def __str__(self) -> str:
-        spare = ["evaluate took", "bytes", "order", "parameters", "predicted time / dense"]
-        if all(point.layer == WHOLE for point in self.points):
-            spare.insert(0, "layer")
-        table = text_table(
-            "explored", *self.rows(), left=(0, 1, 3), names=1,
-            spare=[_HEADER.index(name) for name in spare],
-        )  # fmt: skip
-        return f"{table}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(*self.rows(), note=self.summary())
 
     @property
     def _measured(self) -> list[Point]:

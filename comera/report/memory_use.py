@@ -8,9 +8,7 @@ from comera.nn.module import check_model
 from comera.optim.galore import GaLore
 from comera.optim.state_layout import AnyOptimizer, stored_bytes, unwrap
 from comera.optim.state_size import state_bytes
-from comera.planning.printing import show_bytes, table_html, text_table
-
-_HEADER = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
+from comera.planning.printing import Report, Table, show_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class GroupMemory:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryReport:
+class MemoryReport(Report):
     """A table in bytes, one line a parameter group; prints itself, also in Jupyter.
 
     Attributes:
@@ -60,16 +58,15 @@ class MemoryReport:
         )
         return GroupMemory("total", *sums)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table as text, the total last."""
-        return [
-            (
-                group.name,
-                f"{group.entries:,}",
-                *(f"{n:,}" for n in (group.weights, group.gradients, group.state, group.total)),
-            )
-            for group in (*self.groups, self.total)
-        ]
+    def tables(self) -> list[Table]:
+        """Return one table of bytes, the total last."""
+        header = ("parameters", "entries", "weights", "gradients", "optimizer state", "together")
+        rows = [
+            (one.name, *(f"{n:,}" for n in (one.entries, one.weights, one.gradients, one.state)),
+             f"{one.total:,}")
+            for one in (*self.groups, self.total)
+        ]  # fmt: skip
+        return [Table(f"{self.title}, bytes", header, rows, total=True)]
 
     def summary(self) -> str:
         """Return the total in words."""
@@ -79,15 +76,6 @@ class MemoryReport:
             f"{show_bytes(total.total)} before activations and work space; "
             f"{self.optimizer} keeps {show_bytes(total.state)}{share}"
         )
-
-    def __str__(self) -> str:
-        table = text_table(f"{self.title}, bytes", _HEADER, self.rows(), total=True)
-        return f"{table}\n{self.summary()}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(_HEADER, self.rows(), caption=f"{self.title}, bytes", note=self.summary())
 
 
 def memory_report(

@@ -13,9 +13,10 @@ from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
 from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
+from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
 from comera.planning.planner import Plan, plan_embedding, plan_linear, suggest
-from comera.planning.printing import show_bytes, show_seconds, table_html, text_table
+from comera.planning.printing import Report, Table, show_bytes, show_seconds
 from comera.report.compression import CompressionReport
 
 _HEADER = (
@@ -23,9 +24,6 @@ _HEADER = (
     "instead",
 )  # fmt: skip
 _KEPT_HEADER = ("layers", "kept, each", "dense keeps", "kept, all of them", "dense keeps")
-_EAGER, _INSTEAD = _HEADER.index("eager / dense"), _HEADER.index("instead")
-_SPARE = [_HEADER.index(name) for name in ("runs", "peak / dense", "time")]
-"""Columns to leave out where they do not fit, the first of them first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, repr=False)
-class ModelPlan:
+class ModelPlan(Report):
     """The plans of all tensor-train layers of a model; prints itself, also in Jupyter.
 
     Attributes:
@@ -70,9 +68,9 @@ class ModelPlan:
         """Return the predicted time of the dense layers in their place."""
         return sum(len(layer.names) * layer.plan.dense.seconds for layer in self.layers)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table as text."""
-        return [
+    def tables(self) -> list[Table]:
+        """Return a table of times, without columns that are empty, and one of what is kept."""
+        rows = [
             (
                 _names(layer.names),
                 layer.plan.title,
@@ -85,16 +83,33 @@ class ModelPlan:
             )
             for layer in self.layers
         ]
-
-    def kept_rows(self) -> list[tuple[str, ...]]:
-        """Return as text what each layer keeps from the forward to the backward pass, and all."""
-        rows = []
-        for layer in self.layers:
-            ours, dense = layer.plan.chosen.saved_bytes, layer.plan.dense.saved_bytes
-            count = len(layer.names)
-            together = show_bytes(count * ours), show_bytes(count * dense)
-            rows.append((_names(layer.names), show_bytes(ours), show_bytes(dense), *together))
-        return [*rows, ("total", "", "", show_bytes(self.kept_bytes), show_bytes(self.dense_kept))]
+        shown = [
+            k for k, name in enumerate(_HEADER)
+            if name not in ("eager / dense", "instead") or any(row[k] for row in rows)
+        ]  # fmt: skip
+        header = [_HEADER[k] for k in shown]
+        words = ("layers", "shape and ranks", "runs", "instead")
+        times = Table(
+            f"plan at {self.tokens} tokens",
+            header,
+            [[row[k] for k in shown] for row in rows],
+            left=[k for k, name in enumerate(header) if name in words],
+            names=0,
+            spare=("runs", "peak / dense", "time"),
+        )
+        kept = [
+            (
+                _names(layer.names),
+                show_bytes(ours := layer.plan.chosen.saved_bytes),
+                show_bytes(dense := layer.plan.dense.saved_bytes),
+                show_bytes(len(layer.names) * ours),
+                show_bytes(len(layer.names) * dense),
+            )
+            for layer in self.layers
+        ]
+        kept.append(("total", "", "", show_bytes(self.kept_bytes), show_bytes(self.dense_kept)))
+        title = f"kept for the backward pass at {self.tokens} tokens"
+        return [times, Table(title, _KEPT_HEADER, kept, names=0, total=True)]
 
     @property
     def kept_bytes(self) -> int:
@@ -110,25 +125,25 @@ class ModelPlan:
         return sum(len(layer.names) * layer.plan.dense.saved_bytes for layer in self.layers)
 
     def summary(self) -> str:
-        """Say what all layers take together."""
+        """Return the sizes of the model that a configuration would make, and the total times."""
         if not self.layers:
             return "no tensor-train layer"
         eager = self.eager
-        captured = " in a captured step" if eager else ""
-        text = (
-            f"all tensor-train layers, forward and backward{captured}: {show_seconds(self.seconds)}"
-            f", dense {show_seconds(self.dense_seconds)}: "
+        lines = [self.report.summary()] if self.report else []
+        lines.append(
+            f"all tensor-train layers, forward and backward{' in a captured step' if eager else ''}"
+            f": {show_seconds(self.seconds)}, dense {show_seconds(self.dense_seconds)}: "
             f"{self.seconds / self.dense_seconds:.2f}x the time ({self.machine.title})"
         )
-        if eager is None:
-            return text
-        ours, dense = eager
-        return (
-            f"{text}\nin eager mode: {show_seconds(ours)}, dense {show_seconds(dense)}: "
-            f"{ours / dense:.2f}x the time\n"
-            f"the fastest: captured {_winner(self.seconds, self.dense_seconds)}, eager "
-            f"{_winner(ours, dense)}"
-        )
+        if eager is not None:
+            ours, dense = eager
+            lines.append(
+                f"in eager mode: {show_seconds(ours)}, dense {show_seconds(dense)}: "
+                f"{ours / dense:.2f}x the time\n"
+                f"the fastest: captured {_winner(self.seconds, self.dense_seconds)}, eager "
+                f"{_winner(ours, dense)}"
+            )
+        return "\n".join(lines)
 
     @property
     def eager(self) -> tuple[float, float] | None:
@@ -140,35 +155,6 @@ class ModelPlan:
             sum(count * plan.chosen.seconds for count, plan in plans if plan),
             sum(count * plan.dense.seconds for count, plan in plans if plan),
         )
-
-    def __str__(self) -> str:
-        rows = self.rows()
-        empty = {k for k in (_EAGER, _INSTEAD) if not any(row[k] for row in rows)}
-        shown = [k for k in range(len(_HEADER)) if k not in empty]
-        table = text_table(
-            f"plan at {self.tokens} tokens",
-            [_HEADER[k] for k in shown],
-            [[row[k] for k in shown] for row in rows],
-            left=[k for k, column in enumerate(shown) if column in (0, 1, 2, _INSTEAD)],
-            names=0,
-            spare=[shown.index(k) for k in _SPARE],
-        )
-        kept = text_table(self._kept_title, _KEPT_HEADER, self.kept_rows(), names=0, total=True)
-        return f"{table}\n{kept}\n{self._sizes}{self.summary()}"
-
-    @property
-    def _sizes(self) -> str:
-        return f"{self.report.summary()}\n" if self.report else ""
-
-    @property
-    def _kept_title(self) -> str:
-        return f"kept for the backward pass at {self.tokens} tokens"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        kept = table_html(_KEPT_HEADER, self.kept_rows(), caption=self._kept_title)
-        return kept + table_html(_HEADER, self.rows(), note=self._sizes + self.summary())
 
 
 def plan(
@@ -259,13 +245,9 @@ def _plan_layer(
     if isinstance(layer, CompressedLinear):
         return plan_linear(layer.at(tokens, together=together), **setting)
     assert isinstance(layer, TTTable), "there are no other layers"
-    return plan_embedding(
-        layer.shape,
-        tokens,
-        **setting,
-        num_embeddings=layer.num_embeddings - layer.hot_rows,
-        embedding_dim=layer.embedding_dim,
-    )
+    rows = layer.num_embeddings - layer.hot_rows
+    lookup = Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
+    return plan_embedding(lookup, **setting)
 
 
 def _instead(

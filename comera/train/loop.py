@@ -24,6 +24,7 @@ def train(
     get_batch: Callable[[int], Any],
     *,
     steps: int,
+    seconds: float | None = None,
     folder: Path,
     evaluate: Evaluate | None = None,
     eval_every: int = 0,
@@ -48,6 +49,8 @@ def train(
         get_batch: Makes a batch of the number of the step, counted from 0. It must depend on
             nothing else, so that a resumed run sees the same batches.
         steps: Optimizer steps in all.
+        seconds: End before that, at the first line of the log with so many seconds in training
+            steps; None for no limit.
         folder: Receives ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``.
         evaluate: Called with the model in evaluation mode; returns named figures.
         eval_every: Steps between evaluations; 0 for only one at the end.
@@ -92,26 +95,43 @@ def train(
             task = bar.add_task(title, total=steps, completed=step.steps_done, figures="")
             lines = PlainLines(bar, title, steps)
             step.model.train()
-            while step.steps_done < steps and not together.any(stopped.is_set()):
+
+            def time_is_up() -> bool:
+                if seconds is None or step.steps_done % log_every:
+                    return False
+                return together.from_first(lambda: run.clock.seconds() >= seconds)
+
+            ended = step.steps_done >= steps or time_is_up()
+            while not ended and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
                 together.draw_(seed, step.steps_done)
                 run.train_on(batch)
                 done = step.steps_done
-                at_last = done == steps
-                if at_last or done % log_every == 0:
+                ended = done == steps
+                if ended or done % log_every == 0:
                     figures = f"loss {run.log_loss():.4f}, {pace.show(done, run.clock.seconds())}"
                     bar.update(task, figures=f"{figures},")
                     lines.show(done, figures)
+                if not ended and time_is_up():
+                    ended = True
+                    if together.is_first:
+                        log.info(
+                            "%s: ends after step %d of %d, as its %g seconds are up",
+                            title,
+                            done,
+                            steps,
+                            seconds,
+                        )
                 bar.update(task, completed=done)
                 # Ranks are cut before the model is measured or saved, so that a figure or a
                 # checkpoint of this step is of the small model, with which the run goes on.
-                run.cut_ranks_(at_end=at_last)
-                if at_last or (eval_every and done % eval_every == 0):
+                run.cut_ranks_(at_end=ended)
+                if ended or (eval_every and done % eval_every == 0):
                     run.measure()
                 # Last, so that the figures of this step are in it.
-                if save_every and done % save_every == 0 and not at_last:
+                if save_every and done % save_every == 0 and not ended:
                     run.save()
-            run.end(interrupted=step.steps_done < steps)
+            run.end(interrupted=not ended)
         run.save()  # the end of the run, or the step at which it was interrupted
     together.wait()  # one that ended early would have its launcher end the one that writes
     run.result.steps, run.result.seconds = step.steps_done, run.clock.seconds()

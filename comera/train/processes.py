@@ -34,15 +34,12 @@ class Processes:
         count: Number of processes.
         local_rank: Its number among those of its machine.
         group: The process group; None for a process that no launcher started.
-        one_batch: Whether they compute the products of one batch together, so that each has all of
-            it and draws the numbers that one process would; else each has rows of its own.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     group: dist.ProcessGroup | None = None
-    one_batch: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +52,7 @@ class Processes:
         So a batch that is split into equal parts along its rows has the same rows in part k,
         whatever the number of processes. A batch of ``count`` times as many rows is expected.
         """
-        if self.count == 1 or self.one_batch:
+        if self.count == 1:
             return batch
 
         def own(leaf: Any) -> Any:
@@ -66,12 +63,11 @@ class Processes:
         return tree_map(own, batch)
 
     def draw_(self, seed: int, step: int) -> None:
-        """Set torch's random state for a step, another in every process, where they train on
-        rows of their own; else do nothing.
+        """Set torch's random state for a step, another one in each of several processes.
 
-        Depends on nothing from before, so that a run goes on the same after it was cut.
+        It depends on nothing from before, so that a resumed run draws the same numbers.
         """
-        if self.count > 1 and not self.one_batch:
+        if self.count > 1:
             words = np.random.SeedSequence([seed % 2**64, step, self.rank]).generate_state(1, "u8")
             torch.manual_seed(int(words[0]) >> 1)
 

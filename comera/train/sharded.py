@@ -214,7 +214,7 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 class Sharded:
     """What a training step has to do between its parts for a model of which parts are shared out.
 
-    By :func:`shard_dense_` or :func:`~comera.train.tensor_parallel.split_dense_`.
+    By :func:`shard_dense_` or torch's ``parallelize_module``.
 
     Args:
         model: The model. ``fully_shard`` averages the gradients of what it has shared out, and of

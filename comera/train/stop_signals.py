@@ -4,8 +4,25 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+PARENT = "COMERA_PARENT"
+"""Environment variable: the process that a run ends with, which is its parent."""
+
+
+def stop_with_parent() -> None:
+    """Send this process SIGINT once its parent has ended in whatever way, if ``PARENT`` is set."""
+    parent = os.environ.pop(PARENT, None)
+
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

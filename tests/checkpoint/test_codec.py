@@ -3,11 +3,10 @@ import math
 import pytest
 import torch
 
-from comera.checkpoint import codec, packing
-from comera.checkpoint.codec import Section
-from comera.checkpoint.contents import read_moments, write_moments
+from comera.checkpoint import codec
+from comera.checkpoint.codec import Quality, Section, read_moments, write_moments
+from comera.checkpoint.snapshot import DTYPES
 from comera.checkpoint.streams import DamagedError, StreamReader, Streams
-from comera.checkpoint.tree import DTYPES
 
 WHOLE = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -73,7 +72,7 @@ def test_a_change_without_its_base_is_refused():
     tape, tensor = Tape(), torch.randn(40, 40)
     exact = codec.write_exact(tape.writer, tensor, tensor)
     change, *_ = codec.write_change(
-        tape.writer, tensor, 0.9 * tensor, None, bits=4, key_bits=4, rate=0.2, alpha=0
+        tape.writer, tensor, 0.9 * tensor, None, Quality(bits=4, key_bits=4, rate=0.2, alpha=0)
     )
     reader = tape.reader()
     with pytest.raises(DamagedError, match="nothing before it"):
@@ -90,7 +89,11 @@ def test_a_weight_is_read_as_the_writer_said(dtype, rate, first):
     weight = (torch.randn(50, 60) * 0.1 + (0 if first else base.float())).to(dtype)
     tape = Tape()
     record, kept, now = codec.write_change(
-        tape.writer, weight, base, None, bits=4, key_bits=4, rate=rate, alpha=0.0 if rate else 1.0
+        tape.writer,
+        weight,
+        base,
+        None,
+        Quality(bits=4, key_bits=4, rate=rate, alpha=0.0 if rate else 1.0),
     )
     places, again = codec.read_change(tape.reader(), record, [50, 60], dtype, base)
     assert torch.equal(again, now)
@@ -111,7 +114,7 @@ def test_small_changes_are_kept_coarsely_but_nearer_to_the_weight():
     for size in (0.5, 0.1, 0.02):
         weight = base + size * torch.randn(200, 200)
         _, _, now = codec.write_change(
-            Tape().writer, weight, base, None, bits=4, key_bits=4, rate=0.05, alpha=0
+            Tape().writer, weight, base, None, Quality(bits=4, key_bits=4, rate=0.05, alpha=0)
         )
         error = float((now - weight).norm())
         of_change.append(error / float((weight - base).norm()))
@@ -126,7 +129,7 @@ def test_weights_that_are_all_alike_are_read_as_written(weight):
     for base in (torch.zeros(20, 20), weight, torch.randn(20, 20)):
         tape = Tape()
         record, _, now = codec.write_change(
-            tape.writer, weight, base, None, bits=4, key_bits=4, rate=0.05, alpha=0
+            tape.writer, weight, base, None, Quality(bits=4, key_bits=4, rate=0.05, alpha=0)
         )
         _, again = codec.read_change(tape.reader(), record, [20, 20], torch.float32, base)
         assert torch.equal(again, now)
@@ -141,15 +144,15 @@ def test_without_a_price_the_papers_rule_decides():
     for alpha in (5e-5, 1e-5):
         tape = Tape()
         record, kept, _ = codec.write_change(
-            tape.writer, weight, base, second, bits=4, key_bits=4, rate=0, alpha=alpha
+            tape.writer, weight, base, second, Quality(bits=4, key_bits=4, rate=0, alpha=alpha)
         )
         medians = min(2.5, alpha / second.mean().sqrt())
         want = change.abs() > change.abs().median() * medians
         assert torch.equal(kept, want.nonzero().squeeze(1))
         assert record.books == (15,)
     assert (
-        packing.changed_weights(change, None, 1e-9).sum()
-        < packing.changed_weights(change, second, 1e-9).sum()
+        codec.changed_weights(change, None, 1e-9).sum()
+        < codec.changed_weights(change, second, 1e-9).sum()
     )
 
 
@@ -162,7 +165,7 @@ def test_moments_are_left_out_in_pairs(shape, dtype):
     second = (torch.rand(shape) * scale.square()).to(dtype)
     kept = torch.randperm(size)[: size // 3].sort().values
     tape = Tape()
-    record = write_moments(tape.writer, first, second, kept, bits=4, rate=0.02, beta=1.0)
+    record = write_moments(tape.writer, first, second, kept, Quality(bits=4, rate=0.02, beta=1.0))
     m, v = read_moments(tape.reader(), record, list(shape), [dtype, dtype], kept)
     assert m.dtype == v.dtype == dtype
     flat, mean = first.float().reshape(-1), float(first.float().abs().mean())
@@ -185,7 +188,7 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
     second[::2] = 0
     tape = Tape()
     first = torch.randn(200, 100) * second.sqrt()
-    record = write_moments(tape.writer, first, second, None, bits=4, rate=0.1, beta=2.0)
+    record = write_moments(tape.writer, first, second, None, Quality(bits=4, rate=0.1, beta=2.0))
     _, v = read_moments(tape.reader(), record, [200, 100], [torch.float32] * 2, None)
     assert bool((v[::2] == 0).all())
     assert bool((v[1::2] > 0).all())
@@ -194,7 +197,7 @@ def test_rows_that_were_never_touched_keep_second_moments_of_zero():
 def test_first_moments_can_be_written_alone():
     first = torch.randn(64, 64)
     tape = Tape()
-    record = write_moments(tape.writer, first, None, None, bits=3, rate=0.0, beta=2.0)
+    record = write_moments(tape.writer, first, None, None, Quality(bits=3, rate=0.0, beta=2.0))
     (m,) = read_moments(tape.reader(), record, [64, 64], [torch.float32], None)
     large = first.abs() > 2 * first.abs().mean()
     assert torch.equal(m != 0, large)
@@ -205,7 +208,7 @@ def read_by_a_base(weight, base):
     """The record, and what is read."""
     tape = Tape()
     record, _, now = codec.write_change(
-        tape.writer, weight, base, None, bits=4, key_bits=6, rate=0.055, alpha=0
+        tape.writer, weight, base, None, Quality(bits=4, key_bits=6, rate=0.055, alpha=0)
     )
     _, again = codec.read_change(tape.reader(), record, [*weight.shape], weight.dtype, base)
     assert torch.equal(again, now)
@@ -269,7 +272,7 @@ def test_what_a_codebook_cannot_stand_for_is_written_exactly(monkeypatch):
     monkeypatch.setattr(codec, "learn", lambda *args, **kwargs: wrong)
     weight, tape = torch.randn(30, 30), Tape()
     record, kept, now = codec.write_change(
-        tape.writer, weight, None, None, bits=4, key_bits=6, rate=0.055, alpha=0
+        tape.writer, weight, None, None, Quality(bits=4, key_bits=6, rate=0.055, alpha=0)
     )
     again = codec.read_exact(tape.reader(), record, [30, 30], torch.float32, None)
     assert torch.equal(again, weight)
@@ -281,7 +284,9 @@ def test_kept_second_moments_are_squares_of_their_roots():
     """Eight sizes of gradients, each in the codebook: what is read is what was written."""
     roots = 2.0 ** torch.arange(1, 9).repeat(64, 8)
     tape = Tape()
-    record = write_moments(tape.writer, roots, roots.square(), None, bits=4, rate=0.0, beta=0.0)
+    record = write_moments(
+        tape.writer, roots, roots.square(), None, Quality(bits=4, rate=0.0, beta=0.0)
+    )
     assert record.kept == roots.numel()
     m, v = read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
     torch.testing.assert_close(m, roots)
@@ -293,7 +298,7 @@ def test_kept_second_moments_are_near_to_what_they_were(rate):
     second = (torch.randn(64, 64) * 1e-3).square() + 1e-7
     first = torch.randn(64, 64) * second.sqrt()
     tape = Tape()
-    record = write_moments(tape.writer, first, second, None, bits=4, rate=rate, beta=1.0)
+    record = write_moments(tape.writer, first, second, None, Quality(bits=4, rate=rate, beta=1.0))
     m, v = read_moments(tape.reader(), record, [64, 64], [torch.float32] * 2, None)
     kept = m != 0
     assert float((v[kept] - second[kept]).norm() / second[kept].norm()) < 0.3

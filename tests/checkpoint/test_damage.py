@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from comera.checkpoint import codec
 from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, Manifest, packed
 from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.contents import as_bytes
 from comera.checkpoint.streams import DamagedError, Streams
 from tests.processes import forking, in_a_process
 
@@ -105,9 +105,9 @@ def made_up(folder, index, **streams):
     """A checkpoint of step 9 with sound checksums and any contents."""
     writer = Streams()
     raw = index if isinstance(index, bytes) else json.dumps(index).encode()
-    writer.write("index", codec.as_bytes(len(raw).to_bytes(8, "little") + raw))
+    writer.write("index", as_bytes(len(raw).to_bytes(8, "little") + raw))
     for name, blob in streams.items():
-        writer.write(name.replace("_", "/", 1).replace("_", " "), codec.as_bytes(blob))
+        writer.write(name.replace("_", "/", 1).replace("_", " "), as_bytes(blob))
     writer.finish()
     file = packed(writer.done)
     archive = Archive(folder)
@@ -155,14 +155,14 @@ MOMENTS = {
         (index_of(EXACT | {"shape": [4]}), "no stream"),
         (index_of(EXACT | {"shape": [4], "change": True}), "no stream"),
         (index_of(EXACT | {"shape": []}, EXACT | {"shape": []}), "names a tensor twice"),
-        (index_of(CHANGE | {"kept": 17, "book": 1, "places": "all"}), "no such tensor"),
-        (index_of(CHANGE | {"kept": 3, "book": 1, "places": "all"}), "no stream"),
-        (index_of(CHANGE | {"kept": 3, "book": 1, "places": "some"}), "no such tensor"),
-        (index_of(CHANGE | {"kept": 3, "book": 1, "places": 3}), "nothing before it"),
-        (index_of(CHANGE | {"kept": 16, "book": 300, "places": "all"}), "no such tensor"),
-        (index_of(CHANGE | {"kept": 16, "book": 0, "places": "all"}), "no stream"),
+        (index_of(CHANGE | {"kept": 17, "books": [1], "places": "all"}), "no such tensor"),
+        (index_of(CHANGE | {"kept": 3, "books": [1], "places": "all"}), "no stream"),
+        (index_of(CHANGE | {"kept": 3, "books": [1], "places": "some"}), "no such tensor"),
+        (index_of(CHANGE | {"kept": 3, "books": [1], "places": 3}), "nothing before it"),
+        (index_of(CHANGE | {"kept": 16, "books": [300], "places": "all"}), "no such tensor"),
+        (index_of(CHANGE | {"kept": 16, "books": [0], "places": "all"}), "no stream"),
         (
-            index_of(CHANGE | {"kept": 16, "book": 1, "places": "all", "dtypes": ["int64"]}),
+            index_of(CHANGE | {"kept": 16, "books": [1], "places": "all", "dtypes": ["int64"]}),
             "no such tensor",
         ),
         (index_of(MOMENTS | {"kept": 1, "places": 10**9, "books": [1]}), "no such tensor"),
@@ -195,7 +195,7 @@ def test_a_decompression_bomb_is_not_inflated(tmp_path):
 
 def test_an_index_that_says_it_is_huge_is_refused(tmp_path):
     writer = Streams()
-    writer.write("index", codec.as_bytes((1 << 40).to_bytes(8, "little")))
+    writer.write("index", as_bytes((1 << 40).to_bytes(8, "little")))
     writer.finish()
     file = packed(writer.done)
     Archive(tmp_path).write(Manifest.of(9, None, file, 0, {}, {}), file)

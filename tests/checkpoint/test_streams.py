@@ -3,8 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera.checkpoint.packing import from_gaps, pack, to_gaps, unpack
-from comera.checkpoint.streams import DamagedError, StreamReader, Streams
+from comera.checkpoint.streams import (
+    DamagedError,
+    StreamReader,
+    Streams,
+    from_gaps,
+    pack,
+    to_gaps,
+    unpack,
+)
 
 
 @given(st.sets(st.integers(0, 3000)))

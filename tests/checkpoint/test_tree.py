@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from comera.checkpoint.chain import CheckpointChain
+from comera.checkpoint.snapshot import DEEPEST_STATE, put_together, take_apart
 from comera.checkpoint.streams import DamagedError
-from comera.checkpoint.tree import DEEPEST_STATE, put_together, take_apart
 from tests.peers import peer
 
 from ..states import assert_equal

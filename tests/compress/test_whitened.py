@@ -116,16 +116,6 @@ def test_moments_without_a_root_get_one():
     assert (left @ right).isfinite().all()
 
 
-@pytest.mark.parametrize("size", [(24, 60), (60, 24)])
-def test_right_factors_make_of_the_inputs_what_is_uncorrelated_and_of_size_one(size):
-    weight, of = torch.randn(size).double(), moments(size[1], size[0])
-    found = whitened_svd(weight, of, damping=0, grad_damping=0)
-    left, right = found.spread_factors(7)
-    torch.testing.assert_close(right @ of.inputs_II @ right.T, torch.eye(7).double())
-    a, b = found.factors(7)
-    torch.testing.assert_close(left @ right, a @ b)
-
-
 @pytest.mark.parametrize("rows", [90, 12])
 def test_a_table_is_weighed_by_how_often_its_rows_are_read(rows):
     reads = torch.randint(0, rows, (4000,)) ** 2 // rows  # the first ones more often

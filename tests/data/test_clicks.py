@@ -200,7 +200,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(click_files, "CHUNK", 10)
     path = tmp_path / "train.txt"
     path.write_text("\n".join(criteo_lines()) + "\n")
-    data, parse, parsed = ClickData(str(path), "criteo"), click_files._parse, []
+    data, parse, parsed = ClickData(str(path), "criteo"), click_files._text_frame, []
 
     def interrupted(*args):
         if len(parsed) == 4:
@@ -208,10 +208,12 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
         parsed.append(args[2])
         return parse(*args)
 
-    monkeypatch.setattr(click_files, "_parse", interrupted)
+    monkeypatch.setattr(click_files, "_text_frame", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Clicks.prepare(data)
-    monkeypatch.setattr(click_files, "_parse", lambda *args: parsed.append(args[2]) or parse(*args))
+    monkeypatch.setattr(
+        click_files, "_text_frame", lambda *args: parsed.append(args[2]) or parse(*args)
+    )
     clicks = Clicks.prepare(data)
     assert parsed == [1, 11, 21, 31, 41, 51]
     monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "other"))

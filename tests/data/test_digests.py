@@ -171,7 +171,7 @@ def test_chunks_of_a_file_that_changes_are_not_kept(tmp_path, monkeypatch):
     path = tmp_path / "train.txt"
     text = "\n".join(criteo_lines()) + "\n"
     path.write_text(text)
-    real, parsed = click_files._parse, []
+    real, parsed = click_files._text_frame, []
 
     def changing(*args):
         parsed.append(args[2])
@@ -179,7 +179,7 @@ def test_chunks_of_a_file_that_changes_are_not_kept(tmp_path, monkeypatch):
             path.write_text(text.replace("00000001", "00000002"))
         return real(*args)
 
-    monkeypatch.setattr(click_files, "_parse", changing)
+    monkeypatch.setattr(click_files, "_text_frame", changing)
     with pytest.raises(ValueError, match=r"train\.txt changed while it was read"):
         Clicks.prepare(ClickData(str(path), "criteo"))
     assert len(list((tmp_path / "cache").rglob("chunks/*.npz"))) == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import comera
-from comera.nn.feed_forward_parts import unfuse_feed_forwards_
+from comera.nn.feed_forward_parts import fuse_feed_forwards_, unfuse_feed_forwards_
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -46,8 +46,8 @@ def kept_widths(model, tokens):
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_are_found_and_compute_the_same(name):
     model, tokens = make(name), torch.randint(2, 64, (2, 24))
-    parts = [m for m in model.modules() if vars(m).get("_feed_forward_part")]
-    assert [type(part).__name__ for part in parts] == [PARTS[name]] * 2
+    parts = [type(model.get_submodule(part)).__name__ for part in fuse_feed_forwards_(model)]
+    assert parts == [PARTS[name]] * 2
     by_layers = copy.deepcopy(model)
     unfuse_feed_forwards_(by_layers)
     want = results(by_layers, tokens)
@@ -64,4 +64,4 @@ def test_gelu_by_its_approximation_is_left_alone():
     }
     model = transformers.AutoModel.from_config(transformers.GemmaConfig(**sizes))
     comera.tensorize_(model, comera.TTConfig(rank=4, init="orthogonal"))
-    assert not any(vars(m).get("_feed_forward_part") for m in model.modules())
+    assert not fuse_feed_forwards_(model)

@@ -1,8 +1,11 @@
+"""Layers contract their cores together in a context, and by themselves in any other loop."""
+
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import comera
@@ -67,7 +70,7 @@ def test_under_autocast_factors_are_made_narrow():
         want = twin(tokens)
         want.float().square().mean().backward()
     with comera.BatchedContraction(model, torch.bfloat16):
-        assert model[1].shared_factors is None  # nothing is made that nobody wants
+        assert model[1].shared_factors[0].dtype == torch.bfloat16  # and no others
         with torch.autocast("cpu", torch.bfloat16):
             assert all(half.dtype == torch.bfloat16 for half in model[1].factors()[:2])
             got = model(tokens)
@@ -78,7 +81,6 @@ def test_under_autocast_factors_are_made_narrow():
     torch.testing.assert_close(got, want)
     grads = [[p.grad for p in each.parameters()] for each in (model, twin)]
     torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-4)
-    assert model[1].narrow_factors is None
 
 
 def test_nothing_is_left_behind():
@@ -112,6 +114,25 @@ def test_backward_inside_the_context_allows_activation_checkpointing():
         hidden = model[0](tokens)
         checkpoint(model[1:], hidden, use_reentrant=False).square().mean().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], want)
+
+
+def test_a_bias_that_is_computed_in_the_pass_of_its_layer():
+    """By pruning, from parameters that an optimizer has changed since the pass before."""
+    model, tokens = make(), torch.randint(0, 50, (3, 4))
+    contracted = comera.BatchedContraction(model)
+    train(model, tokens, contracted)  # once with a bias like the others
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        prune.l1_unstructured(each[3], "bias", 0.3)
+    for _ in range(3):
+        for each in (model, twin):
+            each.zero_grad()
+        twin(tokens).square().mean().backward()
+        got = train(model, tokens, contracted)
+        torch.testing.assert_close(got, [p.grad for p in twin.parameters()], rtol=1e-10, atol=1e-10)
+        with torch.no_grad():
+            for each in (model, twin):
+                each[3].bias_orig += 1
 
 
 def test_a_model_without_tensor_trains_is_left_alone():
@@ -220,3 +241,146 @@ def test_parameters_made_in_inference_mode_are_lent_as_they_are():
         want = model(tokens)
         with comera.BatchedContraction(model):
             torch.testing.assert_close(model(tokens), want)
+
+
+class TwoHeads(nn.Module):
+    """Heads of one shape, one of another, on a body that may be cut off."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = comera.TTLinear(24, 24, rank=3)
+        self.actor = comera.TTLinear(24, 24, rank=3)
+        self.critic = comera.TTLinear(24, 24, rank=3)
+        self.value = comera.TTLinear(24, 12, rank=2, bias=False)
+        self.cut = False
+
+    def forward(self, x):
+        body = self.body(x)
+        if self.cut:
+            body = body.detach()
+        return self.actor(body), self.critic(body), self.value(body)
+
+
+@pytest.fixture
+def pair():
+    """A model whose layers are contracted one by one, and the same in a context."""
+    torch.manual_seed(0)
+    alone = TwoHeads()
+    for layer in tensor_trains(alone).values():
+        layer.gates.requires_grad_(False)  # those of a context get zeros where others get none
+    together = copy.deepcopy(alone)
+    return alone, together, comera.BatchedContraction(together)
+
+
+def assert_same_grads(alone, together):
+    for (name, a), b in zip(alone.named_parameters(), together.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(
+                b.grad, a.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_layers_that_no_gradient_reaches_have_none(pair):
+    (alone, together, context), x = pair, torch.randn(5, 24)
+    alone.cut = together.cut = True
+    alone(x)[0].sum().backward()
+    with context:
+        together(x)[0].sum().backward()
+    assert together.body.bias.grad is None
+    assert together.value.cores[0].grad is None
+    assert_same_grads(alone, together)
+
+
+def test_an_optimizer_leaves_what_is_cut_off_where_it_is(pair):
+    (alone, together, context), x = pair, torch.randn(5, 24)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, weight_decay=0.1) for m in pair[:2]]
+    for step in range(6):
+        alone.cut = together.cut = step > 2
+        sum(y.square().mean() for y in alone(x)).backward()
+        with context:
+            sum(y.square().mean() for y in together(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_zeros_that_were_there_stay(pair):
+    (alone, together, context), x = pair, torch.randn(5, 24)
+    for model in (alone, together):
+        model.cut = True
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    alone(x)[0].sum().backward()
+    with context:
+        together(x)[0].sum().backward()
+    assert_same_grads(alone, together)
+
+
+def test_a_layer_under_no_grad_has_no_gradient(pair):
+    _, together, context = pair
+
+    def body_without(x):
+        with torch.no_grad():
+            return comera.TTLinear.forward(together.body, x)
+
+    together.body.forward = body_without
+    with context:
+        together(torch.randn(5, 24))[2].sum().backward()
+    assert [p.grad for p in together.body.parameters()] == [None] * 8
+    assert together.value.cores[0].grad is not None
+
+
+def test_second_derivatives(pair):
+    (alone, together, context), x, found = pair, torch.randn(5, 24), []
+
+    def differentiate(model):
+        asked = x.double().requires_grad_()
+        first = torch.autograd.grad(model(asked)[0].square().sum(), asked, create_graph=True)[0]
+        first.square().sum().backward()
+        found.append(asked.grad)
+
+    differentiate(alone.double())
+    together.double()
+    with context:
+        differentiate(together)
+    torch.testing.assert_close(found[1], found[0])
+    assert_same_grads(alone, together)
+
+
+def test_layers_that_no_gradient_reaches_have_none_beside_gates_that_are_trained(pair):
+    alone, together, context = pair
+    for model in (alone, together):
+        model.cut = True
+        model.requires_grad_(True)
+    x = torch.randn(5, 24)
+    alone(x)[0].sum().backward()
+    with context:
+        together(x)[0].sum().backward()
+    for (name, a), b in zip(alone.named_parameters(), together.parameters(), strict=True):
+        if "gates" not in name:
+            assert (a.grad is None) == (b.grad is None), name
+
+
+class Heads(nn.Module):
+    """Six heads of one shape on the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+
+    def forward(self, x):
+        return [head(x) for head in self.heads]
+
+
+def test_losses_of_one_pass_are_differentiated_one_after_the_other_in_a_plain_loop():
+    """Their layers have no part of autograd's graph in common."""
+    torch.manual_seed(0)
+    model = comera.tensorize_(Heads(), comera.TTConfig(rank=3, init="orthogonal"))
+    twin, x = copy.deepcopy(model), torch.randn(5, 24)
+    for y in model(x):
+        y.square().sum().backward()
+    sum(y.square().sum() for y in twin(x)).backward()
+    assert_same_grads(twin, model)

@@ -1,7 +1,9 @@
 import copy
+import gc
+import importlib
 import pickle
 import types
-from typing import ClassVar
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import comera
-from comera.nn.feed_forward_parts import unfuse_feed_forwards_
+from comera.nn.feed_forward_parts import (
+    LAYOUTS,
+    fuse_feed_forwards_,
+    register_feed_forward,
+    unfuse_feed_forwards_,
+)
 
 WIDTH, HIDDEN = 24, 40
 
@@ -87,12 +94,41 @@ class Nested(nn.Module):
         return self.out(self.inner(x))
 
 
-class Counted(Mlp):
-    known: ClassVar = []
+class Noisy(Mlp):
+    def forward(self, x):
+        return self.c_proj(2 * self.act(self.c_fc(x)))
 
-    def __init_subclass__(cls, *, label, **kwargs):
-        super().__init_subclass__(**kwargs)
-        cls.known.append(label)
+
+class Unknown(Mlp):
+    def forward(self, x):
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Loud(Inner):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class ItsOwnCall(Nested):
+    def __init__(self):
+        super().__init__()
+        self.inner = Loud()
+
+
+class Decorated(Mlp):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+register_feed_forward(Mlp, ["c_fc", "c_proj"], "act", after=["dropout"])
+register_feed_forward(Gated, ["w1", "w3", "w2"], F.silu)
+register_feed_forward(Residual, ["up", "down"], F.relu, before=["norm"], after=[None])
+register_feed_forward(
+    Nested, ["inner.dense", "out"], "inner.act", inside={"inner": f"{__name__}.Inner"}
+)
+register_feed_forward(ItsOwnCall, ["inner.dense", "out"], "inner.act", inside={"inner": Loud})
+register_feed_forward(Decorated, ["c_fc", "c_proj"], "act")
 
 
 def encoder_layer(dropout=0.0):
@@ -119,7 +155,7 @@ def converted(make, **settings):
 
 
 def is_fused(model):
-    return any(vars(module).get("_feed_forward_part") for module in model.modules())
+    return bool(fuse_feed_forwards_(model))
 
 
 def batch():
@@ -136,7 +172,6 @@ def results(model, x):
 def by_layers(model):
     other = copy.deepcopy(model)
     unfuse_feed_forwards_(other)
-    assert not is_fused(other)
     return other
 
 
@@ -154,7 +189,6 @@ def goes_by_layers(model):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_output_and_gradients_are_those_of_the_layers(kind):
     model, x = converted(MAKERS[kind]).eval(), batch()
-    assert is_fused(model)
     want = results(by_layers(model), x)
     torch.testing.assert_close(results(model, x), want, rtol=1e-9, atol=1e-9)
 
@@ -173,6 +207,73 @@ def test_layers_of_another_kind_are_left_alone(settings):
     torch.manual_seed(0)
     model = comera.tensorize_(Mlp(), comera.TTConfig(init="orthogonal", **({"rank": 5} | settings)))
     assert not is_fused(model)
+
+
+ELSE = {
+    "tanh gelu": lambda: Mlp(nn.GELU("tanh")), "tanh": lambda: Mlp(nn.Tanh()),
+    "another forward": Noisy, "not registered": Unknown, "its own call": ItsOwnCall,
+    "decorated": Decorated,
+    "no activation": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)),
+    "three layers": lambda: nn.Sequential(*sequential(), nn.Linear(WIDTH, WIDTH)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ELSE)
+def test_what_computes_something_else_is_left_alone(kind):
+    assert not is_fused(converted(ELSE[kind]))
+
+
+def test_a_pass_put_on_the_module_stays():
+    model = converted(MAKERS["mlp"])
+    model.forward = forward = torch.tanh
+    fuse_feed_forwards_(model)
+    assert model.forward is forward
+
+
+@pytest.mark.parametrize("given", [
+    (3, ["up", "down"], "act"), (Mlp, ["up"], "act"), (Mlp, "up", "act"),
+    (Mlp, ["up", "down"], torch.tanh),
+])  # fmt: skip
+def test_what_cannot_be_registered(given):
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        register_feed_forward(*given)
+
+
+def new(path):
+    """A module of a class without the children that its constructor makes."""
+    holder, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(holder), name)
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module
+
+
+def put(module, name, child):
+    holder, _, last = name.rpartition(".")
+    setattr(module.get_submodule(holder), last, child)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in LAYOUTS if path.startswith(("torch", "trans"))])
+def test_registered_classes_compute_what_is_registered(path):
+    if path.startswith("trans"):
+        pytest.importorskip("transformers")
+    layout, module = LAYOUTS[path], new(path)
+    for name, inner in layout.inside.items():
+        put(module, name, new(inner))
+    *inner, last = layout.layers
+    for name in inner:
+        put(module, name, comera.TTLinear(WIDTH, HIDDEN, rank=5))
+    put(module, last, comera.TTLinear(HIDDEN, WIDTH, rank=5))
+    put(module, layout.activation, F.silu if len(inner) == 2 else F.gelu)
+    for name in (*layout.between, *filter(None, layout.after)):
+        put(module, name, nn.LayerNorm(WIDTH) if "Norm" in name else nn.Dropout())
+    module, x = module.double().eval(), batch()
+    assert is_fused(module)
+    run = getattr(module, layout.method)
+    want = getattr(by_layers(module), layout.method)(x)
+    torch.testing.assert_close(run(x), want, rtol=1e-9, atol=1e-9)
+    assert HIDDEN not in kept_widths(run, x)
 
 
 def set_dropout(model):
@@ -199,10 +300,6 @@ def replace_layer(model):
     model.c_proj = nn.Linear(HIDDEN, WIDTH, dtype=torch.float64)
 
 
-def append(model):
-    model.append(nn.Tanh())
-
-
 def delete(model):
     del model[2]
     model.insert(2, nn.Tanh())
@@ -223,7 +320,7 @@ def patch_a_container(model):
 CHANGES = [
     ("mlp", hook), ("mlp", replace_activation), ("mlp", approximate), ("mlp", patch),
     ("mlp", replace_layer), ("held", hold_another),
-    ("sequential", set_dropout), ("sequential", append), ("sequential", delete),
+    ("sequential", set_dropout), ("sequential", delete),
     ("nested", replace_a_container), ("nested", patch_a_container),
 ]  # fmt: skip
 
@@ -231,14 +328,20 @@ CHANGES = [
 @pytest.mark.parametrize(("kind", "change"), CHANGES)
 def test_what_has_changed_since_goes_by_layers(kind, change):
     model = converted(MAKERS[kind]).eval()
+    assert not goes_by_layers(model)
     change(model)
-    assert is_fused(model)
     assert goes_by_layers(model)
     x = batch()
     torch.manual_seed(1)
     got = results(model, x)
     torch.manual_seed(1)
     torch.testing.assert_close(got, results(by_layers(model), x), rtol=0, atol=0)
+
+
+def test_a_module_that_is_appended_is_called():
+    model, x = converted(sequential).eval(), batch()
+    before = model(x)
+    torch.testing.assert_close(model.append(nn.Tanh())(x), before.tanh())
 
 
 def test_an_input_by_name():
@@ -259,11 +362,6 @@ def test_a_layer_whose_forward_was_wrapped():
     forward = model.c_fc.forward
     model.c_fc.forward = lambda x: 2 * forward(x)
     torch.testing.assert_close(model(x), model.c_proj(model.act(2 * forward(x))))
-
-
-def test_a_class_that_counts_its_children():
-    assert is_fused(converted(Counted))
-    assert not Counted.known
 
 
 def test_a_class_that_is_patched_computes_what_it_says_then(monkeypatch):
@@ -296,17 +394,18 @@ def test_what_is_patched_for_all_is_called(kind, holder, name, monkeypatch):
     torch.testing.assert_close(got, layers(x), rtol=1e-9, atol=1e-9)
 
 
-def test_a_name_that_means_another_function_since(monkeypatch):
-    model, x = converted(MAKERS["residual"]).eval(), batch()
-    monkeypatch.setitem(globals(), "F", types.SimpleNamespace(relu=torch.tanh))
-    torch.testing.assert_close(model(x), by_layers(model)(x), rtol=0, atol=0)
-
-
 def test_slices_and_new_ones_of_the_class():
     model, x = converted(sequential).eval(), batch()
     torch.testing.assert_close(model[:2](x), model[1](model[0](x)))
     model = converted(MAKERS["mlp"])
     assert type(model)()(x.float()).shape == x.shape
+
+
+def test_an_attribute_hides_a_module_of_its_name():
+    """As in a copy of torch's decoder layer whose activation is a module."""
+    model, x = converted(MAKERS["mlp"]).eval(), batch()
+    vars(model)["act"] = F.relu
+    torch.testing.assert_close(model(x), by_layers(model)(x))
 
 
 def test_few_rows_go_by_layers():
@@ -380,8 +479,7 @@ def test_gradients_of_gradients_of_a_part_that_is_used_again_and_again():
 def test_copies_are_parts_with_weights_of_their_own(through):
     model, x = converted(MAKERS["mlp"]).eval(), batch()
     want, other = model(x), through(model)
-    assert type(other).__name__ == "Mlp"
-    assert isinstance(other, Mlp)
+    assert type(other) is Mlp
     assert not goes_by_layers(other)
     torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     with torch.no_grad():
@@ -392,17 +490,36 @@ def test_copies_are_parts_with_weights_of_their_own(through):
 
 def test_dense_again():
     model = comera.densify_(converted(MAKERS["mlp"]))
-    assert type(model) is Mlp
-    assert not is_fused(model)
+    assert vars(model).keys() == vars(Mlp()).keys()
 
 
 def test_a_class_that_another_library_has_derived_stays():
     model = converted(MAKERS["mlp"]).eval()
     derived = type("Wrapped", (type(model),), {})
     model.__class__ = derived
+    assert not goes_by_layers(model)
     unfuse_feed_forwards_(model)
     assert type(model) is derived
-    assert not goes_by_layers(model)
+    assert goes_by_layers(model)
+
+
+def test_a_part_is_freed_with_its_last_reference():
+    model = converted(MAKERS["mlp"])
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_replica_of_data_parallel_uses_its_own_modules():
+    model, x = converted(MAKERS["mlp"]).eval(), batch()
+    replica = model._replicate_for_data_parallel()
+    replica._modules = {**model._modules, "dropout": nn.Tanh()}
+    torch.testing.assert_close(replica(x), model(x).tanh())
+    assert not goes_by_layers(replica)
 
 
 @pytest.mark.slow

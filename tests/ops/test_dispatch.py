@@ -310,9 +310,7 @@ CHECKS = {  # validation, and what is remembered between two passes
     ("nn/dense_weight.py", "is_eager"): "a weight is guarded",
     ("nn/linear.py", "on_this_machine"): "a refusal of the table",
     ("nn/linear.py", "is_eager"): "so is this",
-    ("nn/forward_sharing.py", "is_eager"): "a graph is compiled of layers by themselves",
     ("nn/batched_contraction.py", "is_eager"): "what autograd is told by then",
-    ("nn/forward_sharing.py", "is_concrete"): "parameters are there, and whole",
     ("nn/collection.py", "is_concrete"): "a tensor without values is not kept",
     ("nn/feed_forward_parts.py", "is_eager"): "a compiler fuses layers itself",
     (
@@ -320,7 +318,7 @@ CHECKS = {  # validation, and what is remembered between two passes
         "is_concrete",
     ): "and others look at what is computed, not at numbers",
     ("nn/forms.py", "is_compiling"): "an expert nobody asks is left out, but a graph has no ifs",
-    ("optim/factored_moments.py", "is_eager"): "a compiler makes blocks of its own",
+    ("optim/came.py", "is_eager"): "a compiler makes blocks of its own",
 }
 
 

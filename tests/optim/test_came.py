@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import comera
 from comera.models.transformer import Encoder, MaskedLanguageModel
-from comera.optim.factored_moments import matrix_view
+from comera.optim.came import matrix_view
 from tests.peers import peer
 
 from .training import (
@@ -138,7 +138,7 @@ class TestViews:
     def test_blocks_of_rows_and_stacks_change_nothing(self, shape, monkeypatch):
         ends = []
         for block, stacked in ((1 << 30, 1), (97, 1), (1 << 30, 1 << 30)):
-            monkeypatch.setitem(comera.optim.factored_moments._BLOCK, "cpu", block * shape[1] // 40)
+            monkeypatch.setitem(comera.optim.came._BLOCK, "cpu", block * shape[1] // 40)
             monkeypatch.setitem(comera.optim.came._STACKED, "cpu", (stacked, stacked))
             generator = torch.Generator().manual_seed(0)
             params = [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(2)]

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import comera
-from comera.optim import factored_moments
-from comera.optim.factored_moments import matrix_view, product
+from comera.optim import came
+from comera.optim.came import matrix_view, product
 from comera.surgery.truncate import slice_state_
 
 from .training import (
@@ -30,12 +30,12 @@ from .training import (
 class TestEightBits:
     @pytest.mark.parametrize("entries", [256, 4096, 5000])
     def test_codes_are_within_half_a_step_of_the_block_s_largest(self, entries, monkeypatch):
-        monkeypatch.setitem(factored_moments._AT_A_TIME, "cpu", 3 * 256 * 5)
+        monkeypatch.setitem(came._AT_A_TIME, "cpu", 3 * 256 * 5)
         values = torch.randn(3, entries) * torch.logspace(-9, 9, entries)
         values[1] = 0
-        codes, scales = factored_moments.pack(values)
+        codes, scales = came.quantized(values)
         assert codes.shape == values.shape
-        error = (factored_moments.unpack(codes, scales) - values).abs()
+        error = (came.dequantized(codes, scales) - values).abs()
         allowed = scales.repeat_interleave(256, 1)[:, :entries] / 127 * 0.501
         assert (error <= allowed).all()
 
@@ -43,7 +43,7 @@ class TestEightBits:
     def test_values_that_are_not_finite_are_not_hidden(self, bad):
         values = torch.ones(1, 512)
         values[0, 3] = bad
-        back = factored_moments.unpack(*factored_moments.pack(values))
+        back = came.dequantized(*came.quantized(values))
         assert not torch.isfinite(back[0, :256]).any()
         assert torch.equal(back[0, 256:], values[0, 256:])
 

@@ -27,14 +27,14 @@ def listed(model, lr, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
+@pytest.mark.parametrize("proj_type", ["std", "full"])
 def test_trajectory_equals_that_of_galore_torch(theirs, proj_type, monkeypatch):
     """Once the randomized range finder has made way for the exact decomposition they take."""
     monkeypatch.setattr("comera.optim.galore.new_bases", bases_by_svd)
     a, b = make_model(), make_model()
     start = [p.detach().clone() for p in a.parameters()]
     other = theirs(listed(a, 1e-2, proj_type=proj_type), 1e-2)
-    ours = GaLoreAdafactor(listed(b, 1e-2, proj_type=proj_type), stagger=False)
+    ours = GaLoreAdafactor(listed(b, 1e-2, proj_type=proj_type))
     train_alike(a, other, b, ours, 50)
     for mine, its, before in zip(b.parameters(), a.parameters(), start, strict=True):
         assert (mine - its).norm() <= 1e-3 * (its - before).norm()

@@ -56,7 +56,7 @@ def test_subspaces_are_found_in_the_same_steps_with_the_same_seeds(monkeypatch, 
         logs.append([sorted(step) for step in asked])
         asked.clear()
     assert logs[0] == logs[1]
-    assert len({seed for step in logs[0] for _, seed in step}) > 6
+    assert {seed for step in logs[0] for _, seed in step} == {0, 5, 10}
 
 
 @pytest.mark.parametrize("name", ["AdamW", "CAME", "GaLoreAdamW"])

@@ -93,10 +93,7 @@ OPTIMIZERS = {
     "CAME": lambda m: comera.CAME(decayed(m)),
     "CAME, 8 bits": lambda m: comera.CAME(decayed(m), state_dtype="8bit"),
     "GaLoreAdamW": lambda m: comera.GaLoreAdamW(galore_groups(m)),
-    "GaLoreAdamW, full": lambda m: comera.GaLoreAdamW(
-        galore_groups(m, proj_type="full"), stagger=False
-    ),
-    "GaLoreAdamW, random": lambda m: comera.GaLoreAdamW(galore_groups(m, proj_type="random")),
+    "GaLoreAdamW, full": lambda m: comera.GaLoreAdamW(galore_groups(m, proj_type="full")),
     "GaLoreAdafactor": lambda m: comera.GaLoreAdafactor(galore_groups(m)),
     "GaLore around SGD": lambda m: comera.GaLore(galore_groups(m), torch.optim.SGD, momentum=0.9),
     "GaLore around CAME": lambda m: comera.GaLore(galore_groups(m), comera.CAME),

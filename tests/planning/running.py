@@ -1,6 +1,5 @@
-"""Run steps in numpy, and count what they multiply, without the planner's own arithmetic."""
+"""Count what products multiply, without the planner's own arithmetic."""
 
-import itertools
 import math
 
 import numpy as np
@@ -14,38 +13,6 @@ def count(equation: str, *operands: np.ndarray) -> int:
         for index, size in zip(indices, array.shape, strict=True):
             assert sizes.setdefault(index, size) == size
     return math.prod(sizes.values())
-
-
-def nested_loops(equation: str, one: np.ndarray, two: np.ndarray) -> tuple[np.ndarray, int]:
-    """The einsum by one Python loop a point, counting the multiplications one by one."""
-    inputs, output = equation.split("->")
-    left, right = inputs.split(",")
-    sizes = dict(zip(left + right, one.shape + two.shape, strict=True))
-    result = np.zeros([sizes[i] for i in output])
-    multiplied = 0
-    for point in itertools.product(*map(range, sizes.values())):
-        at = dict(zip(sizes, point, strict=True))
-        product = one[tuple(at[i] for i in left)] * two[tuple(at[i] for i in right)]
-        result[tuple(at[i] for i in output)] += product
-        multiplied += 1
-    return result, multiplied
-
-
-def run(steps, tensors, *, literally=False):
-    """Execute products in order into ``tensors``; returns the multiply-adds actually made."""
-    total = 0
-    for step in steps:
-        operands = [tensors[name] for name in step.reads]
-        if literally:
-            result, made = nested_loops(step.what, *operands)
-        else:
-            result, made = np.einsum(step.what, *operands), count(step.what, *operands)
-        assert step.operations == made, step
-        assert step.size == result.size, step
-        assert step.moved == result.size + sum(array.size for array in operands), step
-        tensors[step.result] = result
-        total += made
-    return total
 
 
 def cheapest(network) -> int:
@@ -73,11 +40,3 @@ def cheapest(network) -> int:
             part = (part - 1) & subset
         best[subset] = least
     return best[everything]
-
-
-def random_tensors(network, seed=0):
-    draw = np.random.default_rng(seed)
-    return {
-        name: draw.standard_normal([network.sizes[i] for i in indices])
-        for name, indices in network.tensors.items()
-    }

@@ -67,8 +67,8 @@ def test_a_model_lists_them_beside_dense():
     layers = {name: comera.plan(model[int(name)], tokens=512) for name in "012"}
     assert plan.kept_bytes == sum(one.chosen.saved_bytes for one in layers.values())
     assert plan.dense_kept == sum(one.dense.saved_bytes for one in layers.values())
-    assert [row[0] for row in plan.kept_rows()] == ["0 and 1 more", "2", "total"]
+    assert [row[0] for row in plan.tables()[1].rows] == ["0 and 1 more", "2", "total"]
     text = str(plan)
     assert "kept for the backward pass at 512 tokens" in text
-    assert plan.kept_rows()[-1][-1] in text
+    assert plan.tables()[1].rows[-1][-1] in text
     assert "kept for the backward pass" in plan._repr_html_()

@@ -10,7 +10,6 @@ from comera.planning.linear_ways import (
     factorized,
     only_bias,
     reconstructed,
-    sequential,
     torch_linear,
 )
 from comera.planning.machine import default_machine
@@ -30,7 +29,6 @@ SHAPES = [
 STRATEGIES = {
     "factorized": factorized,
     "reconstructed": reconstructed,
-    "sequential": lambda *args: sequential(*args)[0],
 }
 
 
@@ -56,9 +54,7 @@ class Runner:
         self.made |= {"x": self.x, "gy": self.gy}
         self.multiplied = 0
 
-    def run(self, steps, on_modes):
-        if on_modes:
-            self._split_modes()
+    def run(self, steps):
         for step in steps:
             if step.product is not None:
                 operands = [self._operand(name, step) for name in step.reads]
@@ -66,14 +62,6 @@ class Runner:
                 self.made[step.result] = np.einsum(step.what, *operands)
             else:
                 self._pass(step)
-
-    def _split_modes(self):
-        """The batch reshaped to modes, zeros where they multiply to more than the width."""
-        for name, modes in (("x", self.shape.in_modes), ("gy", self.shape.out_modes)):
-            flat = self.made[name]
-            padded = np.zeros((len(flat), math.prod(modes)))
-            padded[:, : flat.shape[1]] = flat
-            self.made[name] = padded.reshape(-1, *modes)
 
     def _operand(self, name, step):
         """The gradient of a half as its chain takes it: on modes, the bond not padded."""
@@ -108,8 +96,6 @@ class Runner:
             assert step.size == padded.size
         elif step.what == "ones for the bias":
             made["t"][:, -1] = 1
-        elif step.what == "bias added":
-            made["y"] = made["y"].reshape(layer.tokens, -1)[:, : layer.out_features] + self.bias
         elif step.result == "grad(bias)":
             made["grad(bias)"] = self.gy.sum(0)
 
@@ -139,18 +125,17 @@ def test_every_strategy_gives_forward_and_gradients(shape, name):
     for layer in layers(shape):
         made = STRATEGIES[name](layer, CPU, "float64")
         runner = Runner(layer, np.random.default_rng(0))
-        on_modes = name == "sequential"
-        runner.run(made.forward, on_modes)
+        runner.run(made.forward)
         y = runner.result("y", layer.out_features)
         if layer.bias and name == "reconstructed":
             y = y + runner.bias  # part of the product's own call
-        runner.run(made.backward, False)
+        runner.run(made.backward)
         want_y, want_x, want_cores, bias = runner.by_autograd()
         np.testing.assert_allclose(y, want_y, atol=1e-9)
         np.testing.assert_allclose(runner.result("grad(x)", layer.in_features), want_x, atol=1e-9)
         for k, want in enumerate(want_cores):
             got = runner.made[f"grad(core{k})"]
-            if name != "sequential" and len(layer_side(shape, k)) == 1:
+            if len(layer_side(shape, k)) == 1:
                 got = cut(got, shape, k)
             np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-9)
         if bias is not None:

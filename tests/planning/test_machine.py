@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from comera.planning import machine
+from comera.planning.candidate import Step, product, product_seconds
 from comera.planning.machine import Machine, default_machine, load_machine, save_machine
-from comera.planning.operation import Step, product, product_seconds
 
 MINE = Machine(
     name="Some CPU @ 2 GHz",

@@ -10,8 +10,9 @@ from torch import nn
 
 import comera
 from comera.nn import module
+from comera.planning.candidate import Step
+from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import default_machine, load_machine, save_machine
-from comera.planning.operation import Step
 from comera.planning.planner import break_even, plan_embedding, plan_linear
 from comera.planning.products import Layer
 from comera.shapes import TTMShape, TTShape
@@ -60,7 +61,7 @@ def test_with_a_fast_host_it_wins_in_both():
 
 def test_a_table_too():
     shape = TTMShape((20, 20, 10), (4, 8, 8), (8, 8))
-    plan = plan_embedding(shape, 512, machine=SLOW_HOST)
+    plan = plan_embedding(Lookup(shape, 512), machine=SLOW_HOST)
     assert plan.eager.chosen.seconds > plan.chosen.seconds
     assert "in eager mode" in str(plan)
 
@@ -115,12 +116,13 @@ def test_on_a_cpu_the_winner_that_is_named_is_the_one_that_wins(width, rank, tok
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_card_both_winners_are_those_that_win(capsys):
-    from comera.bench.calibrate import calibrate
-    from comera.recipes.cli import main
+    from benchmarks.commands import main
+
+    from comera.calibrate.machine import calibrate
 
     calibrate("cuda", lambda line: None)
     words = ["--device=cuda", "--curve=width", "--points=512,8192", "--dtype=bfloat16"]
-    assert main(["bench", "linear", *words]) == 0
+    assert main(["linear", *words]) == 0
     shown = capsys.readouterr().out
     assert "captured: the planner named the winner at 2 of 2" in shown
     assert "eager: the planner named the winner at 2 of 2" in shown

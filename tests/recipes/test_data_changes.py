@@ -202,17 +202,6 @@ def test_other_tokens_of_the_same_files_are_named(tmp_path):
         quiet_run(config)
 
 
-def test_a_run_that_has_noted_nothing_goes_on_and_says_so(tmp_path):
-    config, file, name = masked(tmp_path)
-    interrupted_at(3, config)
-    (Path(config.out) / NAME).unlink()
-    changed_in_place(file)
-    assert quiet_run(config)[0].steps == STEPS
-    said = (tmp_path / "said").read_text()
-    assert "has not noted which data it was begun with" in said
-    assert name in json.loads((Path(config.out) / NAME).read_text())["files"]
-
-
 @pytest.mark.parametrize("make", [masked, nli, clicks])
 def test_a_finished_run_and_its_report_need_no_data(tmp_path, make):
     config, file, _ = make(tmp_path)
@@ -337,7 +326,7 @@ def test_a_sweep_goes_on_with_the_same_data_alone(tmp_path):
     assert contents(tmp_path / "out") == {f"one/seed-0/{k}": v for k, v in before.items()}
 
 
-def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, forked_runs):
+def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, runs_here):
     config, file, name = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0
     before = contents(tmp_path / "out")
@@ -356,7 +345,7 @@ def test_runs_of_a_sweep_are_of_the_same_data(tmp_path, forked_runs):
     assert len(noted) == 1
 
 
-def test_a_sweep_that_is_finished_needs_no_data(tmp_path, forked_runs):
+def test_a_sweep_that_is_finished_needs_no_data(tmp_path, runs_here):
     config, file, _ = masked(tmp_path)
     assert sweep(tmp_path, config, [0])[0] == 0
     shutil.rmtree(file.parent)

@@ -69,10 +69,9 @@ def test_help_does_not_load_what_only_the_work_needs():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = ended.stdout.split()
-    assert not [name for name in loaded if name.startswith(("comera.bench", "pandas."))]
+    assert not [name for name in loaded if name.startswith(("comera.calibrate", "pandas."))]
 
 
 def test_every_command_has_its_own_options(capsys):
-    for words in (["bench", "linear"], ["bench"], ["calibrate"], ["checkpoint", "inspect"]):
+    for words in (["calibrate"], ["checkpoint"], ["checkpoint", "inspect"]):
         assert "--help" in printed(capsys, *words, "--help")
-    assert "--curve" in printed(capsys, "bench", "linear", "--help")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import comera
-from comera.recipes.launchers import Remote, make_launcher
+from comera.recipes.jobs import INTERRUPTED, Remote, _write_settings, make_launcher
 from comera.recipes.sweep import make_jobs
 from comera.train.log import last_logged
 from tests.peers import peer
@@ -97,7 +97,7 @@ def test_a_run_whose_time_is_up_saves_and_goes_on_from_there(content, tmp_path):
     peer("submitit")
     content["variants"] = {"dense": {"tensorize": None, "train.steps": 100_000}}
     (job,) = make_jobs(sweep_of(content, tmp_path))
-    job.config.overwrite = True
+    _write_settings(job.config)
     said = {}
 
     def started(name, remote):
@@ -105,20 +105,20 @@ def test_a_run_whose_time_is_up_saves_and_goes_on_from_there(content, tmp_path):
         thread.start()
         return thread
 
-    first = Remote(job.config, str(tmp_path))
+    first = Remote(job.config.out, True, str(tmp_path))
     thread = started("first", first)
     wait_for(lambda: last_logged(job.folder, "loss"))
     later = first.checkpoint().function
     thread.join()
     saved = max(int(path.name[5:]) for path in (job.folder / "checkpoints").glob("step-*"))
-    assert not later.config.overwrite
+    assert not later.overwrite
     later.permit = str(tmp_path / "permit")
     Path(later.permit).touch()
     thread = started("later", later)
     wait_for(lambda: last_logged(job.folder, "loss")[0] > saved)
     Path(later.permit).unlink()
     thread.join()
-    assert said == {"first": ("stopped", ""), "later": ("stopped", "")}
-    assert Remote(job.config, str(tmp_path), later.permit)() == ("stopped", "")  # at once
+    assert said == {"first": INTERRUPTED, "later": INTERRUPTED}
+    assert Remote(job.config.out, False, str(tmp_path), later.permit)() == INTERRUPTED  # at once
     again = max(int(path.name[5:]) for path in (job.folder / "checkpoints").glob("step-*"))
     assert again > saved

@@ -18,12 +18,12 @@ from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.folder import other_settings
+from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.list_runs import runs_table
-from comera.recipes.optimizers import OptimizerConfig, twin_of
+from comera.recipes.optimizers import AdamWConfig, MuonConfig, SGDConfig
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import planned_memory, run
 from comera.recipes.run_config import ModelConfig, RunConfig, TrainConfig, TwoStageConfig
-from comera.recipes.sweep import INTERRUPTED
 from comera.train.log import last_logged, read_metrics
 from comera.train.step import NonFiniteLossError
 from tests.recipes.test_sweep import interrupted_at
@@ -119,21 +119,15 @@ def test_a_run_by_its_folder_has_the_optimizers_of_its_file(config):
     path = Path(config.out) / "config.yaml"
     again = parse_settings(RunConfig, read_yaml(path) | {"out": config.out})
     assert [*map(str, planned_memory(again))] == [*map(str, planned_memory(config))]
-    assert twin_of(again.optimizer) == twin_of(config.optimizer)
+    assert again.optimizer.of_twin() == AdamWConfig(name=None)
     assert other_settings(again) is other_settings(longer(again, 30)) is None
 
 
 def test_a_rate_of_the_gates_that_is_no_longer_given_is_another_setting(config):
-    given = dataclasses.replace(config, optimizer=OptimizerConfig(gate_lr=0.05))
+    given = dataclasses.replace(config, optimizer=MuonConfig(name=None, gate_lr=0.05))
     interrupted_at(0, given)
     assert other_settings(given) is other_settings(longer(given, 30)) is None
-    assert other_settings(longer(config, 30)) == f"optimizer.gate_lr: 0.05 -> {1.25 / 12}"
-    # An earlier version filled in what was not given.
-    path = Path(config.out) / "config.yaml"
-    settings = read_yaml(path)
-    settings["optimizer"]["gate_lr"] = 1.25 / 8
-    path.write_text(yaml.safe_dump(settings))
-    assert other_settings(longer(config, 30)) is None
+    assert other_settings(longer(config, 30)) == "optimizer.gate_lr: 0.05 -> None"
 
 
 def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
@@ -153,7 +147,7 @@ def test_a_finished_model_and_its_unfinished_twin_are_listed_as_such(tmp_path):
 
 
 def test_a_run_that_ended_in_nan_is_listed_as_failed(config):
-    config.optimizer = OptimizerConfig("sgd", lr=1e30)
+    config.optimizer = SGDConfig(lr=1e30)
     config.tensorize = config.two_stage = config.train.clip_norm = None
     with pytest.raises(NonFiniteLossError):
         run(config, Console(quiet=True), quiet=True)
@@ -167,14 +161,13 @@ def test_a_run_of_a_sweep_that_failed_before_its_settings_were_written_is_listed
     folder = tmp_path / "tt" / "seed-0"
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    log.write_text("2 threads\nrun folder tt/seed-0, device cpu: preparing data\n")
+    log.write_text("$ comera train tt/seed-0.yaml\nrun folder tt/seed-0: preparing data\n")
     assert "tt/seed-0 │      │     0 │ not begun │" in listed(tmp_path)
     with log.open("a") as file:
-        file.write('Traceback (most recent call last):\n  File "run.py"\n    read()\n')
-        file.write("FileNotFoundError: there is no folder [text]: look\n")
+        file.write("error: there is no folder [text]: look\n")
     assert "│ failed: there is no folder [text]: look │" in listed(tmp_path)
     with log.open("a") as file:
-        file.write("2 threads\n")  # it was started again
+        file.write("$ comera train tt/seed-0.yaml\n")  # it was started again
     assert "│ not begun │" in listed(tmp_path)
 
 

@@ -16,18 +16,17 @@ from comera.nn.targets import TTConfig
 from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.folder import other_settings
-from comera.recipes.optimizers import OPTIMIZERS, make_optimizer, resolved, twin_of
+from comera.recipes.optimizers import OPTIMIZERS, AdamWConfig, CAMEConfig, MuonConfig
+from comera.recipes.parse import parse_settings
 from comera.recipes.run import planned_memory, planned_model, run
 from comera.recipes.run_config import (
     ImportancePruningConfig,
     ModelConfig,
-    OptimizerConfig,
     RunConfig,
     TrainConfig,
     TwoStageConfig,
 )
-from comera.recipes.sweep import run_sweep
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import read_sweep, run_sweep
 from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.step import TrainStep
 from tests.peers import peer
@@ -78,7 +77,7 @@ def weights(config, part="."):
 
 @pytest.mark.slow
 def test_every_choice_trains_truncates_and_resumes_exactly(name, config, tmp_path, monkeypatch):
-    config.optimizer = OptimizerConfig(name, gate_lr=0.05, core_lr=2e-3, dense_lr=1e-3)
+    config.optimizer = OPTIMIZERS[name](gate_lr=0.05, core_lr=2e-3, dense_lr=1e-3)
     config.twin = name in ("adamw", "galore_adamw")
     outcomes = quiet_run(config)
     assert outcomes[0].ranks["size"] <= outcomes[0].ranks["target_size"]
@@ -105,7 +104,7 @@ def test_steps_in_backward_end_at_the_same_model(config, tmp_path):
     config.train.clip_norm = None
     quiet_run(config)
     other = dataclasses.replace(
-        config, out=str(tmp_path / "other"), optimizer=OptimizerConfig(in_backward=True)
+        config, out=str(tmp_path / "other"), optimizer=MuonConfig(in_backward=True)
     )
     quiet_run(other)
     assert weights(other) == weights(config)
@@ -118,7 +117,7 @@ def test_steps_in_backward_end_at_the_same_model(config, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_printed_before_training_is_what_the_optimizer_allocates(name, config, monkeypatch):
-    config.optimizer = OptimizerConfig(name)
+    config.optimizer = OPTIMIZERS[name]()
     config.two_stage = None
     made, real = [], TrainStep.__init__
 
@@ -144,7 +143,7 @@ def test_compressed_runs_have_muon_and_dense_ones_adamw(config):
     assert config.settings()["optimizer"]["lr"] == 7e-4
     dense = dataclasses.replace(config, tensorize=None, two_stage=None)
     assert dense.settings()["optimizer"]["name"] == "adamw"
-    config.optimizer = OptimizerConfig("came")
+    config.optimizer = CAMEConfig()
     assert config.settings()["optimizer"]["name"] == "came"
 
 
@@ -167,61 +166,58 @@ def test_gates_can_fall_in_the_late_stage_there_is(config, steps, late, rate):
     assert rates() == [rate]
     config.train.steps = None  # as in a run of epochs: the data tell
     assert rates() == [rate]
-    config.optimizer = OptimizerConfig(gate_lr=0.0)
+    config.optimizer = MuonConfig(gate_lr=0.0)
     assert rates() == [0.0]
 
 
 def test_the_twin_has_the_optimizer_of_its_run_or_of_dense_ones(config):
-    config.optimizer = OptimizerConfig(momentum=0.9)  # not of adamw
+    config.optimizer = MuonConfig(name=None, momentum=0.9)  # not of adamw
     compressed, dense = quiet_run(config, twin=True)
     assert compressed.ranks["size"] <= compressed.ranks["target_size"]
     assert 0 < dense.metrics["loss"] < 8
     plain = yaml.safe_load((Path(config.out) / "config.yaml").read_text())
     assert plain["optimizer"]["name"] is None  # the twin has another default
-    assert twin_of(config.optimizer) == OptimizerConfig()
-    assert twin_of(OptimizerConfig("muon", dense_lr=0.1)) == OptimizerConfig("muon", 0.1, 0.1)
+    assert config.optimizer.of_twin() == AdamWConfig(name=None)
+    assert MuonConfig(dense_lr=0.1).of_twin() == MuonConfig(lr=0.1, dense_lr=0.1)
 
 
 @pytest.mark.slow
 def test_adamw_is_what_it_always_was(config):
-    """With its own defaults, and in a folder begun before there were keys for others."""
-    config.optimizer = OptimizerConfig("adamw")
+    config.optimizer = AdamWConfig()
     model = planned_model(config)
     chosen = config.optimizer_for(10)
     groups = comera.param_groups(model, 5e-4, gate_lr=1.25 / 4, weight_decay=0.01)
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.999))
-    made = make_optimizer(model, chosen, 32)
+    made = chosen.build(model)
     assert type(made) is torch.optim.AdamW
     for mine, before in zip(made.param_groups, plain.param_groups, strict=True):
         assert {**mine, "fused": None} == {**before, "fused": None}
     with torch.device("cpu"):
-        assert make_optimizer(torch.nn.Linear(2, 3), config.optimizer, 32).defaults["fused"]
+        assert chosen.build(torch.nn.Linear(2, 3)).defaults["fused"]
     quiet_run(config)
-    file = Path(config.out) / "config.yaml"
-    settings = yaml.safe_load(file.read_text())
+    settings = yaml.safe_load((Path(config.out) / "config.yaml").read_text())
     assert settings["optimizer"] == {
         "name": "adamw", "lr": 5e-4, "dense_lr": None, "core_lr": None, "scale_rates": None,
         "gate_lr": None, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
         "in_backward": False, "warmup_share": 0.05, "schedule": "linear",
     }  # fmt: skip
-    for key in ("eps", "in_backward"):
-        settings["optimizer"].pop(key)
-    file.write_text(yaml.safe_dump(settings))
     assert other_settings(config) is None
-    assert len(quiet_run(config)) == 1
-    other = dataclasses.replace(config, optimizer=OptimizerConfig("came", lr=5e-4))
+    other = dataclasses.replace(config, optimizer=CAMEConfig(lr=5e-4))
     assert other_settings(other).startswith("optimizer.name: adamw -> came, optimizer.betas: ")
 
 
+def optimizer_of(given, **sections):
+    """The section as a file has it."""
+    return parse_settings(RunConfig, {**sections, "optimizer": given}).optimizer
+
+
 def test_defaults_are_those_of_the_optimizer():
-    assert resolved(OptimizerConfig("galore_adamw_8bit"), 32)["name"] == "galore_adamw8bit"
-    galore = resolved(OptimizerConfig("galore_adamw", update_proj_gap=50), 256)
-    assert (galore["rank"], galore["update_proj_gap"], galore["scale"]) == (64, 50, 0.25)
-    came = resolved(OptimizerConfig("came", betas=(0.8, 0.98)), 256)
-    assert came["betas"] == (0.8, 0.98, 0.9999)
-    assert "rank" not in came
-    keys = set().union(*(resolved(OptimizerConfig(name), 8) for name in OPTIMIZERS))
-    assert keys == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    galore = optimizer_of({"name": "galore_adamw", "update_proj_gap": 50}).filled_in(256)
+    assert (galore.rank, galore.update_proj_gap, galore.scale) == (64, 50, 0.25)
+    came = optimizer_of({"name": "came", "betas": [0.8, 0.98]})
+    assert came.betas == (0.8, 0.98, 0.9999)
+    assert optimizer_of({"lr": 0.1}) == AdamWConfig(name=None, lr=0.1)
+    assert optimizer_of({"lr": 0.1}, tensorize={}) == MuonConfig(name=None, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +231,9 @@ def test_defaults_are_those_of_the_optimizer():
             "optimizer.momentum=0.5 .* belongs to muon, sgd; leave it",
         ),
         ({"name": "galore_adamw", "clip_threshold": 2.0}, "clip_threshold=2.0 .* adafactor, came"),
-        ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be two numbers for muon"),
-        ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be one number for muon"),
-        ({"name": "came", "eps": 1e-8}, "optimizer.eps=1e-08 must be two numbers for came"),
+        ({"betas": (0.9, 0.99, 0.999)}, "optimizer.betas=.* must be a list of 2 numbers for muon"),
+        ({"eps": (0.1, 0.2)}, r"optimizer.eps=\(0.1, 0.2\) must be a number for muon"),
+        ({"name": "came", "eps": 1e-8}, "optimizer.eps=1e-08 must be a list of 2 numbers for came"),
         ({"name": "came", "clip_threshold": 0.0}, "optimizer.clip_threshold=0.0 must"),
         ({"betas": (0.9, 1.5)}, r"optimizer.betas=\(0.9, 1.5\) must be decay rates in \[0, 1\)"),
         ({"eps": -1.0}, "optimizer.eps=-1.0 must be at least 0"),
@@ -249,15 +245,14 @@ def test_defaults_are_those_of_the_optimizer():
     ],
 )
 def test_what_does_not_belong_is_named_before_anything_is_done(config, settings, message):
-    config.optimizer = OptimizerConfig(**settings)
     with pytest.raises(ValueError, match=message):
-        quiet_run(config)
+        quiet_run(config, optimizer=optimizer_of(settings, tensorize={}))
     assert not Path(config.out).exists()
 
 
 def test_a_model_without_dense_layers_has_nothing_to_project(config):
     config.tensorize = TTConfig(rank=4, order=2)
-    config.optimizer = OptimizerConfig("galore_adamw")
+    config.optimizer = OPTIMIZERS["galore_adamw"]()
     with pytest.raises(ValueError, match=r"keep layers dense with tensorize\.exclude"):
         quiet_run(config)
     config.tensorize = TTConfig(rank=4, order=2, exclude_modules=["query"])
@@ -266,8 +261,8 @@ def test_a_model_without_dense_layers_has_nothing_to_project(config):
 
 def test_a_missing_package_is_named_with_its_command(config, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
-    for name in ("adamw8bit", "galore_adamw8bit", "galore_adamw_8bit"):
-        config.optimizer = OptimizerConfig(name)
+    for name in ("adamw8bit", "galore_adamw8bit"):
+        config.optimizer = OPTIMIZERS[name]()
         with pytest.raises(ValueError, match=rf"name={name} needs torchao.*: pip install torchao"):
             quiet_run(config)
 
@@ -334,8 +329,8 @@ def test_variants_of_a_sweep_choose(config, tmp_path):
     }
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(content))
-    found = {k: v.config.optimizer for k, v in read_sweep(path).variants.items()}
-    assert [(o.name, o.lr, o.rank) for o in found.values()] == [
+    found = {k: v.optimizer for k, v in read_sweep(path).variants.items()}
+    assert [(o.name, o.lr, getattr(o, "rank", None)) for o in found.values()] == [
         ("came", None, None),
         ("came", 1e-3, None),
         ("galore_adamw", None, None),

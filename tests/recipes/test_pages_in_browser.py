@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.recipes.report.comparison import compare
-from comera.recipes.report.comparison_table import write_comparison
+from comera.recipes.report.comparison import compare, write_comparison
 from comera.recipes.report.run_report import write_report
 from comera.recipes.report.sweep_report import write_sweep_report
 from tests.recipes.test_run_report import write_run, write_twin
@@ -116,7 +115,7 @@ def sweep_page(folder: Path) -> str:
     return write_sweep_report(folder).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("make", "pictures"), [(run_page, 11), (sweep_page, 4)])
+@pytest.mark.parametrize(("make", "pictures"), [(run_page, 8), (sweep_page, 4)])
 def test_a_page_in_a_browser(tmp_path, make, pictures):
     text = make(tmp_path)
     switched = text.replace('<option value="dark">', '<option value="dark" selected>')

@@ -5,10 +5,9 @@ import pytest
 
 from comera.recipes import reproduce as module
 from comera.recipes.cli import main
-from comera.recipes.report.comparison import Failed, Trained, compare
-from comera.recipes.report.comparison_table import write_comparison
+from comera.recipes.report.comparison import Failed, Trained, compare, write_comparison
 from comera.recipes.reproduce import experiments, file_of, try_out, write_reproduction
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import read_sweep
 
 TINY = {
     "masked_text.vocab_size": 300,
@@ -116,7 +115,7 @@ def test_what_is_finished_stands_beside_what_was_published(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, forked_runs):
+def test_a_piece_is_trained_skipped_and_gone_on_with(tmp_path, capsys, runs_here):
     changes = ",".join(f"{key}={value}" for key, value in TINY.items())
     command = ["reproduce", "came-shapes", f"--out={tmp_path}", f"--set=[{changes}]"]
     most = [f"{name}/seed-{seed}" for name in ("adamw", "adafactor") for seed in (1, 2)]

@@ -1,7 +1,6 @@
 import dataclasses
 import inspect
 import json
-import typing
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ from comera.nn.targets import TTConfig
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
-from comera.recipes.parse import read_yaml, section_of, wanted
+from comera.recipes.optimizers import MuonConfig
+from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
     ImportancePruningConfig,
     ModelConfig,
-    OptimizerConfig,
     RunConfig,
     TrainConfig,
     TwoStageConfig,
@@ -56,7 +55,7 @@ def config(tmp_path, monkeypatch) -> RunConfig:
         model=ModelConfig(d_model=32, num_layers=1, num_heads=2, ffn_dim=64),
         tensorize=TTConfig(rank=8, embedding_rank=8, order=2),
         two_stage=TwoStageConfig(target=0.6),
-        optimizer=OptimizerConfig(lr=3e-3, gate_lr=0.05),
+        optimizer=MuonConfig(lr=3e-3, gate_lr=0.05),
         train=TrainConfig(steps=50, batch_size=8, eval_batches=4, save_every=20),
         twin=True,
     )
@@ -89,7 +88,7 @@ def test_the_same_command_resumes_or_refuses(config):
     first = quiet_run(config)
     (again,) = quiet_run(dataclasses.replace(config))
     assert again.metrics == first[0].metrics
-    other = dataclasses.replace(config, seed=3, optimizer=OptimizerConfig(lr=1e-3))
+    other = dataclasses.replace(config, seed=3, optimizer=MuonConfig(lr=1e-3))
     with pytest.raises(ValueError, match=r"other settings \(seed: 0 -> 3, optimizer.lr: 0.003 -> "):
         quiet_run(other)
     (fresh,) = quiet_run(dataclasses.replace(other, overwrite=True))
@@ -165,9 +164,9 @@ def test_a_dense_run_needs_no_other_section(config):
                 ({"share": 0.001}, "importance_pruning.share=0.001 of 50 steps is no step"),
             )
         ),
-        ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr=-1.0 must be at least 0"),
-        ({"optimizer": OptimizerConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
-        ({"optimizer": OptimizerConfig(target_modules="x")}, "target_modules='x' names no dense"),
+        ({"optimizer": MuonConfig(lr=-1.0)}, "optimizer.lr=-1.0 must be at least 0"),
+        ({"optimizer": MuonConfig(warmup_share=2.0)}, "optimizer.warmup_share=2.0 must be"),
+        ({"optimizer": MuonConfig(target_modules="x")}, "target_modules='x' names no dense"),
         ({"train": TrainConfig(steps=-3)}, "train.steps=-3 must be at least 1"),
         ({"train": TrainConfig(steps=3, threads=0)}, "train.threads=0 must be at least 1"),
         ({"train": TrainConfig(steps=3, eval_batches=0)}, "train.eval_batches=0 must be at least"),
@@ -381,9 +380,9 @@ def test_a_section_has_the_settings_and_defaults_of_its_method(method, section):
 
 def test_a_section_makes_its_method():
     layer = comera.TTLinear(16, 16, rank=4)
-    ranks = TwoStageConfig(target=0.7, gamma=0.2, late_share=0.2).make(layer, 10)
+    ranks = TwoStageConfig(target=0.7, gamma=0.2, late_share=0.2).build(layer, 10)
     assert (ranks.early_steps, ranks.late_steps, ranks.settings.gamma) == (4, 2, 0.2)
-    ranks = ImportancePruningConfig(target=0.7, min_keep=0.1, canonical=False).make(layer, 10)
+    ranks = ImportancePruningConfig(target=0.7, min_keep=0.1, canonical=False).build(layer, 10)
     assert (ranks.target, ranks.settings.min_keep, ranks.settings.canonical) == (0.7, 0.1, False)
     for _ in range(3):
         assert not ranks.due
@@ -487,7 +486,7 @@ def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
 
 def test_words_for_every_type_of_a_setting():
     def check(kind: type) -> None:
-        for hint in typing.get_type_hints(kind).values():
+        for hint in hints_of(kind).values():
             section, _ = section_of(hint)
             if section is not None:
                 check(section)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import shutil
 from pathlib import Path
@@ -18,13 +17,13 @@ from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.data_record import DataRecord
 from comera.recipes.folder import lock
+from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (
     CheckpointConfig,
     DlrmConfig,
     ImportancePruningConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.slow  # interpreters have to start
 STEPS, SAVED = 15, 5
 """Of the runs through all stages: they are in their first stage when they are saved first."""
 
-STAGED = ("stages", "shared out", "split")
+STAGED = ("stages", "shared out")
 """Runs through all stages, which are resumed too."""
 
 
@@ -69,35 +68,21 @@ def cases() -> dict[str, RunConfig]:
     return {
         "stages": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
-            optimizer=OptimizerConfig(gate_lr=0.1), twin=True,
+            optimizer=MuonConfig(gate_lr=0.1), twin=True,
             train=every(steps=STEPS, save_every=SAVED),
         ),
         "shared out": config(
             STEPS, masked_text=text, two_stage=TwoStageConfig(target=0.6),
             tensorize=dataclasses.replace(ranks, exclude_modules=["fc1"]),
-            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
+            optimizer=MuonConfig(gate_lr=0.1), parallel=ParallelConfig("fsdp"),
             train=every(steps=STEPS, save_every=SAVED),
-        ),
-        "split": config(
-            STEPS, causal_text=text, two_stage=TwoStageConfig(target=0.6), twin=True,
-            tensorize=dataclasses.replace(
-                ranks,
-                exclude_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"],
-            ),
-            model=dataclasses.replace(small, num_heads=4),
-            optimizer=OptimizerConfig(gate_lr=0.1), parallel=ParallelConfig("tensor"),
-            train=every(steps=STEPS, save_every=SAVED, accumulate=2),
-        ),
-        "split with dropout": config(
-            8, causal_text=text, tensorize=None, parallel=ParallelConfig("tensor"),
-            model=dataclasses.replace(small, dropout=0.3),
         ),
         "importance": config(
             10, causal_text=text, importance_pruning=ImportancePruningConfig(target=0.6),
-            optimizer=OptimizerConfig("adamw"), train=every(steps=10, accumulate=2),
+            optimizer=AdamWConfig(), train=every(steps=10, accumulate=2),
         ),
         "in backward": config(
-            8, masked_text=text, optimizer=OptimizerConfig("came", in_backward=True),
+            8, masked_text=text, optimizer=CAMEConfig(in_backward=True),
             train=every(steps=8, clip_norm=None),
         ),
         "pairs": config(8, nli=nli),
@@ -151,14 +136,8 @@ def _found(rank):
     outcomes["dropout"] = trained_with_dropout(processes)
     lossy = CheckpointConfig("lossy", keep_last=None)
     outcomes["lossy"] = trained("shared out", "2/lossy", processes, checkpoints=lossy)
-    processes.from_first(lambda: cut_back("2/split", "2/shared out from split"))
-    outcomes["other kind"] = trained(
-        "split", "2/shared out from split", processes, parallel=ParallelConfig("fsdp")
-    )
-    optimizer = OptimizerConfig("came")
+    optimizer = CAMEConfig()
     problems = {
-        "heads": said(lambda: trained("split", "x", processes, model=ModelConfig(num_heads=1))),
-        "text": said(lambda: trained("dense", "x", processes, parallel=ParallelConfig("tensor"))),
         "came": said(lambda: trained("shared out", "came", processes, optimizer=optimizer)),
         "odd": said(lambda: trained("dense", "odd", processes, train=TrainConfig(9, batch_size=9))),
         "other data": said(
@@ -237,8 +216,6 @@ def assert_alike(one, other):
     [
         "stages",
         "shared out",
-        "split",
-        "split with dropout",
         "importance",
         "in backward",
         "pairs",
@@ -254,18 +231,14 @@ def test_two_processes_train_as_one(folder, name):
 def test_four_processes_and_the_twin_train_as_one(folder):
     for name in STAGED:
         assert_alike(folder / "4" / name, folder / "1" / name)
-    for count, name in itertools.product("24", ("stages", "split")):
-        assert_alike(folder / count / name / "dense", folder / "1" / name / "dense")
+    for count in "24":
+        assert_alike(folder / count / "stages" / "dense", folder / "1" / "stages" / "dense")
 
 
 @pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize(("count", "of"), [(2, 1), (4, 1), (1, 4)])
 def test_a_run_is_resumed_by_another_number_of_processes(folder, name, count, of):
     assert_alike(folder / f"{count}/{name} from {of}", folder / f"1/{name}")
-
-
-def test_a_run_that_was_split_is_resumed_as_one_that_is_shared_out(folder):
-    assert_alike(folder / "2/shared out from split", folder / "1/split")
 
 
 def test_lossy_checkpoints_of_what_is_shared_out_are_read_by_one_process(folder):
@@ -297,10 +270,6 @@ def test_what_one_process_finds_wrong_is_said_by_all(folder):
     assert "give 8 or 10" in first["odd"]
     assert first["came"].startswith("ValueError: optimizer.name=came needs whole matrices")
     assert "parallel.kind=ddp" in first["came"]
-    assert "has 1 heads, which 2 processes cannot have equal parts of" in first["heads"]
-    assert second["heads"] == f"OtherProcessError: process 0: {first['heads'][12:]}"
-    assert first["text"] == second["text"]
-    assert "splits the products of the model of causal_text, and this run has" in first["text"]
     assert first["held"].startswith("FolderInUseError")
     assert second["held"].startswith("OtherProcessError: process 0: FolderInUseError: ")
     problem = "it has read other data than process 0 (1 file: a.txt changed): give every machine"

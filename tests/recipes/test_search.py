@@ -23,7 +23,7 @@ from tests.recipes.test_sweep import carried_out, content, written, wrong  # noq
 
 ROOT = Path(comera.__file__).parents[1]
 
-QUADRATIC = {"trials": 40, "over": {"x": {"from": -5, "to": 5.0}, "k": ["near", "far"]}}
+QUADRATIC = {"trials": 40, "over": {"x": {"low": -5, "high": 5.0}, "k": ["near", "far"]}}
 
 
 def searched(folder, trials=None, stop_at=None, **given):
@@ -113,19 +113,25 @@ def test_settings_that_do_not_go_together_are_a_failed_trial(tmp_path):
     ("path", "value", "message"),
     [
         ("search", 3, "search=3 must be a section"),
-        ("search/trails", 3, "search.trails is no key of a search: did you mean trials?"),
+        ("search/trails", 3, "search.trails is not a setting: did you mean trials?"),
         ("search/trials", 0, "search.trials=0 must be a whole number from 1"),
-        ("search/trials", None, "search.trials=None must be a whole number from 1"),
-        ("search/seed", "a", "search.seed='a' must be a whole number from 0"),
-        ("search/sampler", "tpee", "search.sampler=tpee is no sampler: did you mean tpe?"),
+        ("search/trials", None, "search.trials=null must be a whole number"),
+        ("search/seed", "a", "search.seed='a' must be a whole number"),
+        ("search/sampler", "tpee", "search.sampler='tpee' must be tpe or random"),
         ("search/over", {}, "search.over={} must name settings"),
         ("search/over/optimizer.lr", 3, "search.over.optimizer.lr=3 must be a list of two values"),
         ("search/over/optimizer.lr", [1], r"lr=\[1\] must be a list of two values or more"),
-        ("search/over/optimizer.lr", {"from": 1, "too": 2}, "must be a list of two values"),
-        ("search/over/optimizer.lr", {"from": 2, "to": 1}, "from=2 must be below to=1"),
-        ("search/over/optimizer.lr", {"from": "x", "to": 1}, "lr.from='x' must be a number"),
-        ("search/over/optimizer.lr", {"from": 0, "to": 1, "log": True}, "needs from > 0"),
-        ("search/over/optimizer.lr", {"from": 0, "to": 9, "step": 0.5}, "whole where from and to"),
+        ("search/over/optimizer.lr", {"low": 1, "hihg": 2}, "must be a list of two values"),
+        ("search/over/optimizer.lr", {"low": 1, "high": 2, "lgo": True}, "keyword argument 'lgo'"),
+        (
+            "search/over/optimizer.lr",
+            {"low": 2, "high": 1},
+            r"lr=\{'low': 2, 'high': 1\}: `low <= high` must hold",
+        ),
+        ("search/over/optimizer.lr", {"low": "x", "high": 1}, "could not convert string to float"),
+        ("search/over/optimizer.lr", {"low": "nan", "high": 1}, "low='nan' must be a number"),
+        ("search/over/optimizer.lr", {"low": 0, "high": 1.0, "log": True}, "`low > 0` must hold"),
+        ("search/over/model.d_model", {"low": 4, "high": 9, "step": 0.5}, "a whole number"),
         ("search/over/optimizer.rl", [1, 2], "over.optimizer.rl: optimizer.rl is no"),
         ("search/over/model.d_model", [16, 1.5], "d_model=1.5 must be a whole number"),
         ("search/over/seed", [1, 2], "seed is not for a search to set"),
@@ -140,7 +146,8 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     value,
     message,
 ):
-    content["search"] = {"trials": 3, "over": {"optimizer.lr": {"from": "1e-4", "to": 1e-2}}}
+    peer("optuna")
+    content["search"] = {"trials": 3, "over": {"optimizer.lr": {"low": "1e-4", "high": 1e-2}}}
     wrong(content, path, value)
     with pytest.raises(ValueError, match=message) as caught:
         run_sweep(written(content, tmp_path), console=Console(quiet=True))
@@ -149,20 +156,24 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 
 
 def test_a_search_in_a_queue_has_to_say_how_many_at_a_time(content, tmp_path):  # noqa: F811
+    peer("optuna")
     content["search"] = {"trials": 9, "over": {"optimizer.lr": [1e-4, 1e-3]}}
     with pytest.raises(ValueError, match=r"would begin all 9 trials at once.* give --jobs"):
         run_sweep(written(content, tmp_path), console=Console(quiet=True), launcher="ray")
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on(content, tmp_path, forked_runs):  # noqa: F811
+def test_a_search_that_is_killed_goes_on(content, tmp_path, runs_here):  # noqa: F811
     """By kill -9, while its first trial trains; the base is compared with."""
     peer("optuna")
     del content["variants"], content["reference"]
     content["base"]["train"] |= {"steps": 120, "save_every": 20}
     content["search"] = {
         "trials": 2,
-        "over": {"optimizer.lr": {"from": 1e-4, "to": 1e-2, "log": True}, "tensorize.rank": [3, 4]},
+        "over": {
+            "optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True},
+            "tensorize.rank": [3, 4],
+        },
     }
     command = [sys.executable, "-m", "comera", "sweep", str(written(content, tmp_path))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -17,12 +17,11 @@ import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
 from comera.recipes.folder import lock
-from comera.recipes.jobs import Job, resolve, steps_in_time
+from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
 from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep import make_jobs, run_sweep, show_progress
-from comera.recipes.sweep_file import read_sweep
+from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, show_progress
 from comera.train.step import TrainStep
 from tests.texts import write_functions
 
@@ -125,50 +124,33 @@ def test_variants_take_over_what_they_extend(content, tmp_path):
         "again-dense": {"extends": "tt-8-wide", "tensorize": None},
     }
     variants = sweep_of(content, tmp_path).variants
-    assert variants["dense"].config.tensorize is None
-    assert variants["tt"].config.tensorize.rank == 4
-    wide = variants["tt-8-wide"].config
+    assert variants["dense"].tensorize is None
+    assert variants["tt"].tensorize.rank == 4
+    wide = variants["tt-8-wide"]
     assert (wide.tensorize.rank, wide.tensorize.order, wide.model.ffn_dim) == (8, 2, 64)
     assert (wide.optimizer.lr, wide.model.d_model, wide.twin) == (2e-3, 16, False)
-    assert variants["again-dense"].config.tensorize is None
-    assert variants["again-dense"].config.model.ffn_dim == 64
+    assert variants["again-dense"].tensorize is None
+    assert variants["again-dense"].model.ffn_dim == 64
 
 
 def test_a_base_may_be_a_file_beside_the_sweep(content, tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base.yaml").write_text(yaml.safe_dump(content["base"]))
     content["base"] = "runs/base.yaml"
-    assert sweep_of(content, tmp_path).variants["tt"].config.train.steps == 6
+    assert sweep_of(content, tmp_path).variants["tt"].train.steps == 6
     content["base"] = "runs/bse.yaml"
     with pytest.raises(FileNotFoundError, match=r"runs/bse\.yaml"):
         sweep_of(content, tmp_path)
 
 
-def test_every_seed_and_variant_is_a_job_after_those_it_waits_for(content, tmp_path):
+def test_every_seed_and_variant_is_a_job(content, tmp_path):
     content["seeds"] = [3, 5]
-    content["variants"] = {
-        "long": {"extends": "tt", "same_time_as": "dense"},
-        **content["variants"],
-    }
     jobs = make_jobs(sweep_of(content, tmp_path))
     assert [job.name for job in jobs] == [
-        f"{name}, seed {seed}" for seed in (3, 5) for name in ("dense", "tt", "long")
+        f"{name}, seed {seed}" for seed in (3, 5) for name in ("dense", "tt")
     ]
-    assert [job.config.seed for job in jobs] == [3, 3, 3, 5, 5, 5]
-    assert jobs[5].folder == tmp_path / "out" / "long" / "seed-5"
-    assert jobs[5].needs == [jobs[3], jobs[4]]
-
-
-@pytest.mark.slow
-def test_as_many_steps_as_fit_in_the_time_of_another(content, tmp_path):
-    content["variants"]["long"] = {"extends": "tt", "same_time_as": "dense"}
-    dense, tt, long = make_jobs(sweep_of(content, tmp_path))
-    finish(dense, seconds=10.0, steps=6)
-    finish(tt, seconds=3.0, steps=6)
-    assert steps_in_time(dense.folder, tt.folder) == 20
-    resolve([dense, tt, long])
-    assert [dense.state, tt.state, long.state] == ["finished", "finished", "waiting"]
-    assert (long.config.train.steps, long.config.train.epochs) == (20, None)
+    assert [job.config.seed for job in jobs] == [3, 3, 5, 5]
+    assert jobs[3].folder == tmp_path / "out" / "tt" / "seed-5"
 
 
 def wrong(content: dict, path: str, value) -> None:
@@ -211,18 +193,8 @@ def wrong(content: dict, path: str, value) -> None:
         ("variants/tt", {"train.steps": 1, "train": {"steps": 2}}, "steps is given twice: 1 and 2"),
         ("variants/tt", {"tensorize.rank": [4, 4]}, "variant tt: .*rank"),
         ("variants/tt", {"extends": "dens"}, "extends=dens is no variant: did you mean dense?"),
-        ("variants/tt", {"same_time_as": "dense"}, "variant tt: same_time_as=dense needs extends"),
-        (
-            "variants/tt",
-            {"extends": "dense", "same_time_as": "dense", "train.steps": 4},
-            "same_time_as sets the steps, so train.steps cannot",
-        ),
+        ("variants/tt", {"train.seconds": 0}, "variant tt: train.seconds=0.0 must be above 0"),
         ("variants/tt", {"extends": "tt"}, "extends goes round in a circle: tt -> tt"),
-        (
-            "variants/tt",
-            {"extends": "dense", "same_time_as": "tt"},
-            "waits for its own time: tt -> tt",
-        ),
         (
             "metric",
             "accurcy",
@@ -292,9 +264,10 @@ def test_runs_that_failed_are_among_those_that_have_ended(content, tmp_path):
     jobs = [*make_jobs(sweep_of(content, tmp_path)), Job("x", 0, RunConfig())]
     finish(jobs[0])
     console = Console(file=io.StringIO(), width=200)
-    with show_progress(jobs, "loss", console, 4) as watcher:
-        for job, job.state in zip(jobs, ("finished", "failed", "stopped"), strict=True):
-            watcher.ended(job)
+    with show_progress(jobs, "loss", console, 4) as show:
+        for job, state in zip(jobs, ("finished", "failed", "stopped"), strict=True):
+            job.state = state
+            show()
     assert "2/4 1 failed" in console.file.getvalue()
 
 
@@ -337,17 +310,15 @@ def test_another_folder_than_the_file_names(content, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
-    content, tmp_path, forked_runs
+    content, tmp_path, runs_here
 ):
     content["variants"] |= {
         "fails": {"masked_text.folder": str(tmp_path / "nowhere")},
-        "waits": {"extends": "dense", "same_time_as": "fails"},
     }
     begun = interrupted_at(3, make_jobs(sweep_of(content, tmp_path))[0].config)
     status, printed = carried_out(content, tmp_path, at_once=2)
     assert status == 1
     assert re.search(r"failed: fails, seed 0: .*nowhere", printed)
-    assert "failed: waits, seed 0: it needs the time of fails, seed 0, which failed" in printed
     out = tmp_path / "out"
     runs = {run["variant"]: run for run in json.loads((out / "results.json").read_text())["runs"]}
     assert set(runs) == {"dense", "tt"}
@@ -360,8 +331,8 @@ def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
     assert len(log) > len(begun)
     # Later: another variant, and what failed taken out; what is finished stays as it was.
     before = (out / "tt" / "seed-0" / "result.json").stat().st_mtime_ns
-    del content["variants"]["fails"], content["variants"]["waits"]
-    content["variants"]["long"] = {"extends": "tt", "same_time_as": "dense"}
+    del content["variants"]["fails"]
+    content["variants"]["long"] = {"extends": "tt", "train.steps": 8}
     status, printed = carried_out(content, tmp_path)
     assert status == 0
     assert "3 runs in" in printed
@@ -369,7 +340,7 @@ def test_a_sweep_side_by_side_outlives_a_run_that_fails_and_goes_on_later(
     assert (out / "tt" / "seed-0" / "result.json").stat().st_mtime_ns == before
     rows = json.loads((out / "results.json").read_text())["summary"]
     assert [row["variant"] for row in rows] == ["dense", "tt", "long"]
-    assert rows[2]["steps"] == steps_in_time(out / "dense" / "seed-0", out / "tt" / "seed-0")
+    assert rows[2]["steps"] == 8
 
 
 @pytest.mark.slow
@@ -416,7 +387,7 @@ def test_the_sweeps_that_come_along_can_be_read(path):
     sweep = read_sweep(path)
     metrics = {"nli": "accuracy", "lm": "perplexity", "dlrm": "auc"}
     assert sweep.metric == metrics[path.parent.name]
-    assert sweep.variants[sweep.reference].config.tensorize is None
+    assert sweep.variants[sweep.reference].tensorize is None
 
 
 def test_a_run_is_no_sweep(tmp_path):

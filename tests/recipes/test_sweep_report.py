@@ -9,13 +9,11 @@ from comera.recipes.report.comparison import (
     Failed,
     Trained,
     compare,
+    comparison_text,
     pareto_front,
+    read_comparison,
     read_trained,
     show_difference,
-)
-from comera.recipes.report.comparison_table import (
-    comparison_text,
-    read_comparison,
     write_comparison,
 )
 from comera.recipes.report.sweep_report import gather_sweep, write_sweep_report
@@ -99,8 +97,8 @@ def test_figures_that_are_not_finite_are_kept_and_not_drawn(tmp_path):
     assert math.isnan(read_comparison(tmp_path).rows[1].mean)
     assert math.isnan(comera.load_sweep(tmp_path)["accuracy"][1])
     page = gather_sweep("Sweep", read_comparison(tmp_path))
-    assert (page.findings, page.differences) == ([], [])
-    assert [row[0] for row in page.table.rows] == ["dense", "small"]
+    assert (page["findings"], page["differences"]) == ([], [])
+    assert [row[0] for row in page["table"].rows] == ["dense", "small"]
     assert "NaN" not in write_sweep_report(tmp_path).read_text()
 
 
@@ -158,7 +156,7 @@ def test_figures_on_test_data_are_compared_where_all_runs_have_them(tmp_path):
         "| small | 2/2 | 10 | 1.00x | 69.00 ± 2.83 | +0.00 ± 1.00 | 1 | 1.0 | 1.00x | 75.00 |"
         in (table)
     )
-    (finding,) = gather_sweep("Sweep", comparison).findings
+    (finding,) = gather_sweep("Sweep", comparison)["findings"]
     assert finding.startswith("small: test accuracy 69.00 %, the same as dense's 69.00 %")
 
 
@@ -198,20 +196,20 @@ def test_a_result_is_read_whole_but_for_its_layers(tmp_path):
 
 def test_the_page_compares_each_variant_with_the_reference(comparison):
     page = gather_sweep("Sweep", comparison)
-    assert page.findings == [
+    assert page["findings"] == [
         "small: accuracy 71.00 %, the same as dense's 71.00 % (2 seeds); 8.33 times fewer "
         "parameters; a step 2.00 times faster by the wall clock.",
         "once: accuracy 75.00 %, 5.00 points lower than dense's 80.00 % (one seed); 2.00 times "
         "fewer parameters; a step 4.00 times faster by the wall clock.",
     ]
-    small, once = page.differences
-    assert [round(point.x, 6) for point in small.by_seed] == [-0.01, 0.01]
-    assert [point.text for point in small.by_seed] == [
+    small, once = page["differences"]
+    assert [round(point.x, 6) for point in small["by_seed"]] == [-0.01, 0.01]
+    assert [point.text for point in small["by_seed"]] == [
         "small, seed 0: -1.00 points",
         "small, seed 1: +1.00 points",
     ]
-    assert (small.shown, once.shown) == ("+0.00 ± 1.00 points", "-5.00 points")
-    size, time = page.charts
+    assert (small["shown"], once["shown"]) == ("+0.00 ± 1.00 points", "-5.00 points")
+    size, time = page["charts"]
     front, variants, reference = size.lines
     assert [(p.x, p.y) for p in front.points] == [(120, 0.71), (500, 0.71), (500, 0.75)]
     assert [p.name for p in variants.points] == ["small", "once", "other-seed"]

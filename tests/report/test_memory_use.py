@@ -99,10 +99,9 @@ def test_what_is_counted_is_what_a_step_allocates(name, dtype):
     check(model, optimizer)
 
 
-@pytest.mark.parametrize("proj_type", ["reverse_std", "full", "random"])
-def test_every_way_to_project_is_counted(proj_type):
+def test_projections_of_both_sides_are_counted():
     model = make_model()
-    check(model, comera.GaLoreAdamW(groups(model, True, proj_type)))
+    check(model, comera.GaLoreAdamW(groups(model, True, "full")))
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_a_dense_model_is_planned_before_it_is_converted():
     config = comera.TTConfig(rank=8)
     plan = comera.plan(dense, config, tokens=512)
     made = comera.plan(comera.tensorize_(copy.deepcopy(dense), config), tokens=512)
-    assert plan.rows() == made.rows()
+    assert plan.tables() == made.tables()
     assert plan.seconds == made.seconds
     want = comera.compression_report(comera.tensorize_(copy.deepcopy(dense), config), tokens=512)
     assert plan.report.layers == want.layers

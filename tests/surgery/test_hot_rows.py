@@ -186,3 +186,30 @@ def test_what_does_not_fit_is_named():
         comera.update_hot_rows_(TTEmbedding(ROWS, WIDTH, rank=3), torch.ones(ROWS))
     with pytest.raises(ValueError, match=r"counts have shape \(3,\); a table of 30 rows"):
         comera.update_hot_rows_(make(), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "kind", [{"scatter_rows": False}, {"hot_rows": 3}, {"hot_rows": 3, "hot_rank": 1}]
+)
+def test_every_index_reads_the_row_at_its_place(kind):
+    table = comera.TTEmbedding(37, 6, rank=3, **kind)
+    before = table.weight.detach().clone()
+    places = torch.randperm(37)
+    table.keep_rows_at_(places.int())
+    torch.testing.assert_close(table.weight, before[places])
+    torch.testing.assert_close(table(torch.arange(37)), before[places])
+
+
+def test_an_order_replaces_the_scattering():
+    table = comera.TTEmbedding(37, 6, rank=3)
+    scattered = table.weight.detach().clone()
+    table.keep_rows_at_(torch.arange(37).int())
+    rows = torch.tensor([i * 23 % 37 for i in range(37)])  # 37 / 1.618 = 22.9
+    torch.testing.assert_close(scattered, table.weight[rows])
+
+
+def test_an_order_is_saved_with_the_table():
+    table, other = comera.TTEmbedding(20, 4, rank=2), comera.TTEmbedding(20, 4, rank=2)
+    table.keep_rows_at_(torch.randperm(20).int())
+    other.load_state_dict(table.state_dict())
+    torch.testing.assert_close(other.weight, table.weight)

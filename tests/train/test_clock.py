@@ -182,3 +182,17 @@ def test_a_run_that_goes_on_adds_to_its_seconds(device, slow, tmp_path):
     rest = slow_step(device)
     parts = loop.train(rest, steps=12, folder=tmp_path / "parts", resume=True, **slow)
     assert parts.seconds == pytest.approx(whole.seconds, abs=2 * LAUNCH)
+
+
+def test_a_run_ends_when_its_seconds_are_up(device, slow, tmp_path, caplog):
+    """Earlier sessions count, ranks are cut, and nothing is trained after that."""
+    caplog.set_level("INFO", "comera")
+    loop.train(slow_step(device), steps=3, folder=tmp_path, **slow)
+    limited = {"steps": 100, "seconds": 30, "log_every": 2, "folder": tmp_path, "resume": True}
+    result = loop.train(slow_step(device), **limited, **slow)
+    assert (result.steps, result.interrupted) == (8, False)
+    assert result.ranks is not None
+    assert result.seconds >= 30
+    assert "train: ends after step 8 of 100, as its 30 seconds are up" in caplog.text
+    again = loop.train(slow_step(device), **limited, **slow)
+    assert (again.steps, again.metrics) == (8, result.metrics)

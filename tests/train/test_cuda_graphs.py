@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import comera
-from comera.bench.encoders import Encoders, learned_ranks, train_step
+from benchmarks.encoders import Encoders, learned_ranks, train_step
 from comera.ops.context import static_shapes
 from comera.ops.linear.fp8 import why_not_fp8
 from comera.train.capture import WARM_UP

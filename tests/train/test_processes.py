@@ -110,13 +110,6 @@ def test_one_process_alone_has_nobody_to_ask():
     assert not alone.any(False)
 
 
-def test_processes_of_one_batch_have_all_of_it_and_equal_random_numbers():
-    second, state = Processes(1, 2, one_batch=True), torch.get_rng_state()
-    assert second.share_of(ROWS) is ROWS
-    second.draw_(0, 0)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(
     ("environment", "count", "rank"),
     [

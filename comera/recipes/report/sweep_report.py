@@ -2,70 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 from comera.recipes.report.comparison import (
     Comparison,
     Row,
+    comparison_cells,
     pareto_front,
+    read_comparison,
     show_change,
     show_difference,
     show_metric,
     show_times,
 )
-from comera.recipes.report.comparison_table import (
-    comparison_cells,
-    comparison_note,
-    comparison_title,
-    read_comparison,
-)
 from comera.recipes.report.page import Axis, Chart, Line, Point, Table, axis_around, write_page
-
-
-@dataclass(frozen=True)
-class Differences:
-    """How one variant differs from the reference.
-
-    Attributes:
-        variant: Its name.
-        by_seed: The differences, as points of which only ``x`` counts.
-        mean: Their mean and its standard error, likewise.
-        shown: The mean as text.
-    """
-
-    variant: str
-    by_seed: list[Point]
-    mean: Point
-    shown: str
-
-
-@dataclass(frozen=True)
-class SweepReport:
-    """What ``sweep.html`` shows; a part that is empty or None is left out.
-
-    Attributes:
-        title: Heading of the page.
-        subtitle: What is compared.
-        findings: Each variant beside the reference, in sentences.
-        charts: The metric against size and against time.
-        axis: The axis of the differences.
-        differences: Variants beside the reference, paired by seed.
-        table: One row a variant.
-        note: What is in its columns.
-        failed: Runs that ended without a result, each with the reason.
-    """
-
-    title: str
-    subtitle: str
-    findings: list[str]
-    charts: list[Chart]
-    axis: Axis | None
-    differences: list[Differences]
-    table: Table
-    note: str
-    failed: list[str]
 
 
 def write_sweep_report(folder: Path) -> Path:
@@ -83,35 +36,32 @@ def write_sweep_report(folder: Path) -> Path:
     return path
 
 
-def gather_sweep(title: str, comparison: Comparison) -> SweepReport:
-    """Return all that the page of a sweep shows."""
-    finite = [row for row in comparison.rows if math.isfinite(row.mean)]
+def gather_sweep(title: str, comparison: Comparison) -> dict[str, Any]:
+    """Return what ``sweep.html`` shows: ``findings`` in sentences, ``table``, ``charts``, ..."""
+    finite = tuple(row for row in comparison.rows if math.isfinite(row.mean))
     others = [
         row
         for row in finite
-        if row.difference is not None and math.isfinite(row.difference) and row != comparison.base
+        if row.difference is not None
+        and math.isfinite(row.difference)
+        and row.variant != comparison.reference
     ]
-    drawn = replace(comparison, rows=tuple(finite))
+    drawn = replace(comparison, rows=finite)
     differences = [_differences(row, comparison) for row in others]
-    ends = [
-        end
-        for each in differences
-        for point in (*each.by_seed, each.mean)
-        for end in (point.x - point.error, point.x + point.error)
-    ]
+    points = [point for each in differences for point in (*each["by_seed"], each["mean"])]
+    ends = [end for point in points for end in (point.x - point.error, point.x + point.error)]
     label = f"difference in {_named(comparison)} to {comparison.reference}"
-    header, rows = comparison_cells(comparison)
-    return SweepReport(
-        title=title,
-        subtitle=comparison_title(comparison),
-        findings=[_finding(row, comparison) for row in others],
-        charts=[_by_size(drawn), _by_seconds(drawn)] if finite else [],
-        axis=axis_around(label, [0.0, *ends]) if ends else None,
-        differences=differences,
-        table=Table(header, rows),
-        note=comparison_note(comparison),
-        failed=[str(run) for run in comparison.failed],
-    )
+    return {
+        "title": title,
+        "subtitle": comparison.title,
+        "findings": [_finding(row, comparison) for row in others],
+        "table": Table(*comparison_cells(comparison)),
+        "note": comparison.note,
+        "failed": [str(run) for run in comparison.failed],
+        "charts": [_by_size(drawn), _by_seconds(drawn)] if finite else [],
+        "axis": axis_around(label, [0.0, *ends]) if ends else None,
+        "differences": differences,
+    }
 
 
 def _named(comparison: Comparison) -> str:
@@ -133,6 +83,22 @@ def _finding(row: Row, comparison: Comparison) -> str:
     if row.speed:
         text += f"; a step {show_times(row.speed, 1, 'faster', 'slower')} by the wall clock"
     return f"{text}."
+
+
+def _differences(row: Row, comparison: Comparison) -> dict[str, Any]:
+    """Return the points of a variant's differences to the reference, of which only ``x`` counts."""
+    assert row.difference is not None, "they share seeds"
+    metric, error = comparison.metric, row.difference_error
+    shown = show_change(metric, row.difference, error)
+    return {
+        "variant": row.variant,
+        "by_seed": [
+            Point(value, 0, f"{row.variant}, seed {seed}: {show_change(metric, value)}")
+            for seed, value in row.differences.items()
+        ],
+        "mean": Point(row.difference, 0, f"{row.variant}, mean: {shown}", error=error or 0.0),
+        "shown": shown,
+    }
 
 
 def _by_size(comparison: Comparison) -> Chart:
@@ -188,19 +154,3 @@ def _dots(points: dict[str, Point], comparison: Comparison) -> list[Line]:
     own = [point for name, point in ordered if name == base]
     named = (("variants", "variant", others), (base, "reference", own))
     return [Line(*each, joined=False, dots=True) for each in named if each[2]]
-
-
-def _differences(row: Row, comparison: Comparison) -> Differences:
-    assert row.difference is not None, "they share seeds"
-    mean = show_change(comparison.metric, row.difference, row.difference_error)
-    return Differences(
-        variant=row.variant,
-        by_seed=[
-            Point(value, 0, f"{row.variant}, seed {seed}: {show_change(comparison.metric, value)}")
-            for seed, value in row.differences.items()
-        ],
-        mean=Point(
-            row.difference, 0, f"{row.variant}, mean: {mean}", error=row.difference_error or 0.0
-        ),
-        shown=mean,
-    )

@@ -1,0 +1,80 @@
+"""``python -m benchmarks NAME``: from the command line to a benchmark and its exit status.
+
+A benchmark is a module with ``add_options(parser)`` and ``run(session, options)``; its docstring is
+the help. Beside them stand scripts with a command line of their own: ``card``, ``language_model``,
+``kept``, ``minilm`` and ``rates``.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from benchmarks.checks import DisagreementError
+from benchmarks.session import Session, add_common
+from comera.extras import MissingPackageError
+
+NAMES = (
+    "linear", "embedding", "step", "memory", "rank_learning", "traffic", "checkpoints",
+    "optimizers", "ranking", "serve", "updates", "kernels",
+)  # fmt: skip
+
+_INTERRUPTED = 130
+_FILE_WIDTH = 120
+"""Characters of a line where no terminal says how many."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all benchmarks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time and weigh compressed layers beside dense ones and other packages, in one "
+        "process and in turn. Compare the ratios, not the milliseconds.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
+    for name in NAMES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        text = module.__doc__ or ""
+        command = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )  # fmt: skip
+        module.add_options(command)
+        add_common(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    console, errors = Console(), Console(stderr=True)
+    for each in (console, errors):
+        if not each.is_terminal:
+            each.width = _FILE_WIDTH
+    status, settings = 0, {name: value for name, value in vars(options).items() if name != "run"}
+    try:
+        session = Session.of(options, console)
+        try:
+            options.run(session, options)
+        except DisagreementError as problem:
+            console.print(f"[bold red]refused:[/] {problem}", highlight=False, soft_wrap=True)
+            status = 1
+        except KeyboardInterrupt:
+            session.print("interrupted")
+            status = _INTERRUPTED
+        finally:
+            if options.json is not None:
+                session.write(options.json, options.benchmark, settings)
+    except (ValueError, OSError, MissingPackageError) as problem:
+        errors.print("[bold red]error:[/]", end=" ")
+        errors.print(str(problem), highlight=False, soft_wrap=True, markup=False)
+        return 1
+    return status or int(session.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

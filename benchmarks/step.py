@@ -1,0 +1,144 @@
+"""Time a training step of a transformer.
+
+Dense, comera with the rank objective, and GaLore on dense, at every batch size. On a GPU both as
+CUDA graphs too, and what is in these. With --compile comera compiled, and on a GPU both compiled
+and as graphs: what a compressed step has to beat is the better dense one.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
+
+from benchmarks import peers
+from benchmarks.encoders import (
+    LEARNING_RATE,
+    Batch,
+    Encoders,
+    add_encoders,
+    encoders_of,
+    learned_ranks,
+    loss_fn,
+    train_step,
+)
+from benchmarks.session import Session, add_peers, add_repeats, add_several, count
+from benchmarks.timing import Timings
+from comera.calibrate.in_turn import tf32_products
+from comera.train.capture import WARM_UP
+from comera.train.step import TrainStep
+
+_DENSE, _COMERA = "dense, AdamW", "comera, AdamW, rank objective"
+_COMPILE, _GRAPH = ", compiled", ", CUDA graph"
+_PRECISIONS = ("fp32", "tf32", "bf16")
+_GALORE = f"dense, GaLoreAdamW, rank {peers.GALORE_RANK}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add_several(parser, "--batch", [8], "Numbers of sequences in a batch.")
+    parser.add_argument(
+        "--compile", action="store_true",
+        help="Time comera under torch.compile too, and on a GPU both, as CUDA graphs.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", nargs="+", choices=_PRECISIONS, default=["fp32"],
+        help="Products in float32, in float32 by tf32 on a GPU, or in bfloat16 by autocast.",
+    )  # fmt: skip
+    add_encoders(parser)
+    add_peers(parser)
+    add_repeats(parser)
+
+
+def run(session: Session, options: argparse.Namespace) -> None:
+    """Time steps at every batch size, in every precision."""
+    encoders = encoders_of(options)
+    model = encoders.model("comera", session.device)
+    data = [encoders.batch(size, session.device) for size in options.batch]
+    for batch in data:
+        encoders.check(session, model, batch)
+    for precision in options.precision:
+        with tf32_products(precision == "tf32"):
+            _steps(session, encoders, data, precision, options.peers == "all", options.compile)
+
+
+def _steps(
+    session: Session,
+    encoders: Encoders,
+    data: Sequence[Batch],
+    precision: str,
+    with_peers: bool,
+    compile: bool,
+) -> None:
+    """Time steps at every batch size, in one precision."""
+    make = functools.partial(train_step, precision="bf16" if precision == "bf16" else "fp32")
+    model, dense = (encoders.model(kind, session.device) for kind in ("comera", "dense"))
+    steps = {
+        _DENSE: make(dense, graph=False),
+        _COMERA: make(model, learned_ranks(model), graph=False),
+    }
+    if compile:
+        other = encoders.model("comera", session.device)
+        compiled = make(other, learned_ranks(other), compile=True, graph=False)
+        steps[_COMERA + _COMPILE] = compiled
+    graphs: dict[str, TrainStep] = {}
+    if session.device.type == "cuda":  # with an optimizer each, on the same model
+        for how in ("", _COMPILE) if compile else ("",):
+            graphs[_DENSE + how + _GRAPH] = make(dense, compile=bool(how))
+            graphs[_COMERA + how + _GRAPH] = make(model, learned_ranks(model), compile=bool(how))
+        steps |= graphs
+
+    @functools.cache  # made only where its package is there, and once for all batches
+    def galore() -> TrainStep:
+        other = encoders.model("dense", session.device)
+        return TrainStep(other, loss_fn, peers.galore_adamw(other, LEARNING_RATE))
+
+    for batch in data:
+        for one in graphs.values():
+            for _ in range(WARM_UP + 3):  # until it is captured for this batch
+                one(batch)
+        runs: dict[str, Callable[[], object]] = {
+            name: functools.partial(one, batch) for name, one in steps.items()
+        }
+        adjusted = {}
+        if with_peers:
+            session.add_peer(
+                runs, _GALORE, lambda batch=batch: functools.partial(galore(), batch)  # type: ignore[misc]
+            )  # fmt: skip
+        if _GALORE in runs:  # a step with new subspaces is too rare for the rounds to meet it
+            refresh = _refresh(session, galore(), batch)
+            adjusted["adjust"] = functools.partial(_amortise, refresh)
+        counts = {name: count(model if name.startswith(_COMERA) else dense) for name in runs}
+        where = "" if precision == "fp32" else f", {precision}"
+        title = f"{encoders}, {len(batch[0])} sequences of {encoders.length} tokens, training step"
+        session.measure(title + where, runs, _DENSE, counts, **adjusted)
+        for name, one in graphs.items():
+            described = one.describe()
+            session.print(f"{name}: {described}")
+            if described.contents is not None and described.contents.peak_bytes is not None:
+                peaks = session.results[-1].setdefault("peak_bytes", {})
+                peaks[name] = described.contents.peak_bytes
+
+
+def _refresh(session: Session, step: TrainStep, batch: Batch) -> float:
+    """Return the seconds of a step in which GaLore finds its subspaces anew."""
+    assert isinstance(step.optimizer, Optimizer), "made by peers"
+    peers.refresh_galore(step.optimizer)
+    session.synchronize()
+    began = time.perf_counter()
+    step(batch)
+    session.synchronize()
+    took = time.perf_counter() - began
+    session.print(
+        f"GaLore: a step that finds the subspaces anew takes {took:.2f} s; every "
+        f"{peers.GALORE_GAP}th does, and its share is in the figures below"
+    )
+    return took
+
+
+def _amortise(refresh: float, timings: Timings) -> Timings:
+    """Put one refreshing step among the plain ones of each period."""
+    gap = peers.GALORE_GAP
+    plain = timings.seconds[_GALORE]
+    return timings.with_seconds(_GALORE, [((gap - 1) * t + refresh) / gap for t in plain])

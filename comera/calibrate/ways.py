@@ -1,0 +1,427 @@
+"""Measure which way of each operator is the fastest on this device, for ``comera.ops.dispatch``.
+
+Each trial runs an operator as layers do, forward and backward, one way after the other. What is
+measured is written down trial by trial, so that Ctrl-C loses nothing.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.calibrate.in_turn import copies_of, in_turn, tf32_products
+from comera.nn.batched_contraction import BatchedContraction
+from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.fused import self_attention
+from comera.nn.linear import TTLinear
+from comera.ops.attention import attend
+from comera.ops.context import static_shapes
+from comera.ops.dispatch import TABLE, Case, Way, Ways, forget_times
+from comera.ops.factors import Factors
+from comera.ops.kernels import choose
+from comera.ops.linear.feed_forward import factorized_feed_forward
+from comera.ops.linear.gated_feed_forward import gated_feed_forward
+from comera.ops.linear.tt_linear import factorized_linears
+from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
+from comera.planning.printing import show_seconds
+from comera.planning.way_times import Timing, save_way_times
+
+Say = Callable[[str], None]
+
+_ROUNDS, _LEAST_ROUNDS = 7, 3
+_ENOUGH = 0.2
+"""Seconds after which a way has been measured, however few rounds there were."""
+
+_SECONDS = 0.01
+"""A sample takes at least this long, so that the clock does not show."""
+
+_DTYPES = {
+    "cpu": (torch.float32,),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+
+_IN_TF32 = {"feed_forward", "gated_feed_forward"}
+"""Groups with a way that there is only where products of float32 may be of tf32."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size at which the ways of a group of operators are timed.
+
+    Attributes:
+        group: The group, as ``comera.ops.dispatch.Times`` names it.
+        make: Makes runs of equal size, each on inputs of its own, for a device and a dtype.
+    """
+
+    group: str
+    make: Callable[[torch.device, torch.dtype], Sequence[Callable[[], object]]]
+
+
+def measure_ways(device: torch.device, say: Say) -> None:
+    """Time all ways of all operators and save what was found, trial by trial.
+
+    Args:
+        device: A CPU, or a card.
+        say: Called with a line after each trial.
+
+    Raises:
+        ValueError: If ``COMERA_KERNELS`` leaves no choice.
+    """
+    check_choice()
+    setting, today = way_setting(device), datetime.date.today().isoformat()
+    path: Path | None = None
+    try:
+        for trial in TRIALS:
+            for dtype, tf32 in _roundings(trial, device):
+                with tf32_products(tf32):
+                    timings = _measure(trial, device, dtype, say)
+                if timings:
+                    path = save_way_times(setting, timings, today)
+                    for timing in timings:
+                        say(describe(timing))
+    finally:
+        forget_times()
+    say("no operator has two ways here" if path is None else f"saved as {path}")
+
+
+def _roundings(trial: Trial, device: torch.device) -> Iterator[tuple[torch.dtype, bool]]:
+    """List the dtypes at which to measure, and whether products of float32 may be of tf32."""
+    for dtype in _DTYPES[device.type]:
+        yield dtype, False
+        if device.type == "cuda" and dtype == torch.float32 and trial.group in _IN_TF32:
+            yield dtype, True
+
+
+def check_choice() -> None:
+    """Raise ``ValueError`` where ``COMERA_KERNELS`` leaves no choice of a way."""
+    if choose.mode() != "auto":
+        raise ValueError(
+            f"COMERA_KERNELS={choose.mode()} leaves no choice between kernels and torch: unset it "
+            "to measure which is faster"
+        )
+
+
+def describe(timing: Timing) -> str:
+    """Put the times of one case in a line, the fastest first."""
+    ways = ", ".join(
+        f"{way} {show_seconds(timing.seconds[way])}"
+        for way in sorted(timing.seconds, key=lambda way: timing.seconds[way])
+    )
+    where = ", captured" if timing.captured else ""
+    sizes = " x ".join(map(str, timing.sizes))
+    return f"{timing.group} {sizes}, {timing.dtype}{where}: {ways}"
+
+
+def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
+    """Time the ways of a trial; nothing where there is only one that runs."""
+    known = ways_of(trial.group)
+    if len(known) < 2 or (device.type == "cpu" and set(known) == {"kernel", "torch"}):
+        return []
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        runs = trial.make(device, dtype)
+        found = [_in_the_same_way(trial, runs, device, static, say) for static in _modes(device)]
+    return [timing for timings in found for timing in timings]
+
+
+def _modes(device: torch.device) -> tuple[bool, ...]:
+    """Return whether shapes are static, in the modes that matter: a CPU captures nothing."""
+    return (False, True) if device.type == "cuda" else (False,)
+
+
+def _in_the_same_way(
+    trial: Trial,
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    static: bool,
+    say: Say,
+) -> list[Timing]:
+    """Time each way that runs, eagerly or in a graph; the rounds take turns."""
+    samples: dict[str, Callable[[], float]] = {}
+    cases: set[tuple[str, tuple[int | str, ...]]] = set()
+    with static_shapes() if static else nullcontext():
+        for way in ways_of(trial.group):
+            try:
+                gone, seen = _go(trial.group, way, runs[0])
+                if way in gone:
+                    cases |= {(str(d).removeprefix("torch."), sizes) for _, d, sizes in seen}
+                    samples[way] = _sampler(trial.group, way, runs, device, static)
+            except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
+                say(f"{trial.group}: {way} cannot be measured: {problem}")
+        if len(samples) < 2:
+            return []
+        taken = {way: [sample()] for way, sample in samples.items()}
+        for _ in range(_ROUNDS):
+            for way, sample in samples.items():
+                if sum(taken[way]) < _ENOUGH or len(taken[way]) < _LEAST_ROUNDS:
+                    taken[way].append(sample())
+    seconds = {way: median(values[1:]) for way, values in taken.items()}
+    return [Timing(trial.group, dtype, static, sizes, seconds) for dtype, sizes in sorted(cases)]
+
+
+def _go(group: str, way: str, run: Callable[[], object]) -> tuple[set[str], list[Case]]:
+    """Run once, a way preferred; return the ways that were gone, and the cases met."""
+    gone: set[str] = set()
+    seen: list[Case] = []
+    with _watched(group, gone, seen), preferring(group, way):
+        run()
+    return gone, seen
+
+
+@contextmanager
+def _watched(group: str, gone: set[str], seen: list[Case]) -> Iterator[None]:
+    """Note which ways of a group are gone where times order them, and for which cases."""
+    before = {ways.name: ways.ways for ways in operators_of(group)}
+
+    def noting(ways: Ways, way: Way) -> Way:
+        def run(*args: Any) -> Any:
+            assert ways.times is not None
+            case = ways.times.case(*args)
+            if case is not None:
+                gone.add(known_as(way))
+                seen.append(case)
+            return way.run(*args)
+
+        return way._replace(run=run)
+
+    try:
+        for name, listed in before.items():
+            TABLE[name].ways = [noting(TABLE[name], way) for way in listed]
+        yield
+    finally:
+        for name, listed in before.items():
+            TABLE[name].ways = listed
+
+
+def _sampler(
+    group: str,
+    way: str,
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    static: bool,
+) -> Callable[[], float]:
+    """Return a call that measures the seconds of one run, on average over all inputs."""
+    if static:
+        with preferring(group, way):
+            return partial(_graph_seconds, in_turn(runs, device), len(runs))
+    return partial(_host_seconds, group, way, runs, device)
+
+
+def _graph_seconds(replay: Callable[[], object], count: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / count
+
+
+def _host_seconds(
+    group: str, way: str, runs: Sequence[Callable[[], object]], device: torch.device
+) -> float:
+    """Measure what calls one after the other take, until the device is done."""
+    with preferring(group, way):
+        for run in runs:  # so that the way is found, and nothing is made for the first time
+            run()
+        count, began = 0, _now(device)
+        while True:
+            for run in runs:
+                run()
+            count += len(runs)
+            if time.perf_counter() - began >= _SECONDS:
+                return (_now(device) - began) / count
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """Contract cores as a model does: most layers square, a third of them narrower or wider."""
+    widths = [(768, 768)] * 4 + [(768, 3072), (3072, 768)]
+    model = nn.ModuleList(
+        TTLinear(*widths[k % len(widths)], rank=rank, device=device) for k in range(layers)
+    )
+    trains: list[TTLinear] = list(model)  # type: ignore[arg-type]
+    narrow = None if dtype == torch.float32 else dtype
+    together, params = BatchedContraction(model, narrow), list(model.parameters())
+
+    def run() -> object:
+        with torch.autocast(device.type, dtype, enabled=narrow is not None), together:
+            factors = [factor for train in trains for factor in train.factors()[:2]]
+        return torch.autograd.grad(factors, params, factors, allow_unused=True)
+
+    return [run]
+
+
+def make_factors(
+    wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> Factors:
+    """Make the factors of a layer with a bias, as leaves."""
+    layer = TTLinear(wide, high, rank=rank, device=device)
+    with torch.no_grad():
+        left, right, has_bias = layer.factors()
+    left, right = (factor.to(dtype).requires_grad_() for factor in (left, right))
+    return Factors(left, right, has_bias)
+
+
+def _feed_forward(
+    rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    pair = (
+        make_factors(width, hidden, rank, device, dtype),
+        make_factors(hidden, width, rank, device, dtype),
+    )
+    weights = [factor for factors in pair for factor in factors[:2]]
+
+    def run(x: Tensor) -> object:
+        y = factorized_feed_forward(x, *pair, "gelu")
+        return torch.autograd.grad(y, [x, *weights], x.detach())
+
+    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+
+
+def _gated(
+    rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    sizes = (width, hidden), (width, hidden), (hidden, width)
+    trio = [make_factors(wide, high, rank, device, dtype) for wide, high in sizes]
+    weights = [factor for factors in trio for factor in factors[:2]]
+
+    def run(x: Tensor) -> object:
+        return torch.autograd.grad(gated_feed_forward(x, *trio), [x, *weights], x.detach())
+
+    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+
+
+def _linears(
+    rows: int, width: int, out: int, count: int, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    pairs = [make_factors(width, out, 30, device, dtype) for _ in range(count)]
+    lefts, rights = [pair.left for pair in pairs], [pair.right for pair in pairs]
+
+    def run(x: Tensor) -> object:
+        ys = factorized_linears(x, lefts, rights, True)
+        return torch.autograd.grad(ys, [x, *lefts, *rights], [y.detach() for y in ys])
+
+    return [partial(run, x) for x in make_batches(device, dtype, rows, width)]
+
+
+def make_batches(device: torch.device, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+    """Draw inputs that need a gradient, so many that on a card none stays in the cache."""
+    one = torch.randn(shape).to(device, dtype)
+    count = copies_of(device, 3 * one.numel() * one.element_size())
+    return [(one + 1e-3 * k).requires_grad_() for k in range(count)]
+
+
+_ROWS, _WIDTH, _ROW_RANK = 30522, 768, 30
+_ROW_MODES = [[16, 20, 10, 10], [4, 4, 8, 6]]
+_HOT_ROWS, _BAG = 2000, 8
+
+
+def _look_up(
+    entries: int, hot: bool, bags: bool, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    modes, hot_rows = (None, _HOT_ROWS) if hot else (_ROW_MODES, 0)
+    settings: dict[str, Any] = {"rank": _ROW_RANK, "device": device, "dtype": dtype}
+    settings |= {"shape": modes, "hot_rows": hot_rows}
+    table = (
+        TTEmbeddingBag(_ROWS, _WIDTH, mode="sum", **settings)
+        if bags
+        else TTEmbedding(_ROWS, _WIDTH, **settings)
+    )
+    offsets = [torch.arange(0, entries, _BAG).to(device)] if bags else []
+    grad = torch.randn(entries // _BAG if bags else entries, _WIDTH).to(device, dtype)
+    params = [param for name, param in table.named_parameters() if "gates" not in name]
+
+    def run(indices: Tensor) -> object:
+        return torch.autograd.grad(table(indices, *offsets), params, grad)
+
+    count = copies_of(device, 2 * grad.numel() * grad.element_size())
+    return [
+        partial(run, torch.randint(0, _ROWS, (entries,)).to(device)) for _ in range(min(4, count))
+    ]
+
+
+def _attend(
+    positions: int, own_keys: bool, dropout: float, device: torch.device, dtype: torch.dtype
+) -> list[Any]:
+    batch, heads, width = _tokens(device) // positions, 12, 64 if own_keys else 32
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> object:
+        y = attend(q, k, v, None, width**-0.5, dropout)
+        return torch.autograd.grad(y, [q, k, v], q.detach())
+
+    queries = make_batches(device, dtype, batch, heads, positions, width)
+    keys = [q.detach()[:, : heads if own_keys else 1].clone().requires_grad_() for q in queries]
+    return [partial(run, *trio) for trio in zip(queries, keys, keys, strict=True)]
+
+
+def _space(positions: int, rank: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """Attend as encoders of width 768 do, at equally many positions in all."""
+    model = nn.ModuleList(TTLinear(768, 768, rank=rank, device=device) for _ in range(4))
+    together, params = BatchedContraction(model), list(model.parameters())
+    narrow = dtype != torch.float32
+
+    def run(x: Tensor) -> object:
+        with torch.autocast(device.type, dtype, enabled=narrow), together:
+            y = self_attention(x, *model, num_heads=12, keep_BT=None, dropout=0.0)  # type: ignore[misc]
+        return torch.autograd.grad(y, [x, *params], y.detach(), allow_unused=True)
+
+    batch = _tokens(device) // positions
+    return [partial(run, x) for x in make_batches(device, torch.float32, batch, positions, 768)]
+
+
+def _tokens(device: torch.device) -> int:
+    return 4096 if device.type == "cuda" else 512
+
+
+TRIALS: tuple[Trial, ...] = (
+    *(Trial("contract_cores", partial(_contract, layers, 30)) for layers in (1, 12, 36)),
+    Trial("contract_cores", partial(_contract, 36, 62)),
+    *(
+        Trial("feed_forward", partial(_feed_forward, rows, 768, 3072, rank))
+        for rank in (30, 62)
+        for rows in (256, 1024, 4096, 16384)
+    ),
+    *(Trial("feed_forward", partial(_feed_forward, rows, 768, 3072, 32)) for rows in (1024, 4096)),
+    Trial("feed_forward", partial(_feed_forward, 4096, 4096, 11008, 30)),
+    *(Trial("gated_feed_forward", partial(_gated, rows, 768, 2048, 30)) for rows in (1024, 4096)),
+    Trial("gated_feed_forward", partial(_gated, 4096, 4096, 11008, 30)),
+    *(
+        Trial("linears", partial(_linears, rows, *sizes))
+        for rows in (32, 1024, 4096)
+        for sizes in ((768, 768, 1), (768, 3072, 1), (768, 768, 3))
+    ),
+    *(
+        Trial("lookup", partial(_look_up, entries, False, False))
+        for entries in (256, 1024, 4096, 16384)
+    ),
+    *(
+        Trial("lookup", partial(_look_up, 4096, *kind))
+        for kind in ((True, False), (False, True), (True, True))
+    ),
+    *(
+        Trial("attend", partial(_attend, positions, own_keys, dropout))
+        for own_keys in (False, True)
+        for positions in (128, 512)
+        for dropout in (0.0, 0.1)
+    ),
+    *(
+        Trial("attention_space", partial(_space, positions, rank))
+        for rank in (30, 62)
+        for positions in (128, 512)
+    ),
+)
+"""What is measured: sizes of ordinary models. The nearest counts for all others."""
