@@ -45,7 +45,7 @@ _KEY = "comera.categories"
 
 @dataclass
 class Field:
-    """How the values of one column become rows of its table.
+    """Vocabulary of one column: from its values to rows of its table.
 
     Attributes:
         name: The column.
@@ -89,7 +89,7 @@ class Field:
 
 @dataclass
 class ClickRows:
-    """What turns raw rows into the inputs of a click predictor.
+    """Encoder of raw rows as the inputs of a click predictor.
 
     Attributes:
         fields: Columns of categories, in the order of the model's tables.
@@ -106,7 +106,7 @@ class ClickRows:
     spread: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
-        """Return the two inputs of the model, and of each row the columns it does not know.
+        """Return the two inputs of the model, and the unknown columns of each row.
 
         Args:
             rows: Values by column. A number may be missing or null, a category null, which is an
@@ -249,7 +249,7 @@ class Columns:
 
 
 def find_file(source: str) -> Path:
-    """Return the path of a data file; a ``FileNotFoundError`` says what is expected."""
+    """Return the path of a data file; raise ``FileNotFoundError`` if there is none."""
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")

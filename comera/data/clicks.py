@@ -1,7 +1,7 @@
 """Click logs: rows of categories and numbers with a label, for recommendation models.
 
-A file is read once and in chunks; what comes of it is kept in the cache folder, where an
-interrupted preparation goes on. Categories are numbered by falling frequency, so that the first
+A file is read once and in chunks. Prepared rows are cached, and an interrupted preparation resumes
+with the chunk that is missing. Categories are numbered by falling frequency, so that the first
 rows of a table are the ones read most often (see ``hot_rows`` of ``TTEmbeddingBag``).
 """
 
@@ -99,6 +99,19 @@ class ClickData:
                 "category: the first row is that of rare ones"
             )
 
+    def find(self) -> None:
+        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        find_file(self.file)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of the file, by its name in the settings.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it cannot be decompressed.
+        """
+        return {self.file: content_digest(find_file(self.file))}
+
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
@@ -134,7 +147,7 @@ class Clicks:
 
         Args:
             settings: Where the clicks come from.
-            digests: What :func:`click_digests` has just found, so as not to read it once more.
+            digests: Those of ``settings.digests()``, if they are known already.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -142,7 +155,7 @@ class Clicks:
         """
         settings.check()
         path = find_file(settings.file)
-        digests = click_digests(settings) if digests is None else digests
+        digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
         folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"
         if not (folder / _FACTS).is_file():
@@ -154,7 +167,7 @@ class Clicks:
 
     @property
     def categories(self) -> ClickRows:
-        """What makes inputs of the model of raw rows; read from the cache in each access."""
+        """Encoder of raw rows as inputs of the model; read from the cache in each access."""
         return ClickRows.load(self._folder / CATEGORIES)
 
     @property
@@ -201,16 +214,6 @@ _ARRAYS = ("continuous", "fields", "labels")
 _SPLITS = ("train", "valid", "test")
 
 
-def click_digests(settings: ClickData) -> dict[str, str]:
-    """Return the digest of the file, by its name in the settings.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be decompressed.
-    """
-    return {settings.file: content_digest(find_file(settings.file))}
-
-
 def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str, str]) -> None:
     columns = columns_of(
         path, settings.format, settings.label, settings.continuous, settings.fields
@@ -253,7 +256,7 @@ def _prepare(settings: ClickData, path: Path, folder: Path, digests: Mapping[str
         with replacing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, array)
     # The folder is named after these digests: rows of another content must not be found there.
-    if click_digests(settings) != digests:
+    if settings.digests() != digests:
         shutil.rmtree(folder / "chunks")
         raise changed_meanwhile(path)
     facts = {

@@ -107,6 +107,37 @@ class NliData:
         given = {"train": self.train, "dev": self.dev, "test": self.test}
         return {name: list(sources) for name, sources in given.items() if sources or name != "test"}
 
+    def find(self) -> None:
+        """Raise if a file is missing; no file or data set is read.
+
+        Raises:
+            FileNotFoundError: If one is missing; the message describes the expected format.
+            ValueError: If no file is named.
+        """
+        for name, sources in self.splits.items():
+            if not sources:
+                raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
+            for source in sources:
+                if not _is_on_hub(source):
+                    _find(source)
+        if self.vocab:
+            find_vocabulary(self.vocab)
+
+    def digests(self) -> dict[str, str]:
+        """Return digests of all files and data sets, as the settings name them.
+
+        The rows of a data set of Hugging Face are read for that: its name does not identify them.
+
+        Raises:
+            FileNotFoundError: If a file is missing; the message describes the expected format.
+            ValueError: If no file is named, or one cannot be decompressed.
+        """
+        self.find()
+        found = {s: _digest(s) for sources in self.splits.values() for s in sources}
+        if self.vocab:
+            found[self.vocab] = content_digest(find_vocabulary(self.vocab))
+        return found
+
 
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
@@ -144,14 +175,14 @@ class NliPairs:
 
         Args:
             settings: Where the pairs come from.
-            digests: What :func:`nli_digests` has just found, so as not to read it once more.
+            digests: Those of ``settings.digests()``, if they are known already.
 
         Raises:
-            FileNotFoundError: If a file is missing; the message says what is expected.
+            FileNotFoundError: If a file is missing; the message describes the expected format.
             ValueError: If a row has no label or sentence, or no file is named.
         """
-        digests = nli_digests(settings) if digests is None else digests
-        _say_what_is_shared(settings, digests)
+        digests = settings.digests() if digests is None else digests
+        _warn_of_shared(settings, digests)
         relevant = vars(settings) | {
             **{name: [digests[s] for s in sources] for name, sources in settings.splits.items()},
             "vocab": settings.vocab and digests[settings.vocab],
@@ -160,7 +191,7 @@ class NliPairs:
         arrays = cached_arrays(cache)
         if arrays is None:
             arrays = _encode(settings)
-            if nli_digests(settings) != digests:
+            if settings.digests() != digests:
                 raise changed_meanwhile(", ".join(digests))
             save_arrays(cache, arrays)
         return cls(settings, arrays, digests)
@@ -204,9 +235,9 @@ class NliPairs:
         """Return all evaluation rows (or the first ``limit``) in batches, sorted by length."""
         return self.dev.batches(batch_size, limit)
 
-    def test_batches(self, batch_size: int) -> list[dict[str, Tensor]] | None:
-        """Return all test rows in batches, sorted by length; None if there are no such rows."""
-        return None if self.test is None else self.test.batches(batch_size)
+    def test_batches(self, batch_size: int) -> list[dict[str, Tensor]]:
+        """Return all test rows in batches, sorted by length; none if there are no such rows."""
+        return self.test.batches(batch_size) if self.test else []
 
 
 class _Split:
@@ -242,42 +273,8 @@ class _Split:
         }
 
 
-def find_pairs(settings: NliData) -> None:
-    """Make sure that all files are there, without reading any of them, or a data set.
-
-    Raises:
-        FileNotFoundError: If one is missing; the message says what is expected.
-        ValueError: If no file is named.
-    """
-    for name in ("train", "dev"):
-        if not getattr(settings, name):
-            raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
-    for sources in settings.splits.values():
-        for source in sources:
-            if not _is_on_hub(source):
-                _find(source)
-    if settings.vocab:
-        find_vocabulary(settings.vocab)
-
-
-def nli_digests(settings: NliData) -> dict[str, str]:
-    """Return digests of all files and data sets, as the settings name them.
-
-    A data set of Hugging Face is read for that, for its name and split say nothing of its rows.
-
-    Raises:
-        FileNotFoundError: If a file is missing; the message says what is expected.
-        ValueError: If no file is named, or one cannot be decompressed.
-    """
-    find_pairs(settings)
-    found = {s: _digest(s) for sources in settings.splits.values() for s in sources}
-    if settings.vocab:
-        found[settings.vocab] = content_digest(find_vocabulary(settings.vocab))
-    return found
-
-
-def _say_what_is_shared(settings: NliData, digests: Mapping[str, str]) -> None:
-    """Warn where the same file is to train on and to evaluate on, or to choose by and to test."""
+def _warn_of_shared(settings: NliData, digests: Mapping[str, str]) -> None:
+    """Warn of files that serve two splits: figures on one of them would be too good."""
     first: dict[str, tuple[str, str]] = {}
     for part, sources in settings.splits.items():
         for source in sources:
@@ -338,7 +335,7 @@ def _label(text: str, number: int, source: str) -> int | None:
 
 
 def _rows(source: str) -> Iterator[Mapping[str, Any]]:
-    if source.startswith("datasets:"):
+    if _is_on_hub(source):
         yield from _hub_rows(source)
         return
     path = _find(source)

@@ -1,9 +1,7 @@
-"""A folder of text or source code as two streams of tokens, for training and for evaluation.
+"""A folder of text or source code as streams of tokens, and batches of them for language models.
 
 The default corpus is the Python source of the standard library of the running interpreter: real
-input that every machine has.
-
-Draw batches of a stream of tokens, for masked and for causal language models.
+input that every machine has. :class:`MaskedText` and :class:`CausalText` draw the batches.
 """
 
 import codecs
@@ -49,7 +47,7 @@ class TextData:
     """Where the text of a language model comes from.
 
     Args:
-        folder: Text files are taken from here and below, but for folders that runs have written; by
+        folder: Text files are taken from here and below, except folders written by runs; by
             default the standard library of the running interpreter.
         pattern: Which files; those ending in ``.gz`` or ``.xz`` are decompressed.
         max_megabytes: Stop reading after so much text, in a fixed pseudo-random order of files.
@@ -81,6 +79,27 @@ class TextData:
             raise ValueError(f"{name}.length={self.length} must be at least 2")
         _check_shares(self, f"{name}.")
         check_vocab_size(self.vocab_size, f"{name}.vocab_size")
+
+    def find(self) -> None:
+        """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
+        _text_files(_folder(self), self.pattern)
+
+    def digests(self) -> dict[str, str]:
+        """Return digests of the files that are read, by their names in the folder, in that order.
+
+        Raises:
+            FileNotFoundError: If no file matches.
+            ValueError: If one cannot be decompressed.
+        """
+        folder = _folder(self)
+        found: dict[str, str] = {}
+        total = 0
+        for path in _text_files(folder, self.pattern):
+            found[str(path.relative_to(folder))], characters = _measured(path)
+            total += characters
+            if total > self.max_megabytes * 1e6:
+                break
+        return found
 
 
 @dataclass
@@ -115,21 +134,21 @@ class TextStreams:
 
         Args:
             settings: Where the text comes from.
-            digests: What :func:`text_digests` has just found, so as not to read it once more.
+            digests: Those of ``settings.digests()``, if they are known already.
 
         Raises:
             FileNotFoundError: If no file matches.
             ValueError: If there is too little text.
         """
         folder = _folder(settings)
-        digests = text_digests(settings) if digests is None else digests
+        digests = settings.digests() if digests is None else digests
         relevant = {key: getattr(settings, key) for key in ("vocab_size", "heldout", "test")}
         key = short_digest(["text-5", relevant, list(digests.items())])
         cache = cache_folder() / f"text-{key}.npz"
         arrays = cached_arrays(cache)
         if arrays is None:
             arrays = _encode([folder / name for name in digests], settings)
-            if text_digests(settings) != digests:
+            if settings.digests() != digests:
                 raise changed_meanwhile(folder)
             save_arrays(cache, arrays)
         for name in _STREAMS if settings.test else _STREAMS[:2]:
@@ -142,33 +161,6 @@ class TextStreams:
         train, valid, test = (torch.from_numpy(arrays[name]) for name in _STREAMS)
         tokenizer = from_array(arrays.pop("tokenizer"))  # trainers number in no fixed order
         return cls(settings, train, valid, test, digests, array_digest(arrays), tokenizer)
-
-
-def find_text(settings: TextData) -> None:
-    """Make sure that there is text, without reading any of it.
-
-    Raises:
-        FileNotFoundError: If no file matches.
-    """
-    _text_files(_folder(settings), settings.pattern)
-
-
-def text_digests(settings: TextData) -> dict[str, str]:
-    """Return digests of the files that are read, by their names in the folder, in that order.
-
-    Raises:
-        FileNotFoundError: If no file matches.
-        ValueError: If one cannot be decompressed.
-    """
-    folder = _folder(settings)
-    found: dict[str, str] = {}
-    total = 0
-    for path in _text_files(folder, settings.pattern):
-        found[str(path.relative_to(folder))], characters = _measured(path)
-        total += characters
-        if total > settings.max_megabytes * 1e6:
-            break
-    return found
 
 
 def _measured(path: Path) -> tuple[str, int]:
@@ -221,7 +213,7 @@ def _text_files(folder: Path, pattern: str) -> list[Path]:
 
     @functools.cache  # most files share their folders
     def is_of_a_run(inner: Path) -> bool:
-        """Tell whether a folder below is that of a run or a sweep, which hold a lock, or in one."""
+        """Return whether a folder is inside one of a run or a sweep, which hold a lock."""
         return inner != folder and ((inner / ".lock").is_file() or is_of_a_run(inner.parent))
 
     files = [

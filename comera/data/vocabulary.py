@@ -1,11 +1,10 @@
-"""Tokenizers and the order of their tokens.
+"""Tokenizers, digests of content, and the cache of prepared data.
 
 Token numbers are sorted by frequency, special tokens first, so that the first rows of an
 embedding are the ones read most often (see ``hot_rows`` of ``TTEmbedding``).
 
-What data hold, as digests of their content, whatever their names and times say.
-
-Prepared data are cached by these, and a run notes those that it was begun with.
+Digests identify data by content, whatever their names and times are: prepared data are cached by
+them, and a run records those of the data it began with.
 """
 
 import contextlib

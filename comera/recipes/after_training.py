@@ -1,93 +1,104 @@
 """Commands for what has been trained: ``list``, ``evaluate``, ``predict`` and ``export``."""
 
+import contextlib
 import io
+import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from comera.checkpoint.archive import Archive
 from comera.recipes.build import find_device, without_remarks
 from comera.recipes.data_record import DataRecord, missing_data, named_data, with_places
 from comera.recipes.folder import other_data
-from comera.recipes.list_runs import files_table, is_run, runs_table
+from comera.recipes.jobs import LOG, last_session, why_failed
+from comera.recipes.outcome import read_result
+from comera.recipes.parse import read_yaml
 from comera.recipes.run_commands import changes_of
-from comera.recipes.tasks.task import Task
+from comera.recipes.run_config import METRICS
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
-from comera.recipes.trained import TrainedRun, as_json, export, load_run, predictions
+from comera.recipes.trained import export, load_run, predictions
+from comera.train.log import last_logged
 
-COMMANDS = {
-    "list": "Show what runs there are, or what the files of one are.",
-    "evaluate": "Evaluate a trained model again, beside what its run has noted.",
-    "predict": "Predict something for each line of text or row of clicks: a line of JSON each.",
-    "export": "Write a trained model as a program or graph that runs without comera.",
-}
+# The remark that the machine was not measured is muted: these commands are about no speed.
+_quiet = without_remarks("comera.machine")
 
 
-def add_commands(commands: Any) -> None:
-    """Add the commands to those of ``comera``."""
-    parsers = {name: ArgumentParser(description=text) for name, text in COMMANDS.items()}
-    parsers["list"].add_argument(
-        "folder", type=str, nargs="?", default="runs", help="Folder of runs, or of one."
-    )
-    for name in ("evaluate", "predict", "export"):
-        parsers[name].add_argument("run", type=str, help="Folder of a finished run.")
-    for name in ("evaluate", "predict"):
-        parsers[name].add_argument("--device", type=str, default="auto", help="As of a run.")
-    parsers["evaluate"].add_argument(
-        "--set",
-        type=list[str],
-        default=[],
-        help="Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.",
-    )
-    parsers["predict"].add_argument(
-        "file",
-        type=str,
-        nargs="?",
-        help="Lines of text, or rows of clicks as JSON; without it they are read as they come.",
-    )
-    parsers["predict"].add_argument(
-        "--tokens", type=int, default=40, help="Tokens that a causal language model adds."
-    )
-    parsers["export"].add_argument(
-        "file", type=str, help="What to write: NAME.pt2, NAME.onnx or NAME.safetensors."
-    )
-    for name, parser in parsers.items():
-        commands.add_subcommand(name, parser, help=COMMANDS[name])
+@_quiet
+def list_runs(folder: str = "runs", /, *, console: Console) -> None:
+    """Show what runs there are, or what the files of one are.
+
+    Args:
+        folder: Folder of runs, or of one.
+    """
+    path = Path(folder).expanduser()
+    console.print(files_table(path) if is_run(path) else runs_table(path))
 
 
-def run_command(command: str, options: Namespace, console: Console) -> int:
-    """Carry one of them out; returns the exit status."""
-    with without_remarks("comera.machine"):  # that it was not measured: these are about no speed
-        return _carried_out(command, options, console)
+@_quiet
+def evaluate(
+    run: str,
+    /,
+    *,
+    device: str = "auto",
+    set: list[str] = [],  # noqa: B006
+    console: Console,
+) -> None:
+    """Evaluate a trained model again, beside what its run has noted.
+
+    Args:
+        run: Folder of a finished run.
+        device: As of a run.
+        set: Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
+    """
+    places = changes_of(set)
+    console.print(evaluation(Path(run).expanduser(), find_device(device), places, console))
 
 
-def _carried_out(command: str, options: Namespace, console: Console) -> int:
-    if command == "list":
-        folder = Path(options.folder).expanduser()
-        console.print(files_table(folder) if is_run(folder) else runs_table(folder))
-    elif command == "evaluate":
-        places = changes_of(options.set)
-        folder, device = Path(options.run).expanduser(), find_device(options.device)
-        console.print(evaluation(folder, device, places, console))
-    elif command == "predict":
-        if options.tokens < 1:
-            raise ValueError(f"tokens={options.tokens} must be at least 1")
-        run = load_run(options.run, device=find_device(options.device))
-        wrong = False
-        for found in predictions(run, _lines(options.file), options.tokens):
-            print(as_json(found), flush=True)
-            wrong |= "error" in found
-        return int(wrong)
-    else:
-        said = export(load_run(options.run), Path(options.file).expanduser())
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-    return 0
+@_quiet
+def predict(
+    run: str,
+    file: str | None = None,
+    /,
+    *,
+    device: str = "auto",
+    tokens: int = 40,
+    console: Console,
+) -> int:
+    """Predict something for each line of text or row of clicks: a line of JSON each.
+
+    Args:
+        run: Folder of a finished run.
+        file: Lines of text, or rows of clicks as JSON; without it they are read as they come.
+        device: As of a run.
+        tokens: Tokens that a causal language model adds.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} must be at least 1")
+    trained = load_run(run, device=find_device(device))
+    wrong = False
+    for found in predictions(trained, _lines(file), tokens):
+        print(json.dumps(found, ensure_ascii=False), flush=True)
+        wrong |= "error" in found
+    return int(wrong)
+
+
+@_quiet
+def export_run(run: str, file: str, /, *, console: Console) -> None:
+    """Write a trained model as a program or graph that runs without comera.
+
+    Args:
+        run: Folder of a finished run.
+        file: What to write: NAME.pt2, NAME.onnx or NAME.safetensors.
+    """
+    said = export(load_run(run), Path(file).expanduser())
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluation(
@@ -130,34 +141,24 @@ def evaluation(
     if data:
         console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
     task = prepare_task(config, device, digests)
-    table = Table(title=f"evaluation of {folder}")
-    table.add_column("")
+    table = Table("", title=f"evaluation of {folder}")
     columns: list[dict[str, float]] = []
     for name, trained in runs.items():
-        for column in (name, "as noted"):
-            table.add_column(column, justify="right")
-        columns += [_figures(task, trained), _noted(trained)]
+        for heading in (name, "as noted"):
+            table.add_column(heading, justify="right")
+        found = {"evaluation": task.evaluate} | ({"test": task.test} if task.test else {})
+        noted = {"evaluation": trained.result["metrics"], "test": trained.result["test"]}
+        with torch.no_grad():
+            columns.append(_flat({part: measure(trained.model) for part, measure in found.items()}))
+        columns.append(_flat(noted))
     for key in columns[0]:
         cells = [f"{column[key]:.4f}" if key in column else "" for column in columns]
         table.add_row(key, *cells)
     return table
 
 
-def _figures(task: Task, run: TrainedRun) -> dict[str, float]:
-    with torch.no_grad():
-        found = {f"evaluation {key}": value for key, value in task.evaluate(run.model).items()}
-        if task.test is not None:
-            found |= {f"test {key}": value for key, value in task.test(run.model).items()}
-    return found
-
-
-def _noted(run: TrainedRun) -> dict[str, float]:
-    parts = {"evaluation": run.result.get("metrics"), "test": run.result.get("test")}
-    return {
-        f"{name} {key}": value
-        for name, part in parts.items()
-        for key, value in (part or {}).items()
-    }
+def _flat(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{part} {key}": value for part, found in parts.items() for key, value in found.items()}
 
 
 def _lines(file: str | None) -> Iterator[str]:
@@ -174,3 +175,134 @@ def _lines(file: str | None) -> Iterator[str]:
         raise FileNotFoundError(f"there is no file {path}")
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         yield from lines
+
+
+_FILES = {
+    "config.yaml": "all settings; comera train takes it",
+    "data_digests.json": "digests of the data that it was begun with",
+    "metrics.jsonl": "what was logged, a line each",
+    "tensorboard": "the same for TensorBoard",
+    "checkpoints": "states to go on from; comera checkpoint looks into them",
+    "result.json": "figures of the trained model",
+    "model.safetensors": "its weights; comera.load_run(folder) makes the model",
+    "comera.json": "what its layers are",
+    "tokenizer.json": "its vocabulary, for the package tokenizers",
+    "categories.safetensors": "the rows of its tables by the categories of the log",
+    "dense": "the same of the dense twin",
+    LOG: "what it printed, as a run of a sweep",
+    "report.html": "pictures, written by comera report",
+    "results.json": "figures of all runs of a sweep",
+    "results.md": "the same as a table",
+}
+_MB = 1e6
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return (folder / "config.yaml").is_file() and bool(_settings(folder).get("train"))
+
+
+def holds_runs(folder: Path) -> bool:
+    """Return whether a folder is no run itself, and has some in it or below."""
+    return folder.is_dir() and not is_run(folder) and any(_runs(folder))
+
+
+def runs_table(folder: Path) -> Table:
+    """List the runs in a folder and below, the last one to be written to first.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or no run in it.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    runs = sorted(_runs(folder), key=lambda run: -_written(run))
+    if not runs:
+        raise FileNotFoundError(f"{folder} holds no run of comera train")
+    table = Table(title=f"runs in {folder}")
+    for name in ("run", "task", "steps", "", "parameters", "last evaluation", "MB"):
+        table.add_column(name, justify="left" if name in ("run", "task", "") else "right")
+    for run in runs:
+        table.add_row(str(run.relative_to(folder)), *_row(run))
+    return table
+
+
+def files_table(folder: Path) -> Table:
+    """List the files in the folder of a run, with what they are and their sizes."""
+    table = Table(title=f"the run in {folder}")
+    for name in ("file", "what it is", "MB"):
+        table.add_column(name, justify="right" if name == "MB" else "left")
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name not in _FILES, path.name)):
+        if path.name != ".lock":
+            what = _FILES.get(path.name, "not written by comera train")
+            table.add_row(path.name, what, f"{_size(path) / _MB:.2f}")
+    return table
+
+
+def _runs(folder: Path) -> Iterator[Path]:
+    """Yield folders of runs; what is inside of one, such as its twin, is part of it."""
+    if is_run(folder) or _has_only_a_log(folder):
+        yield folder
+        return
+    for below in sorted(folder.iterdir()):
+        if below.is_dir() and not below.is_symlink():
+            yield from _runs(below)
+
+
+def _has_only_a_log(folder: Path) -> bool:
+    """Return whether a run of a sweep was started here and has not come to write its settings."""
+    return not (folder / "config.yaml").exists() and last_session(folder) is not None
+
+
+def _row(run: Path) -> tuple[str, ...]:
+    size = f"{_size(run) / _MB:.1f}"
+    if _has_only_a_log(run):
+        error = why_failed(last_session(run) or "")
+        return "", "0", f"failed: {escape(error)}" if error else "not begun", "", "", size
+    settings, result = _settings(run), _result(run)
+    logged, evaluated = last_logged(run, "loss"), last_logged(run, "eval/loss")
+    done = result.get("steps") or (logged[0] if logged else 0)
+    of = settings["train"].get("steps") or result.get("steps")
+    state = "finished" if result else _begun(run)
+    has_twin = settings.get("twin") and settings.get("tensorize")
+    if result and has_twin and not _result(run / "dense"):
+        state += f", its dense twin {_begun(run / 'dense')}"
+    metrics = result.get("metrics") or ({"loss": evaluated[1]} if evaluated else {})
+    return (
+        next((name for name in METRICS if settings.get(name)), ""),
+        f"{done:,} of {of:,}" if of else f"{done:,}",
+        state,
+        f"{result['params']:,}" if "params" in result else "",
+        next((f"{name} {value:.4f}" for name, value in metrics.items()), ""),
+        size,
+    )
+
+
+def _begun(folder: Path) -> str:
+    if (folder / "result.json").is_file():
+        return "result.json is damaged"
+    if failed := last_logged(folder, "failed"):
+        return f"failed: {str(failed[1]).split(',')[0]}"
+    saved = Archive(folder / "checkpoints").steps()
+    return "begun" if saved or last_logged(folder, "loss") else "not begun"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, OSError):
+        return read_yaml(folder / "config.yaml")
+    return {}
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, OSError):
+        return read_result(folder)
+    return {}
+
+
+def _written(run: Path) -> float:
+    times = [path.stat().st_mtime for path in run.iterdir() if path.is_file()]
+    return max(times, default=0.0)
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,15 +1,11 @@
-"""A finished run as Python objects: its model, settings, vocabulary and figures.
+"""Finished runs and sweeps as Python objects.
 
-Predictions of a trained model, a line at a time.
-
-Write a trained model in a form that runs where comera is not.
-
-The runs of a sweep as a data frame.
+:func:`load_run` returns the model, settings, vocabulary and figures of a run; :func:`predictions`
+and :func:`export` use its model. :func:`load_sweep` returns the runs of a sweep as a data frame.
 """
 
 import contextlib
 import io
-import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,17 +22,17 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
 from comera.nn.evaluation_mode import model_size
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
 from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
-    from tokenizers import Tokenizer
 
 
 with needed_by("load_run()"):
+    from tokenizers import Tokenizer
+
     from comera.recipes.outcome import read_result
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run_config import RunConfig
@@ -45,7 +41,7 @@ with needed_by("load_run()"):
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """What :func:`load_run` returns; prints itself in a few lines.
+    """A finished run; prints itself in a few lines.
 
     Attributes:
         folder: Folder of the run.
@@ -59,15 +55,15 @@ class TrainedRun:
     """
 
     folder: Path
-    config: "RunConfig"
+    config: RunConfig
     model: nn.Module
-    tokenizer: "Tokenizer | None"
+    tokenizer: Tokenizer | None
     result: Mapping[str, Any]
-    categories: "ClickRows | None" = None
+    categories: ClickRows | None = None
 
     @property
     def metrics(self) -> "pd.DataFrame":
-        """What was logged, a row a step: ``loss``, ``eval/...``, ``lr``, ``size``, ...
+        """The log of training, a row a step: ``loss``, ``eval/...``, ``lr``, ``size``, ...
 
         NaN where nothing was; ranks and other values that are no numbers are left out. Of what was
         logged twice at one step the later counts. Needs pandas.
@@ -127,35 +123,25 @@ def load_run(
         raise ValueError(
             f"the run in {place} is not finished: comera train {folder} goes on with it"
         )
-    result = _result(place)
+    result = read_result(place)
+    if "sizes" not in result:
+        raise ValueError(f"{place / 'result.json'} does not say how large the model is")
+    known = place / CATEGORIES
+    if config.clicks is not None and not known.is_file():
+        raise FileNotFoundError(
+            f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it again"
+        )
     with torch.device("meta"):
         dense = kind_of(config).dense_model(config, result["sizes"])
     model = load_model(place, dense, device=device).eval()
-    known = place / CATEGORIES
-    categories = ClickRows.load(known) if known.is_file() else None
-    return TrainedRun(place, config, model, _tokenizer(place), result, categories)
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    found = read_result(folder)
-    if "sizes" not in found:
-        raise ValueError(
-            f"{folder / 'result.json'} does not say how large the model is: it was written by an "
-            "earlier version, or by another program"
-        )
-    return found
-
-
-def _tokenizer(folder: Path) -> "Tokenizer | None":
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    with needed_by("the vocabulary of a run"):
-        from tokenizers import Tokenizer
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as problem:  # tokenizers raises no other
-        raise ValueError(f"{path} is damaged: {problem}") from None
+    categories = None if config.clicks is None else ClickRows.load(known)
+    tokenizer, path = None, place / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as problem:  # tokenizers raises no other
+            raise ValueError(f"{path} is damaged: {problem}") from None
+    return TrainedRun(place, config, model, tokenizer, result, categories)
 
 
 def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Iterator[dict[str, Any]]:
@@ -169,34 +155,20 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
             ``[MASK]`` in it; of a causal one the beginning of a text; of a click log a row of it as
             a JSON object, without its label.
         new_tokens: Tokens that a causal model adds, the most likely one each time.
-
-    Raises:
-        ValueError: If the run is of a click log and has not kept its categories, as earlier
-            versions did not.
     """
     kind = kind_of(run.config)
-    kind.check_predicts(run)
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
-            _check_text(line)
+            try:
+                line.encode()
+            except UnicodeEncodeError:  # bytes that were no text, read as surrogates
+                said = line.encode(errors="surrogateescape")
+                raise ValueError(f"{said!r} is no text in UTF-8") from None
             with torch.no_grad():
                 yield kind.predict(run, line, new_tokens)
         except ValueError as problem:
             yield {"error": f"line {number}: {problem}"}
-
-
-def _check_text(line: str) -> None:
-    """Refuse bytes that were no text, which reading has kept as surrogates."""
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{line.encode(errors='surrogateescape')!r} is no text in UTF-8") from None
-
-
-def as_json(found: dict[str, Any]) -> str:
-    """Return one prediction as a line of JSON."""
-    return json.dumps(found, ensure_ascii=False)
 
 
 _FORMS = {
@@ -229,7 +201,9 @@ def export(run: TrainedRun, path: Path) -> str:
     else:
         model = _Positional(to_plain_(run.model)).eval()
         inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
-        shapes = (tuple(map(_open_sizes, inputs)),)
+        auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
+        sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
+        shapes = (tuple(sizes),)
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
             written = io.BytesIO()  # a path would have to end in .pt2, and the temporary's does not
@@ -240,12 +214,6 @@ def export(run: TrainedRun, path: Path) -> str:
             _to_onnx(model, inputs, shapes, path)
     size = path.stat().st_size
     return f"wrote {_FORMS[path.suffix]} to {path}, {size:,} bytes"
-
-
-def _open_sizes(example: Tensor) -> dict[int, Any]:
-    """Return which sizes of an input may be others; one alone, as of columns, is always that."""
-    auto = torch.export.Dim.AUTO
-    return {k: auto for k, size in enumerate(example.shape) if size > 1}
 
 
 class _Positional(nn.Module):
@@ -273,9 +241,9 @@ def _to_onnx(model: nn.Module, inputs: tuple[Tensor, ...], shapes: Any, path: Pa
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Run what is inside without what torch's exporter to ONNX tells of each of its passes.
+    """Mute the progress messages of torch's exporter to ONNX.
 
-    Of warnings only two are left out, which are about torch itself and not about the model.
+    Only two warnings are filtered, both about torch itself and not about the model.
     """
     chatty = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
     levels = [log.level for log in chatty]
@@ -294,7 +262,7 @@ def _without_progress() -> Iterator[None]:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Tell whether it says more than that torchvision, which no model here needs, is not there."""
+    """Drop the message that torchvision, which no model here needs, is not installed."""
     return not record.getMessage().startswith("torchvision is not installed")
 
 

@@ -9,11 +9,6 @@ from comera.data.clicks import Clicks
 from tests.data.test_clicks import criteo_lines, settings, table
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
-
-
 def prepared(tmp_path, ending=".csv", frame=None, **more):
     frame = table() if frame is None else frame
     path = tmp_path / f"clicks{ending}"

@@ -12,11 +12,6 @@ from comera.data.clicks import ClickData, Clicks
 from tests.data.test_real_files import DATA, real
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
-
-
 def table(rows=400) -> pd.DataFrame:
     rng = np.random.default_rng(0)
     return pd.DataFrame(

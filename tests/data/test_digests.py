@@ -21,11 +21,6 @@ from tests.data.test_nli import settings as nli_settings  # noqa: F401
 from tests.texts import write_functions
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
     """Names of the files whose content is read for a digest."""

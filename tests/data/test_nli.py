@@ -46,11 +46,6 @@ def write_plain(path, rows):
             file.write(json.dumps({"premise": p, "hypothesis": h, "label": y}) + "\n")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def settings(tmp_path) -> NliData:
     write_snli(tmp_path / "train.jsonl", pairs(200))

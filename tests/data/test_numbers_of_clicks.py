@@ -6,11 +6,6 @@ import pytest
 from comera.data.clicks import ClickData, Clicks
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
-
-
 def log(path, column: str, value: str) -> ClickData:
     """Forty rows; the seventh, line 8 of the file, has ``value`` in ``column``."""
     rows = [{"rating": str(k % 2), "user": str(k % 5), "age": str(k)} for k in range(40)]

@@ -4,14 +4,13 @@ import lzma
 import pytest
 import torch
 
-from comera.data.text import CausalText, MaskedText, TextData, TextStreams, text_digests
+from comera.data.text import CausalText, MaskedText, TextData, TextStreams
 from comera.data.vocabulary import CLS, MASK, PAD
 from tests.texts import write_functions
 
 
 @pytest.fixture
-def streams(tmp_path, monkeypatch) -> TextStreams:
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+def streams(tmp_path) -> TextStreams:
     folder = tmp_path / "text"
     write_functions(folder, 12, 40)
     return TextStreams.prepare(TextData(str(folder), vocab_size=300, length=32, heldout=0.2))
@@ -78,8 +77,7 @@ def test_causal_evaluation_sees_each_held_out_token_once(streams):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.xz"])
-def test_one_file_compressed_or_not_gives_both_streams(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+def test_one_file_compressed_or_not_gives_both_streams(tmp_path, name):
     text = "".join(f"the {k} words of line {k * k}\n" for k in range(400))
     pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
     (tmp_path / name).write_bytes(pack(text.encode()))
@@ -106,8 +104,7 @@ def test_too_little_or_no_text_is_named(tmp_path):
         TextStreams.prepare(TextData(str(tmp_path), pattern="*.txt", vocab_size=300))
 
 
-def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMERA_CACHE", str(tmp_path / "cache"))
+def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path):
     write_functions(tmp_path / "text", 4, 10)
     with pytest.raises(ValueError, match="vocab_size=100 must be at least 261"):
         TextStreams.prepare(TextData(str(tmp_path / "text"), vocab_size=100))
@@ -117,15 +114,15 @@ def test_what_runs_have_written_is_no_text(tmp_path):
     folder = tmp_path / "text"
     write_functions(folder, 3, 5)
     data = TextData(str(folder), pattern="**/*")
-    before = text_digests(data)
+    before = data.digests()
     assert len(before) == 3
     seed = folder / "sweep" / "a" / "seed-0"
     seed.mkdir(parents=True)
     (folder / "sweep" / ".lock").touch()
     (seed / "log.txt").write_text("what a run has said")
-    assert text_digests(data) == before
+    assert data.digests() == before
     (folder / ".lock").touch()  # of the folder itself nothing is left out for that
-    assert before.items() <= text_digests(data).items()
+    assert before.items() <= data.digests().items()
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""HTML pages of runs and sweeps: what is gathered for them, and the templates that show it."""
+"""HTML pages of runs and sweeps: their content, and the templates that show it."""

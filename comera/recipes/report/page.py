@@ -1,6 +1,6 @@
-"""Pages from the templates beside this file. All text that goes into one is escaped.
+"""Pages from the templates beside this file, with all text escaped, and the charts in them.
 
-Charts as plain data. The template ``parts.html`` draws them.
+Charts are plain data, which the template ``parts.html`` draws.
 """
 
 import math

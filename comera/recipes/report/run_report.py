@@ -102,7 +102,7 @@ def _gaps(folder: Path, models: Sequence[History]) -> Iterator[str]:
 
 
 def _findings(facts: dict[str, Any], twins: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what came of a finished model, beside its dense twin if that is finished too."""
+    """Describe a finished model in sentences, beside its dense twin if that is finished too."""
     out = [f"Trained for {facts['steps']:,} steps in {_duration(facts['seconds'])}."]
     if facts["layers"]:
         dense, stored = facts["layer_dense_params"], facts["layer_params"]

@@ -1,4 +1,4 @@
-"""Click logs: whether somebody clicks on what is shown to them."""
+"""The task on click logs: binary prediction by a DLRM."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.click_files import CATEGORIES, CRITEO_CONTINUOUS, fields_named, find_file
-from comera.data.clicks import ClickData, Clicks, click_digests
+from comera.data.click_files import CRITEO_CONTINUOUS, fields_named
+from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
@@ -34,17 +34,8 @@ _EVALUATED = 16_384
 class ClicksKind(TaskKind):
     """Clicks are predicted by a DLRM."""
 
+    inputs = ("continuous", "fields")
     lean = True
-
-    def _data(self, config: RunConfig) -> ClickData:
-        assert config.clicks is not None
-        return config.clicks
-
-    def find_data(self, config: RunConfig) -> None:
-        find_file(self._data(config).file)
-
-    def data_digests(self, config: RunConfig) -> dict[str, str]:
-        return click_digests(self._data(config))
 
     def is_told_by_data(self, config: RunConfig) -> bool:
         return config.dlrm.table_sizes is None
@@ -52,8 +43,8 @@ class ClicksKind(TaskKind):
     def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
         if self.is_told_by_data(config):
             with torch.device("cpu"):
-                return _sizes(config, Clicks.prepare(self._data(config)))
-        data, given = self._data(config), config.dlrm.table_sizes
+                return _sizes(config, Clicks.prepare(self.data(config)))
+        data, given = self.data(config), config.dlrm.table_sizes
         assert given is not None, "else the data tell them"
         _check_fields(given, fields_named(data.format, data.fields) or list(given))
         continuous = CRITEO_CONTINUOUS if data.format == "criteo" else data.continuous
@@ -76,14 +67,14 @@ class ClicksKind(TaskKind):
         return made
 
     def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = Clicks.prepare(self._data(config), digests)
+        data = Clicks.prepare(self.data(config), digests)
         size = config.train.batch_size
         limit = config.train.eval_batches and config.train.eval_batches * size
         sizes = _sizes(config, data)
 
         def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
             found = [
-                torch.stack([_logits(model, batch), batch["labels"]])
+                torch.stack([self.logits(model, batch), batch["labels"]])
                 for batch in place.own(batches)
             ]
             mine = torch.cat(found, 1) if found else torch.empty(2, 0)
@@ -101,17 +92,19 @@ class ClicksKind(TaskKind):
             steps=count_steps(config, data.steps_per_epoch(size)),
             record=DataRecord(data.digests, data.prepared),
             per_step=(size, "clicks"),
-            test=test if self._data(config).test else None,
+            test=test if self.data(config).test else None,
             categories=lambda: data.categories,
             sizes=sizes,
             lean=self.lean,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.binary_cross_entropy_with_logits(_logits(model, batch), batch["labels"])
+        return F.binary_cross_entropy_with_logits(self.logits(model, batch), batch["labels"])
 
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
-        sizes = self.planned_sizes(config)
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
+        sizes = sizes or self.planned_sizes(config)
         fields = [torch.randint(size, (rows,)) for size in sizes["table_sizes"].values()]
         return {
             "continuous": torch.randn(rows, sizes["num_continuous"]),
@@ -119,19 +112,8 @@ class ClicksKind(TaskKind):
             "labels": torch.randint(2, (rows,)).float(),
         }
 
-    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        fields = torch.zeros(2, len(sizes["table_sizes"]), dtype=torch.int64)
-        return torch.zeros(2, sizes["num_continuous"]), fields
-
-    def check_predicts(self, run: Trained) -> None:
-        if run.categories is None:
-            raise ValueError(
-                f"{run.folder} has no {CATEGORIES}: an earlier version wrote it. The same comera "
-                "train with --overwrite=true trains it anew"
-            )
-
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
-        assert run.categories is not None, "check_predicts asks for it"
+        assert run.categories is not None, "a run of clicks has them"
         try:
             row = json.loads(line)
         except ValueError:
@@ -144,10 +126,6 @@ class ClicksKind(TaskKind):
         probability = float(logits_of(run, *inputs)[0].sigmoid())
         found: dict[str, Any] = {"probability": round(probability, 4)}
         return found | ({"unknown": unknown[0]} if unknown[0] else {})
-
-
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch["continuous"], batch["fields"]).float()
 
 
 def _sizes(config: RunConfig, data: Clicks) -> dict[str, Any]:
@@ -167,7 +145,7 @@ def _sizes(config: RunConfig, data: Clicks) -> dict[str, Any]:
 
 
 def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:
-    """Make sure that table sizes are given for all fields of the data, and no others."""
+    """Raise ``ValueError`` unless table sizes are given for just the fields of the data."""
     for name in given:
         if name not in fields:
             raise ValueError(

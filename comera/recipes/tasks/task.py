@@ -1,10 +1,9 @@
-"""A task of one run, and what each kind of task has to say for itself."""
+"""Base of all kinds of tasks, and the data and model of one run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ Batch = dict[str, Any]
 """Tensors by name, and plain values."""
 
 Digests = Mapping[str, str] | None
-"""Of the data, by name, where they have just been found."""
+"""Digests of the data by name, if they are known already."""
 
 
 @dataclass
@@ -88,10 +87,8 @@ class Place:
 
 
 class Trained(Protocol):
-    """What predictions need of a :class:`~comera.recipes.trained.TrainedRun`."""
+    """The part of :class:`~comera.recipes.trained.TrainedRun` that predictions use."""
 
-    @property
-    def folder(self) -> Path: ...
     @property
     def config(self) -> RunConfig: ...
     @property
@@ -103,34 +100,38 @@ class Trained(Protocol):
 
 
 class TaskKind(ABC):
-    """What differs between kinds of tasks.
+    """One kind of task: its data, its model and its loss.
 
-    A new one is a section of ``RunConfig`` and such a class, which ``KINDS`` lists. Settings that a
-    method takes are those of a run of this kind.
+    A new kind is a section of ``RunConfig``, whose class has ``check``, ``find`` and ``digests`` as
+    those of ``comera.data`` have, and a subclass of this, which ``KINDS`` lists. Methods take the
+    settings of a run of this kind.
 
     Attributes:
+        inputs: Names of the parts of a batch that the model takes, in its order.
         lean: See :class:`Task`.
     """
 
+    inputs: tuple[str, ...]
     lean = False
 
-    @abstractmethod
+    def data(self, config: RunConfig) -> Any:
+        """Return the section of the settings that describes the data."""
+        return getattr(config, config.task)
+
     def find_data(self, config: RunConfig) -> None:
-        """Make sure that the files of a run are there, before one is read.
+        """Raise ``FileNotFoundError`` if a file of a run is missing, before one is read."""
+        self.data(config).find()
 
-        Raises what the readers raise.
-        """
-
-    @abstractmethod
     def data_digests(self, config: RunConfig) -> dict[str, str]:
         """Return digests of all that a run reads, by name; raises what the readers raise."""
+        return self.data(config).digests()
 
     @abstractmethod
     def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
         """Read the data of a run; raises what the readers raise."""
 
     def is_told_by_data(self, config: RunConfig) -> bool:
-        """Tell whether the sizes of the model are those of the data."""
+        """Return whether the data determine the sizes of the model."""
         return False
 
     @abstractmethod
@@ -151,20 +152,30 @@ class TaskKind(ABC):
                 of fields, and ``num_continuous``.
         """
 
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the model on the inputs of a batch; float32."""
+        return model(*(batch[name] for name in self.inputs)).float()
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of a batch."""
 
     @abstractmethod
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
-        """Draw a batch without data, on torch's default device."""
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
+        """Draw a batch without data, on torch's default device.
 
-    @abstractmethod
+        Args:
+            config: The run.
+            rows: Rows of the batch.
+            sizes: As of :meth:`dense_model`; by default :meth:`planned_sizes`.
+        """
+
     def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Make inputs of the kinds that the model takes, of two rows."""
-
-    def check_predicts(self, run: Trained) -> None:  # noqa: B027  most kinds need nothing
-        """Raise ``ValueError`` if a run has not kept what predictions need."""
+        """Make the tensors that the model takes, of two rows."""
+        batch = self.drawn_batch(config, 2, sizes)
+        return tuple(batch[name] for name in self.inputs if isinstance(batch[name], Tensor))
 
     @abstractmethod
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
@@ -194,17 +205,12 @@ def count_steps(config: RunConfig, per_epoch: int) -> int:
 
 
 def say_padding(batch: dict[str, Tensor]) -> Batch:
-    """Add whether any token is padding, while asking waits for no GPU."""
+    """Add whether any token is padding, computed here because on a GPU it would synchronise."""
     return batch | {"padded": bool((batch["tokens"] == PAD).any())}
 
 
-def padding_said(batches: Iterable[Batch]) -> list[Batch]:
-    """Add to each batch whether any token is padding."""
-    return [say_padding(batch) for batch in batches]
-
-
 def logits_of(run: Trained, *inputs: Any) -> Tensor:
-    """Return what a trained model says, on the CPU in float32."""
+    """Return the logits of a trained model, on the CPU in float32."""
     device = next(run.model.parameters()).device
     moved = (value.to(device) if isinstance(value, Tensor) else value for value in inputs)
     return run.model(*moved).float().cpu()

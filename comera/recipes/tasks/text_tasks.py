@@ -1,11 +1,4 @@
-"""What kinds of tasks share that are made of text.
-
-Masked words: the pre-training of encoders.
-
-Next words: the pre-training of decoders.
-
-Natural-language inference: how the second of two sentences follows from the first.
-"""
+"""Tasks on text: masked words for encoders, next words for decoders, natural-language inference."""
 
 import math
 from abc import abstractmethod
@@ -18,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comera.data.nli import LABELS, NliData, NliPairs, find_pairs, joined, nli_digests
-from comera.data.text import CausalText, MaskedText, TextData, TextStreams, find_text, text_digests
+from comera.data.nli import LABELS, NliPairs, joined
+from comera.data.text import CausalText, MaskedText, TextStreams
 from comera.data.vocabulary import CLS, MASK
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
@@ -34,7 +27,6 @@ from comera.recipes.tasks.task import (
     Trained,
     count_steps,
     logits_of,
-    padding_said,
     say_padding,
 )
 
@@ -42,15 +34,13 @@ _LARGEST_LOSS = 700.0
 """Loss above which a perplexity is too large for a float."""
 _FIRST_WORD = 5
 """Numbers below stand for padding and other marks."""
-_MOST_EXAMPLE_TOKENS = 16
 
 
 class OfText(TaskKind):
     """A kind of task whose model is a transformer."""
 
     def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
-        assert config.text is not None, "of a kind of text"
-        return {"vocab_size": config.text.vocab_size}
+        return {"vocab_size": self.data(config).vocab_size}
 
     def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
         try:
@@ -62,28 +52,15 @@ class OfText(TaskKind):
     def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
         """Make the dense model."""
 
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
-        assert config.text is not None, "of a kind of text"
-        shape = rows, config.text.length
-        return {"tokens": torch.randint(_FIRST_WORD, config.text.vocab_size, shape)}
-
-    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        assert config.text is not None, "of a kind of text"
-        return (torch.full((2, min(_MOST_EXAMPLE_TOKENS, config.text.length)), 7),)
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
+        shape = rows, self.data(config).length
+        return {"tokens": torch.randint(_FIRST_WORD, self.data(config).vocab_size, shape)}
 
 
 class OfStreams(OfText):
     """A kind of task on text without end, judged by its loss on held-out batches."""
-
-    @abstractmethod
-    def _data(self, config: RunConfig) -> TextData:
-        """Return the section of the data."""
-
-    def find_data(self, config: RunConfig) -> None:
-        find_text(self._data(config))
-
-    def data_digests(self, config: RunConfig) -> dict[str, str]:
-        return text_digests(self._data(config))
 
     def _task(
         self,
@@ -166,42 +143,37 @@ _DRAWN_EVERY = 7
 class MaskedTextKind(OfStreams):
     """Words that are masked in a text are guessed."""
 
-    def _data(self, config: RunConfig) -> TextData:
-        assert config.masked_text is not None
-        return config.masked_text
+    inputs = ("tokens", "positions", "padded")
 
     def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
-        length = self._data(config).length
+        length = self.data(config).length
         return MaskedLanguageModel(make_encoder(config, vocab_size, length, 0), vocab_size)
 
     def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = MaskedText(TextStreams.prepare(self._data(config), digests))
-        size = config.train.batch_size
+        data = MaskedText(TextStreams.prepare(self.data(config), digests))
+        size, evaluated = config.train.batch_size, config.train.eval_batches or _EVALUATED
         return self._task(
             config,
             place,
             lambda step: say_padding(data.batch(step, size, config.seed)),
-            padding_said(data.valid_batches(config.train.eval_batches or _EVALUATED, size)),
-            padding_said(data.test_batches(_TESTED, size)),
+            list(map(say_padding, data.valid_batches(evaluated, size))),
+            list(map(say_padding, data.test_batches(_TESTED, size))),
             data.streams,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["tokens"], batch["positions"], batch["padded"])
-        return token_loss(logits, batch["targets"])
+        return token_loss(self.logits(model, batch), batch["targets"])
 
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
         batch = super().drawn_batch(config, rows)
         positions = torch.arange(0, batch["tokens"].shape[1], _DRAWN_EVERY).expand(rows, -1)
         targets = batch["tokens"].gather(1, positions)
         return batch | {"positions": positions, "targets": targets, "padded": False}
 
-    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        (tokens,) = super().example_inputs(config, sizes)
-        return tokens, torch.ones(2, 3, dtype=torch.int64)
-
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
-        row = np.concatenate([[CLS], tokens_of(run, line)])[: self._data(run.config).length]
+        row = np.concatenate([[CLS], tokens_of(run, line)])[: self.data(run.config).length]
         positions = np.flatnonzero(row == MASK)
         if not len(positions):
             raise ValueError(f"{line!r} has no [MASK] in its first {len(row) - 1} tokens")
@@ -222,9 +194,7 @@ class MaskedTextKind(OfStreams):
 class CausalTextKind(OfStreams):
     """The next word of a text is guessed."""
 
-    def _data(self, config: RunConfig) -> TextData:
-        assert config.causal_text is not None
-        return config.causal_text
+    inputs = ("tokens",)
 
     def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
         model = config.model
@@ -240,7 +210,7 @@ class CausalTextKind(OfStreams):
         return CausalLanguageModel(decoder, vocab_size)
 
     def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = CausalText(TextStreams.prepare(self._data(config), digests))
+        data = CausalText(TextStreams.prepare(self.data(config), digests))
         size = config.train.batch_size
         return self._task(
             config,
@@ -252,9 +222,11 @@ class CausalTextKind(OfStreams):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return token_loss(model(batch["tokens"]), batch["targets"])
+        return token_loss(self.logits(model, batch), batch["targets"])
 
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
         batch = super().drawn_batch(config, rows)
         return batch | {"targets": batch["tokens"].roll(-1, 1)}
 
@@ -263,7 +235,7 @@ class CausalTextKind(OfStreams):
         if not tokens:
             raise ValueError("there is no text to go on from")
         for _ in range(new_tokens):
-            seen = torch.tensor([tokens[-self._data(run.config).length :]])
+            seen = torch.tensor([tokens[-self.data(run.config).length :]])
             tokens.append(int(logits_of(run, seen)[0, -1].argmax()))
         return {"text": text_of(run, tokens)}
 
@@ -274,34 +246,26 @@ _SEGMENTS = 2
 class NliKind(OfText):
     """Pairs of sentences are told apart."""
 
-    def _data(self, config: RunConfig) -> NliData:
-        assert config.nli is not None
-        return config.nli
-
-    def find_data(self, config: RunConfig) -> None:
-        find_pairs(self._data(config))
-
-    def data_digests(self, config: RunConfig) -> dict[str, str]:
-        return nli_digests(self._data(config))
+    inputs = ("tokens", "segments", "padded")
 
     def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
-        encoder = make_encoder(config, vocab_size, self._data(config).length, _SEGMENTS)
+        encoder = make_encoder(config, vocab_size, self.data(config).length, _SEGMENTS)
         return SequenceClassifier(encoder, len(LABELS), config.model.dropout)
 
     def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = NliPairs.prepare(self._data(config), digests)
+        data = NliPairs.prepare(self.data(config), digests)
         size = config.train.batch_size
         limit = config.train.eval_batches and config.train.eval_batches * size
-        dev = padding_said(data.dev_batches(4 * size, limit))
-        test = padding_said(data.test_batches(4 * size) or ())
+        dev = list(map(say_padding, data.dev_batches(4 * size, limit)))
+        test = list(map(say_padding, data.test_batches(4 * size)))
         # A CUDA graph takes batches of one shape alone.
         graph = place.device.type == "cuda" and config.train.graph is not False
-        length = self._data(config).length if graph else None
+        length = self.data(config).length if graph else None
 
         def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
             right, loss, rows = 0.0, 0.0, 0.0
             for batch in place.own(batches):
-                logits = _logits(model, batch)
+                logits = self.logits(model, batch)
                 loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
                 right += float((logits.argmax(-1) == batch["labels"]).sum())
                 rows += len(logits)
@@ -325,25 +289,23 @@ class NliKind(OfText):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(_logits(model, batch), batch["labels"])
+        return F.cross_entropy(self.logits(model, batch), batch["labels"])
 
-    def drawn_batch(self, config: RunConfig, rows: int) -> Batch:
+    def drawn_batch(
+        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
+    ) -> Batch:
         batch = super().drawn_batch(config, rows)
         length = batch["tokens"].shape[1]
         segments = (torch.arange(length) >= length // 2).long().expand(rows, length)
         labels = torch.randint(len(LABELS), (rows,))
         return batch | {"segments": segments, "labels": labels, "padded": False}
 
-    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        (tokens,) = super().example_inputs(config, sizes)
-        return tokens, torch.zeros_like(tokens)
-
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
         premise, tab, hypothesis = line.partition("\t")
         if not tab:
             raise ValueError(f"{line!r} must be a premise, a tab and a hypothesis")
         sides = tokens_of(run, premise), tokens_of(run, hypothesis)
-        row, start = joined(*sides, self._data(run.config).length)
+        row, start = joined(*sides, self.data(run.config).length)
         tokens = torch.from_numpy(row)[None]
         segments = (torch.arange(len(row)) >= start).long()[None]
         logits = logits_of(run, tokens, segments, False)[0]
@@ -352,7 +314,3 @@ class NliKind(OfText):
             "label": LABELS[int(logits.argmax())],
             "probabilities": {name: round(float(share), 4) for name, share in shares},
         }
-
-
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch["tokens"], batch["segments"], batch["padded"]).float()
