@@ -18,7 +18,7 @@ from rich.console import Console
 from comera import __version__
 from comera.extras import did_you_mean
 from comera.files import replacing
-from comera.nn.evaluation_mode import model_size
+from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse

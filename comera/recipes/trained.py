@@ -21,7 +21,8 @@ from comera.data.click_files import CATEGORIES, ClickRows
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
-from comera.nn.evaluation_mode import model_size
+from comera.params import model_size
+from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
 from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
