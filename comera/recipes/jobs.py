@@ -29,7 +29,6 @@ from comera.files import replacing
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.stop_signals import PARENT, on_stop_signals
 
 INTERRUPTED = 130
@@ -144,13 +143,13 @@ def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
         ValueError: If there is one and it may not be overwritten.
         FileNotFoundError: If the data are not there.
     """
-
-    def data(job: Job) -> Any:
-        return getattr(job.config, job.config.task)
-
-    needed = [data(job) for job in jobs if job.state == "waiting"]
+    needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.state == "finished" and data(job) in needed and _has_other_data(job, overwrite):
+        if (
+            job.state == "finished"
+            and job.config.data in needed
+            and _has_other_data(job, overwrite)
+        ):
             job.state = "waiting"
             job.config = dataclasses.replace(job.config, overwrite=True)
 
@@ -159,7 +158,7 @@ def _has_other_data(job: Job, overwrite: bool) -> bool:
     """Return whether the data changed since a run was begun; raise if that may not be."""
     if read_record(job.folder) is None:
         return False
-    difference = other_data(job.folder, DataRecord(kind_of(job.config).data_digests(job.config)))
+    difference = other_data(job.folder, DataRecord(job.config.data.digests()))
     if difference is not None and not overwrite:
         raise ValueError(
             f"{job.folder} holds a run that was begun with other data ({difference}); restore "

@@ -132,7 +132,8 @@ def _task(config: RunConfig) -> Task:
 def _batch(config: RunConfig, step: int) -> Batch:
     """Draw a batch of the task on torch's default device."""
     torch.manual_seed(step)
-    return kind_of(config).drawn_batch(config, _ROWS)
+    kind = kind_of(config)
+    return kind.drawn_batch(_ROWS, kind.planned_sizes())
 
 
 Scale = Literal["small", "paper"]
