@@ -48,10 +48,10 @@ simulated-card: $(VENV)/installed-dev $(VENV)/installed-peers
 
 # On a machine with a GPU, in an environment that has the package and pytest:
 #     make gpu GPU_PYTHON=python3
-# In ten minutes: what is there, the fastest way of each operator, operators beside their floors,
-# training steps, layers, tables, memory and runs beside dense ones, all tests that need the GPU,
-# memory errors and races of the kernels. One page, runs/gpu-DATE.md, and the same as JSON. A part
-# that fails or takes too long is named there, and the others go on.
+# In ten minutes: what is there, the fastest way of each operator, training steps, layers, tables and
+# memory beside dense ones, all tests that need the GPU, memory errors and races of the kernels. One
+# page, runs/gpu-DATE.md, and the same as JSON. A part that fails or takes too long is named there,
+# and the others go on.
 GPU_PYTHON ?= $(BIN)/python
 GPU_SECONDS ?= 600
 

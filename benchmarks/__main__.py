@@ -1,8 +1,8 @@
 """``python -m benchmarks NAME``: from the command line to a benchmark and its exit status.
 
 A benchmark is a module with ``add_options(parser)`` and ``run(session, options)``; its docstring is
-the help. Beside them stand scripts with a command line of their own: ``card``, ``language_model``,
-``kept``, ``minilm`` and ``rates``.
+the help. Beside them stand scripts with a command line of their own: ``card`` and
+``language_model``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from comera.extras import MissingPackageError
 
 NAMES = (
     "linear", "embedding", "step", "memory", "rank_learning", "traffic", "checkpoints",
-    "optimizers", "ranking", "serve", "updates", "kernels",
+    "optimizers", "serve",
 )  # fmt: skip
 
 _INTERRUPTED = 130

@@ -60,14 +60,11 @@ class Stage:
 
 STAGES = (
     Stage("doctor", 40),
-    Stage("calibrate", 80),
-    Stage("operators-bf16", 25, "kernels --dtype=bfloat16 --repeats=5",
-          "--tokens=8 --indices=8 --widths=16:16 --rank=4 --layers=1 --table=60:16 --repeats=1"),
-    Stage("operators-fp32", 25, "kernels --repeats=5", "--only=linear --tokens=8 --widths=16:16"),
-    Stage("steps", 80, f"{_STEP} --batch 32 8 128 --precision bf16 fp32 tf32", _TINY),
-    Stage("steps-compiled", 65, f"{_STEP} --batch 32 8 --precision bf16 --compile", _TINY),
-    Stage("steps-4096", 35, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_WIDE}", _TINY),
-    Stage("steps-2048", 30, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_MIDDLE}", _TINY),
+    Stage("calibrate", 90),
+    Stage("steps", 100, f"{_STEP} --batch 32 8 128 --precision bf16 fp32 tf32", _TINY),
+    Stage("steps-compiled", 75, f"{_STEP} --batch 32 8 --precision bf16 --compile", _TINY),
+    Stage("steps-4096", 40, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_WIDE}", _TINY),
+    Stage("steps-2048", 35, f"{_STEP} --batch 32 8 --precision bf16 fp32 {_MIDDLE}", _TINY),
     Stage("layers", 20, "linear --curve=width --points 768 2048 4096 8192 --tokens=4096 "
           "--dtype=bfloat16 --rank=30 --repeats=5", "--points=16 --tokens=8"),
     Stage("tables", 15, "embedding --peers=none --rank=30 --repeats=5",
@@ -88,7 +85,7 @@ class Ended:
         seconds: Its duration.
         problem: Why it did not come to its end, or None.
         found: Content of the JSON file of a benchmark, or None.
-        lines: What it printed: all lines of a benchmark, the last ones of another.
+        lines: What it printed: all lines of a benchmark, the last ones of a test.
     """
 
     name: str
@@ -166,8 +163,9 @@ def _run(stage: Stage, allowed: float, options: argparse.Namespace) -> Ended:
         problem = f"ended with status {status}"
     found = json.loads(table.read_text()) if table.exists() else None
     lines = [line.rstrip() for line in log.read_text().splitlines() if line.strip()]
+    whole = stage.words or stage.name == "calibrate"
     seconds = time.monotonic() - began
-    return Ended(stage.name, seconds, problem, found, lines if stage.words else lines[-_TAIL:])
+    return Ended(stage.name, seconds, problem, found, lines if whole else lines[-_TAIL:])
 
 
 def _command(stage: Stage, allowed: float, table: Path, options: argparse.Namespace) -> list[str]:

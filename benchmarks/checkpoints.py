@@ -26,24 +26,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         {
             "parameters": (16_777_216, "Number of parameters of the model."),
             "width": (2048, "Width of the weight matrices."),
-            "bits": (Quality.bits, "Bits of the code of a changed entry, 2 to 8."),
         },
     )
-    parser.add_argument(
-        "--rate", type=float, default=Quality.rate,
-        help="Error that is accepted to save one bit, as a share of the variance.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--beta", type=float, default=Quality.beta,
-        help="Leave out first moments smaller than this many times their mean.",
-    )  # fmt: skip
     add_repeats(parser)
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
     """Measure checkpoints of a model of square random weights under AdamW, and of its change."""
-    quality = Quality(options.bits, options.rate, beta=options.beta)
-    _whole(session, options.parameters, options.width, quality)
+    _whole(session, options.parameters, options.width, Quality())
     for entries in (options.width**2, _LARGEST):
         _clusters(session, torch.randn(entries))
 

@@ -1,9 +1,8 @@
-"""Perplexity of a trained language model made smaller: ``python -m benchmarks.language_model``.
+"""Measure the perplexity of a language model made smaller: ``python -m benchmarks.language_model``.
 
 Beside :func:`comera.compress_`, with and without :func:`comera.heal_`, stand truncations of every
 weight to one share: of the weight alone (SVD and TT-SVD), and weighed by the layer's inputs as
-SVD-LLM does (arXiv 2403.07378). Each point is written as it is measured; the same command goes on
-where it was.
+SVD-LLM does (arXiv 2403.07378). Each point is written as it is measured; the same command resumes.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import copy
 import functools
 import json
 import lzma
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import TTLinear
-from comera.planning.printing import Table, empty_figure
+from comera.planning.printing import Table
 
 METHODS = {
     "svd": "SVD of the weight, one share",
@@ -39,29 +37,25 @@ METHODS = {
     "comera": "compress_",
     "healed": "compress_, then heal_",
 }
-_SHARES = (0.1, 0.2, 0.4, 0.6)
-_SHOWN = 100
-"""Perplexities up to so many times the dense model's are drawn."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all points that are missing in the file of results, and show them."""
-    options = _parser().parse_args(arguments)
-    unknown = [name for name in options.methods if name not in METHODS]
-    if unknown:
-        print(
-            f"error: methods={unknown[0]!r} must be some of {', '.join(METHODS)}", file=sys.stderr
-        )
-        return 1
-    wrong = [share for share in options.shares if not 0 < share < 1]
-    if wrong:
-        print(
-            f"error: shares={wrong[0]} must be between 0 and 1: how much of the linears goes",
-            file=sys.stderr,
-        )
-        return 1
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description="Perplexity of a language model made smaller.")
+    parser.add_argument("--model", required=True, help="Folder of a causal model (transformers).")
+    parser.add_argument("--gguf", help="File in that folder to take the weights from.")
+    parser.add_argument("--calibrate", required=True, help="Text that is no test text (.txt, .xz).")
+    parser.add_argument("--test", required=True, help="Text to measure on.")
+    parser.add_argument("--shares", type=_share, nargs="+", default=[0.1, 0.2, 0.4, 0.6])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--length", type=int, default=512, help="Tokens of a sequence.")
+    parser.add_argument("--sequences", type=int, default=16, help="For calibration.")
+    parser.add_argument("--heal_sequences", type=int, default=64, help="Those after them.")
+    parser.add_argument("--bfloat16", action="store_true", help="Heal under autocast to it.")
+    parser.add_argument("--test_sequences", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path("runs/language-model"))
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
     model, encode = _load(options.model, options.gguf)
     told, tested = (
         _batches(encode(_text(path)), count, options.length, path)
@@ -70,36 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.test, options.test_sequences),
         )
     )
-    bench = Bench(
-        model, told[: options.sequences], told[options.sequences :], tested, folder,
-        bfloat16=options.bfloat16,
-    )  # fmt: skip
+    calibration, healing = told[: options.sequences], told[options.sequences :]
+    bench = Bench(model, calibration, healing, tested, options.out, options.bfloat16)
     bench.measure("dense", 0.0, lambda: ({}, model))
     for method in options.methods:
         for share in options.shares:
             bench.measure(method, share, functools.partial(getattr(bench, method), share))
     print(bench)
-    if options.plot:
-        plot(bench.points, Path(options.plot))
-    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Perplexity of a language model made smaller.")
-    parser.add_argument("--model", required=True, help="Folder of a causal model (transformers).")
-    parser.add_argument("--gguf", help="File in that folder to take the weights from.")
-    parser.add_argument("--calibrate", required=True, help="Text that is no test text (.txt, .xz).")
-    parser.add_argument("--test", required=True, help="Text to measure on.")
-    parser.add_argument("--shares", type=float, nargs="+", default=list(_SHARES))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--length", type=int, default=512, help="Tokens of a sequence.")
-    parser.add_argument("--sequences", type=int, default=16, help="For calibration.")
-    parser.add_argument("--heal_sequences", type=int, default=64, help="Those after them.")
-    parser.add_argument("--bfloat16", action="store_true", help="Heal under autocast to it.")
-    parser.add_argument("--test_sequences", type=int, default=24)
-    parser.add_argument("--out", default="runs/language-model", help="Folder for what is found.")
-    parser.add_argument("--plot", help="Draw the curves into this file.")
-    return parser
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(
+            f"{share} must be between 0 and 1: the part of the linears that goes"
+        )
+    return share
 
 
 class Bench:
@@ -124,42 +104,33 @@ class Bench:
         bfloat16: bool = False,
     ) -> None:
         self.model, self.tested, self.healing = model, tested, healing
-        self.bfloat16 = bfloat16
-        self.calibration, self.folder = calibration, folder
+        self.calibration, self.folder, self.bfloat16 = calibration, folder, bfloat16
         self.layers = {
             name: layer
             for name, layer in linear_targets(model, "all-linear", None, None).items()
             if isinstance(layer, nn.Linear)
         }
-        self._moments: dict[str, LayerMoments] | None = None
-        self._found: Sensitivity | None = None
         self.file = folder / "points.json"
         self.points: list[dict[str, Any]] = (
             json.loads(self.file.read_text()) if self.file.exists() else []
         )
 
-    @property
+    @functools.cached_property
     def moments(self) -> dict[str, LayerMoments]:
-        """Those of all layers, from the file where they are there already."""
-        if self._moments is None:
-            keep = self.folder / "moments.safetensors"
-            self._moments = gather_moments(
-                self.model, self.layers, self.calibration, own_loss, keep, progress=True
-            )
-        return self._moments
+        """Moments of all layers, from the file where they are there already."""
+        keep = self.folder / "moments.safetensors"
+        return gather_moments(
+            self.model, self.layers, self.calibration, own_loss, keep, progress=True
+        )
 
-    @property
+    @functools.cached_property
     def found(self) -> Sensitivity:
-        """What :func:`comera.sensitivity` finds with these moments."""
-        if self._found is None:
-            self._found = Sensitivity(
-                tuple(
-                    LayerSensitivity(name, whitened_svd(layer.weight, self.moments[name]))
-                    for name, layer in self.layers.items()
-                ),
-                *model_size(self.model),
-            )
-        return self._found
+        """Result of :func:`comera.sensitivity` with these moments."""
+        layers = tuple(
+            LayerSensitivity(name, whitened_svd(layer.weight, self.moments[name]))
+            for name, layer in self.layers.items()
+        )
+        return Sensitivity(layers, *model_size(self.model))
 
     def measure(
         self, method: str, share: float, make: Callable[[], tuple[dict[str, Any], nn.Module]]
@@ -169,15 +140,10 @@ class Bench:
             return
         wall, processor = time.monotonic(), time.process_time()
         about, small = make()
-        point = {
-            "method": method,
-            "share": share,
-            "seconds": time.monotonic() - wall,
-            "processor_seconds": time.process_time() - processor,
-            "params": model_size(small).params,
-            "perplexity": perplexity(small, self.tested),
-            **about,
-        }
+        seconds = {"seconds": time.monotonic() - wall}
+        seconds["processor_seconds"] = time.process_time() - processor
+        point = {"method": method, "share": share, **seconds, "params": model_size(small).params}
+        point |= {"perplexity": perplexity(small, self.tested), **about}
         self.points.append(point)
         with replacing(self.file) as temporary:
             temporary.write_text(json.dumps(self.points, indent=1))
@@ -188,7 +154,7 @@ class Bench:
         return {}, self._each(share, lambda _, layer: whitened_svd(layer.weight, None).factors)
 
     def whitened(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """Truncate each weight by what its inputs make of it."""
+        """Truncate each weight by its effect on the inputs."""
 
         def factors(name: str, layer: nn.Linear) -> Callable[[int], tuple[Tensor, Tensor]]:
             inputs = self.moments[name].inputs_II
@@ -216,7 +182,7 @@ class Bench:
         return {"kept_dense": sum(layer.rank is None for layer in done.layers)}, small
 
     def healed(self, share: float) -> tuple[dict[str, Any], nn.Module]:
-        """Spend one budget, and train what comes out to answer as the dense model."""
+        """Spend one budget, and train the result to answer as the dense model."""
         about, small = self.comera(share)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             done = heal_(small, self.model, self.healing, progress=True)
@@ -225,7 +191,7 @@ class Bench:
     def _each(
         self, share: float, factors: Callable[[str, nn.Linear], Callable[[int], Any]]
     ) -> nn.Module:
-        """Give every weight the rank at which its factors have so much less."""
+        """Truncate every weight to the rank at which its factors have so much less."""
         small = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, layer in self.layers.items():
@@ -274,27 +240,5 @@ def _batches(tokens: list[int], count: int, length: int, path: str) -> list[dict
     return [{"input_ids": row[None], "labels": row[None]} for row in rows]
 
 
-def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw perplexities over the share that is gone."""
-    figure, (axes,) = empty_figure(size=(6.5, 4))
-    dense = next(point["perplexity"] for point in points if point["method"] == "dense")
-    for name, text in METHODS.items():
-        line = sorted((p["share"], p["perplexity"]) for p in points if p["method"] == name)
-        if line:
-            above = all(perplexity > _SHOWN * dense for _, perplexity in line)
-            label = f"{text} (above the picture)" if above else text
-            axes.plot(*zip(*line, strict=True), "o-", label=label)
-    axes.axhline(dense, color="#8a9299", lw=0.8, label="dense")
-    lines = [p["perplexity"] for p in points if p["perplexity"] < _SHOWN * dense]
-    axes.set_ylim(0.9 * dense, 1.1 * max(lines))  # others leave through the top
-    axes.set(yscale="log", xlabel="fewer parameters in the linear layers", ylabel="perplexity")
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.legend(frameon=False, fontsize="small")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

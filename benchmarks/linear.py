@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,20 +20,19 @@ from benchmarks.session import (
     DTYPES,
     Session,
     add_peers,
+    add_rank,
     add_repeats,
     add_several,
-    add_shape,
     count,
+    positive,
     rank_of,
 )
 from benchmarks.timing import Timings
 from comera.calibrate.in_turn import in_turn
-from comera.files import replacing
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.planning.planner import plan_linear
-from comera.planning.printing import empty_figure
 
 DEFAULT_POINTS = {
     "tokens": [1, 4, 16, 64, 256, 1024, 4096, 16384],
@@ -47,7 +45,11 @@ _TOKENS, _WIDTH_TOKENS = 4096, 512
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    add_shape(parser)
+    parser.add_argument(
+        "--shape", nargs=2, type=positive, default=[768, 3072], metavar=("IN", "OUT"),
+        help="Input and output width of the layer.",
+    )  # fmt: skip
+    add_rank(parser)
     add_several(
         parser, "--tokens", [],
         "Rows that the layer is given at once; several make a curve. By default 4096, and 512 on "
@@ -59,7 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="Show times against this quantity, comera beside dense.",
     )  # fmt: skip
     add_several(parser, "--points", [], "Values of it; by default doubling steps.")
-    parser.add_argument("--plot", type=Path, help="Draw the curve: a file in .png, .svg or .pdf.")
     add_peers(parser)
     add_repeats(parser)
 
@@ -74,21 +75,16 @@ def run(session: Session, options: argparse.Namespace) -> None:
     dtype = getattr(torch, options.dtype)
     axis = options.curve or ("tokens" if len(tokens) > 1 else None)
     if axis is None:
-        for name in ("points", "plot"):
-            if getattr(options, name):
-                axes = ", ".join(DEFAULT_POINTS)
-                raise ValueError(
-                    f"{name}={str(getattr(options, name))!r} needs --curve, one of {axes}"
-                )
+        if options.points:
+            axes = ", ".join(DEFAULT_POINTS)
+            raise ValueError(f"points={options.points} needs --curve, one of {axes}")
         one_layer(session, shape, rank, (tokens or [_TOKENS])[0], dtype, options.peers == "all")
         return
     if axis != "tokens" and len(tokens) > 1:
         raise ValueError(f"tokens={tokens} must be one number beside --curve={axis}")
-    if options.plot and options.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"plot={str(options.plot)!r} must end in .png, .svg, .pdf")
     fixed = (tokens or [_WIDTH_TOKENS if axis == "width" else _TOKENS])[0]
     points = options.points or (tokens if len(tokens) > 1 else DEFAULT_POINTS[axis])
-    curve(session, axis, points, shape, rank, fixed, dtype, options.plot)
+    curve(session, axis, points, shape, rank, fixed, dtype)
 
 
 def one_layer(
@@ -230,11 +226,10 @@ def curve(
     rank: int | Sequence[int],
     tokens: int,
     dtype: torch.dtype,
-    plot: Path | None = None,
 ) -> None:
     """Measure every point; on Ctrl-C those that are there are shown.
 
-    On a GPU each is measured as the host starts it and in a CUDA graph, and the latter is drawn.
+    On a GPU each is measured as the host starts it and in a CUDA graph.
     """
     modes = ("eager", "captured") if session.device.type == "cuda" else ("eager",)
     done: list[Point] = []
@@ -259,9 +254,6 @@ def curve(
     for mode in modes:
         where = f"{mode}: " if len(modes) > 1 else ""
         session.note(where + hits([point for point in done if point.mode == mode]))
-    if plot:
-        plot_curve([point for point in done if point.mode == modes[-1]], axis, title, plot)
-        session.print(f"wrote {plot}")
 
 
 def _points(
@@ -295,28 +287,3 @@ def hits(points: Sequence[Point]) -> str:
     even = len(points) - len(decided)
     aside = f" ({even} even left out)" if even else ""
     return f"the planner named the winner at {right} of {len(decided)} points{aside}"
-
-
-def plot_curve(points: Sequence[Point], axis: str, title: str, path: Path) -> None:
-    """Draw milliseconds above, dense over comera below, both axes logarithmic."""
-    figure, (times, ratios) = empty_figure(heights=(3, 2), size=(7, 6))
-    ours: dict[str, Any] = {"color": "#14608f", "marker": "o"}
-    looks = {"dense": {"color": "#c4651a", "ls": (0, (5, 1.5)), "marker": "o"}, "comera": ours}
-    at = [point.at for point in points]
-    for name, look in looks.items():
-        times.plot(at, [1e3 * p.timings.median(name) for p in points], label=name, **look)
-    times.set(xscale="log", yscale="log", ylabel="ms, median")
-    times.set_title(title, fontsize=9, parse_math=False)
-    times.legend(frameon=False)
-    bounds = [point.timings.quartiles("comera") for point in points]
-    ratios.fill_between(at, *zip(*bounds, strict=True), color=ours["color"], alpha=0.2)
-    ratios.plot(at, [p.timings.ratio("comera") for p in points], label="measured", **ours)
-    ratios.plot(at, [p.predicted for p in points], "k:", lw=1, label="predicted")
-    ratios.axhline(1, color="#8a9299", lw=0.8)
-    ratios.set(xscale="log", yscale="log", xlabel=axis, ylabel="dense / comera")
-    ratios.legend(frameon=False)
-    for axes in (times, ratios):
-        axes.grid(color="#dfe4e8", lw=0.6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)

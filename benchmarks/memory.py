@@ -27,11 +27,9 @@ from benchmarks.session import (
     add_sizes,
     count,
     in_new_process,
-    rank_of,
 )
 from comera.allocator import reuse_freed_memory
 from comera.nn.embedding import TTEmbedding
-from comera.nn.linear import TTLinear
 from comera.train.capture import WARM_UP
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -44,36 +42,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_several(parser, "--batch", [1, 8, 32], "Numbers of sequences in a batch.")
     add_encoders(parser)
     parser.add_argument(
-        "--layer", action="store_true", help="Weigh a linear layer instead of the encoders."
-    )
-    parser.add_argument(
         "--table", action="store_true", help="Weigh lookups in a table of --shape ROWS WIDTH."
     )
-    parser.add_argument(
-        "--shape", nargs=2, type=int, default=[768, 3072], metavar=("IN", "OUT"),
-        help="Input and output width of the layer.",
-    )  # fmt: skip
+    parser.add_argument("--shape", nargs=2, type=int, metavar="N", help="Of the table.")
     parser.add_argument(
         "--zipf", type=float, default=1.05, help="Exponent of the distribution of the indices."
     )
-    add_sizes(parser, {"tokens": (4096, "Number of rows of the layer, or of indices.")})
+    add_sizes(parser, {"tokens": (4096, "Number of indices.")})
 
 
 def run(session: Session, options: argparse.Namespace) -> None:
-    """Weigh a step of the model at every batch size, or of one layer or table."""
+    """Weigh a step of the model at every batch size, or of one table."""
     if session.device.type == "cpu":
         resident_peak()  # raises before anything starts where it cannot be read
-    (a, b), tokens, rank = options.shape, options.tokens, rank_of(options.rank)
+    tokens = options.tokens
     theirs = "dense"
     if options.table:
         theirs = "plain"
-        table = {"rows": a, "width": b, "rank": rank if isinstance(rank, int) else max(rank)}
-        title = f"embedding {a} x {b}, its rows and gradient included"
+        if options.shape is None:
+            raise ValueError("--table needs --shape, its rows and width")
+        rows, width = options.shape
+        table = {"rows": rows, "width": width, "rank": max(options.rank)}
+        title = f"embedding {rows} x {width}, its rows and gradient included"
         jobs = {f"{tokens} indices": {"table": table, "tokens": tokens, "zipf": options.zipf}}
-    elif options.layer:
-        layer = {"in_features": a, "out_features": b, "rank": rank}
-        title = f"linear {a} -> {b}, {tokens} tokens, its input included"
-        jobs = {f"{tokens} tokens": {"layer": layer, "tokens": tokens}}
     else:
         encoders = encoders_of(options)
         title = f"{encoders}, sequences of {encoders.length} tokens, AdamW"
@@ -81,14 +72,14 @@ def run(session: Session, options: argparse.Namespace) -> None:
             f"batch {size}": {"encoders": asdict(encoders), "batch": size} for size in options.batch
         }
 
-    def rows() -> Iterator[tuple[Any, ...]]:
+    def measured() -> Iterator[tuple[Any, ...]]:
         for name, job in jobs.items():
             found = [_measure(session, name, kind, job) for kind in (theirs, "comera")]
             known = all(found)
             yield name, *found, found[0] / found[1] if known else None  # type: ignore[operator]
 
     columns = {"": "", theirs: ",.1f", "comera": ",.1f", f"{theirs} / comera": ".2f"}
-    session.table(f"peak memory of {title}, MiB", columns, rows())
+    session.table(f"peak memory of {title}, MiB", columns, measured())
 
 
 def _measure(session: Session, name: str, kind: str, job: dict[str, Any]) -> float | None:
@@ -109,14 +100,14 @@ def peak(job: dict[str, Any]) -> dict[str, int]:
     Args:
         job: ``kind`` (``dense``, ``plain`` or ``comera``), ``device``, ``threads`` and ``keep``,
             whether freed memory is; and what is trained: ``encoders`` at a ``batch``, ``captured``
-            or not, or a ``layer`` or a ``table`` at so many ``tokens``.
+            or not, or a ``table`` at so many ``tokens``.
     """
     torch.set_num_threads(job["threads"])
     if job["keep"]:
         reuse_freed_memory()
     device = torch.device(job["device"])
     read = peak_reader(device)
-    train = next(_TRAIN[name] for name in _TRAIN if name in job)
+    train = _train_table if "table" in job else _train_model
     found = {"parameters": train(job, device), "peak": read()}
     if device.type == "cuda":
         found["reserved"] = torch.cuda.max_memory_reserved(device)
@@ -172,20 +163,6 @@ def _train_model(job: dict[str, Any], device: torch.device) -> int:
     return count(model)
 
 
-def _train_layer(job: dict[str, Any], device: torch.device) -> int:
-    """Train a layer without an optimizer; the input and its gradient are included."""
-    sizes = dict(job["layer"])
-    if job["kind"] == "dense":
-        del sizes["rank"]
-    layer = (nn.Linear if job["kind"] == "dense" else TTLinear)(**sizes).to(device)
-    x = torch.randn(job["tokens"], sizes["in_features"], device=device, requires_grad=True)
-    for _ in range(_STEPS):
-        x.grad = None
-        layer.zero_grad()
-        layer(x).sum().backward()
-    return count(layer)
-
-
 def _train_table(job: dict[str, Any], device: torch.device) -> int:
     """Train a table without an optimizer; rows that are read and their gradient are included."""
     sizes, tokens = job["table"], job["tokens"]
@@ -197,9 +174,6 @@ def _train_table(job: dict[str, Any], device: torch.device) -> int:
         layer.zero_grad()
         layer(indices).backward(grad)
     return count(layer)
-
-
-_TRAIN = {"encoders": _train_model, "layer": _train_layer, "table": _train_table}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -174,10 +173,8 @@ def _in_turn(
 ) -> dict[str, list[float]]:
     """Return seconds of every run in every round; each round begins with another one."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names, quiet = list(runs), not session.console.is_terminal
-    for number in track(
-        range(rounds), "updates", console=session.console, transient=True, disable=quiet
-    ):
+    names = list(runs)
+    for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             seconds[name].append(_seconds(session, runs[name]))

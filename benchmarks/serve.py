@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 
 from benchmarks.checks import DisagreementError
@@ -73,11 +72,8 @@ def run(session: Session, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         numbers = _save_all(Path(folder), llama, options.rank)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in _ROWS}
-        neighbours, quiet = watch_neighbours(), not session.console.is_terminal
-        for _ in track(
-            range(session.repeats), "fresh processes", console=session.console, transient=True,
-            disable=quiet,
-        ):  # fmt: skip
+        neighbours = watch_neighbours()
+        for _ in range(session.repeats):
             for name in _ROWS:
                 found[name].append(_measure(session, Path(folder), name, llama))
         busy = neighbours(torch.get_num_threads())

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import nn
 
 from benchmarks.peers import MissingPeerError
 from benchmarks.timing import (
-    InterruptedTimingError,
     Timings,
     alternate,
     milliseconds,
@@ -47,43 +45,23 @@ def positive(text: str) -> int:
     return number
 
 
-def tuple_of(count: int, example: str) -> Callable[[str], tuple[int, ...]]:
-    """Return a reader of several numbers with colons between them, such as ``768:3072``."""
-
-    def read(text: str) -> tuple[int, ...]:
-        parts = text.split(":")
-        if len(parts) != count:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be {count} whole numbers, such as {example}"
-            )
-        return tuple(map(positive, parts))
-
-    return read
-
-
 class _Several(argparse.Action):
     """Values of one option, which spaces or commas separate."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         words = [word for value in values for word in value.split(",") if word]
         try:
-            setattr(options, self.dest, [self.const(word) for word in words])
+            setattr(options, self.dest, [positive(word) for word in words])
         except argparse.ArgumentTypeError as problem:
             raise argparse.ArgumentError(self, str(problem)) from None
 
 
 def add_several(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: list[Any],
-    help: str,
-    of: Callable[[str], Any] = positive,
-    metavar: str = "N",
-    nargs: str = "+",
+    parser: argparse.ArgumentParser, name: str, default: Sequence[int], help: str
 ) -> None:
-    """Add an option of several values; ``of`` reads one of them."""
+    """Add an option of several whole numbers above zero."""
     parser.add_argument(
-        name, nargs=nargs, action=_Several, const=of, default=default, metavar=metavar, help=help
+        name, nargs="+", action=_Several, default=list(default), metavar="N", help=help
     )
 
 
@@ -93,20 +71,9 @@ def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, tuple[int, st
         parser.add_argument(f"--{name}", type=positive, default=default, help=help, metavar="N")
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the widths and the ranks of a linear layer."""
-    parser.add_argument(
-        "--shape", nargs=2, type=positive, default=[768, 3072], metavar=("IN", "OUT"),
-        help="Input and output width of the layer.",
-    )  # fmt: skip
-    add_rank(parser)
-
-
 def add_rank(parser: argparse.ArgumentParser, default: Sequence[int] = PAPER_RANKS) -> None:
     """Add the ranks of the inner bonds."""
-    add_several(
-        parser, "--rank", list(default), "Ranks of the inner bonds: one bound on all, or each."
-    )
+    add_several(parser, "--rank", default, "Ranks of the inner bonds: one bound on all, or each.")
 
 
 def rank_of(ranks: Sequence[int]) -> int | list[int]:
@@ -265,7 +232,7 @@ class Session:
         columns: Mapping[str, str],
         rows: Iterable[Sequence[Any]],
         caption: str | None = None,
-    ) -> list[Sequence[Any]]:
+    ) -> None:
         """Measure the rows one by one, print them as a table and keep them for the JSON file.
 
         On Ctrl-C the rows that are there are shown.
@@ -285,7 +252,6 @@ class Session:
                 self.show(title, list(columns.items()), done, caption)
                 found = [dict(zip(columns, row, strict=True)) for row in done]
                 self.results.append({"title": title, "rows": found})
-        return done
 
     def add_peer(
         self,
@@ -308,30 +274,12 @@ class Session:
             runs[name] = run
 
     def time(self, title: str, runs: Mapping[str, Callable[[], object]], baseline: str) -> Timings:
-        """Time rounds of all runs, with a status line; warnings of peers are not shown."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        # A refreshing thread would take its share of the processor from the runs.
-        with (
-            Progress(
-                *columns, console=self.console, transient=True, auto_refresh=False,
-                disable=not self.console.is_terminal,
-            ) as progress,
-            warnings.catch_warnings(),
-        ):  # fmt: skip
+        """Time rounds of all runs; warnings of peers are not shown."""
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            task = progress.add_task(title, total=len(runs) * (self.repeats + 1))
-            progress.refresh()
-
-            def tick() -> None:
-                progress.advance(task)
-                progress.refresh()
-
             neighbours = watch_neighbours()
             try:
-                return alternate(
-                    runs, self.repeats, baseline, at_least=_SAMPLE_SECONDS,
-                    synchronize=self.synchronize, tick=tick,
-                )  # fmt: skip
+                return alternate(runs, self.repeats, baseline, _SAMPLE_SECONDS, self.synchronize)
             finally:
                 busy = neighbours(torch.get_num_threads())
                 if busy is not None:
@@ -366,15 +314,9 @@ class Session:
         runs: Mapping[str, Callable[[], object]],
         baseline: str,
         parameters: Mapping[str, int] | None = None,
-        adjust: Callable[[Timings], Timings] = lambda timings: timings,
     ) -> Timings:
-        """Time, adjust and show; on Ctrl-C the rounds that are complete."""
-        try:
-            timings = adjust(self.time(title, runs, baseline))
-        except InterruptedTimingError as interrupted:
-            so_far = adjust(interrupted.so_far)
-            self.show_times(f"{title} (interrupted)", so_far, parameters or {})
-            raise
+        """Time and show."""
+        timings = self.time(title, runs, baseline)
         self.show_times(title, timings, parameters or {})
         return timings
 

@@ -101,18 +101,18 @@ def _steps(
         runs: dict[str, Callable[[], object]] = {
             name: functools.partial(one, batch) for name, one in steps.items()
         }
-        adjusted = {}
         if with_peers:
             session.add_peer(
                 runs, _GALORE, lambda batch=batch: functools.partial(galore(), batch)  # type: ignore[misc]
             )  # fmt: skip
-        if _GALORE in runs:  # a step with new subspaces is too rare for the rounds to meet it
-            refresh = _refresh(session, galore(), batch)
-            adjusted["adjust"] = functools.partial(_amortise, refresh)
         counts = {name: count(model if name.startswith(_COMERA) else dense) for name in runs}
         where = "" if precision == "fp32" else f", {precision}"
         title = f"{encoders}, {len(batch[0])} sequences of {encoders.length} tokens, training step"
-        session.measure(title + where, runs, _DENSE, counts, **adjusted)
+        refresh = _refresh(session, galore(), batch) if _GALORE in runs else None
+        timings = session.time(title, runs, _DENSE)
+        if refresh is not None:  # such a step is too rare for the rounds to meet it
+            timings = _amortise(refresh, timings)
+        session.show_times(title + where, timings, counts)
         for name, one in graphs.items():
             described = one.describe()
             session.print(f"{name}: {described}")

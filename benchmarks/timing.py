@@ -113,23 +113,13 @@ class Timings:
         return {"baseline": self.baseline, "summary": summary, "seconds": dict(self.seconds)}
 
 
-class InterruptedTimingError(KeyboardInterrupt):
-    """Ctrl-C; ``so_far`` holds the rounds that were complete by then."""
-
-    def __init__(self, so_far: Timings) -> None:
-        super().__init__()
-        self.so_far = so_far
-
-
 def alternate(
     runs: Mapping[str, Callable[[], object]],
     repeats: int,
     baseline: str,
-    *,
     at_least: float = 0.0,
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
-    tick: Callable[[], object] = lambda: None,
 ) -> Timings:
     """Time each run once a round, in turn; each round begins with another one.
 
@@ -143,11 +133,9 @@ def alternate(
             and the sample is their mean.
         synchronize: Waits until the device has finished.
         clock: Seconds from any origin.
-        tick: Called after each sample, outside of it.
 
     Raises:
         ValueError: If ``repeats`` is below one.
-        InterruptedTimingError: If Ctrl-C comes after at least one whole round.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
@@ -172,23 +160,15 @@ def alternate(
         return count
 
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    try:
-        for number in range(1 + repeats):
-            # In turn, so that others on the machine slow down all runs alike, and from another one
-            # on each time, so that none always finds the caches that the same run has left.
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                if number == 0:
-                    calls[name] = warm(name)
-                else:
-                    seconds[name].append(sample(name, calls[name]) / calls[name])
-                tick()
-    except KeyboardInterrupt:
-        whole = min(map(len, seconds.values()))
-        if whole == 0:
-            raise
-        done = {name: values[:whole] for name, values in seconds.items()}
-        raise InterruptedTimingError(Timings(done, baseline)) from None
+    for number in range(1 + repeats):
+        # In turn, so that others on the machine slow down all runs alike, and from another one on
+        # each time, so that none always finds the caches that the same run has left.
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if number == 0:
+                calls[name] = warm(name)
+            else:
+                seconds[name].append(sample(name, calls[name]) / calls[name])
     return Timings(seconds, baseline)
 
 

@@ -1,5 +1,4 @@
-"""The files of a chain: one folder a checkpoint, whole or absent, each sure of itself and of the
-one before.
+"""The files of a chain: one folder a checkpoint, whole or absent, with checksums that link them.
 
 ::
 
@@ -20,7 +19,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -43,7 +42,7 @@ _INSTEAD = "keep fewer checkpoints (keep_last), or choose another folder; earlie
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint says of itself.
+    """The description of one checkpoint.
 
     Attributes:
         step: Optimizer steps done.
@@ -53,7 +52,7 @@ class Manifest:
         sha256: Checksum of that file.
         raw_bytes: Bytes of all tensors as they are in memory.
         streams: Bytes of every stream before and after its compression.
-        figures: Anything else worth knowing, not needed to read it.
+        figures: Measurements that are not needed to read it.
     """
 
     step: int
@@ -63,20 +62,6 @@ class Manifest:
     raw_bytes: int
     streams: dict[str, tuple[int, int]]
     figures: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        previous: tuple[int, str] | None,
-        file: bytes,
-        raw_bytes: int,
-        streams: dict[str, tuple[int, int]],
-        figures: dict[str, Any],
-    ) -> Self:
-        """Make the manifest of a file that is about to be written."""
-        sha256 = hashlib.sha256(file).hexdigest()
-        return cls(step, previous, len(file), sha256, raw_bytes, streams, figures)
 
     @property
     def checksum(self) -> str:
@@ -91,15 +76,12 @@ class Manifest:
         return {
             "version": VERSION,
             "step": self.step,
-            "previous": self.previous and dict(zip(_LINK, self.previous, strict=True)),
+            "previous": self.previous and {"step": self.previous[0], "checksum": self.previous[1]},
             "files": {TENSORS: {"bytes": self.size, "sha256": self.sha256}},
             "raw_bytes": self.raw_bytes,
             "streams": self.streams,
             "figures": self.figures,
         }
-
-
-_LINK = ("step", "checksum")
 
 
 def _canonical(fields: Mapping[str, Any]) -> str:
@@ -111,7 +93,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Take a lock in a folder, which is made if it is not there.
+    """Acquire a lock in a folder, which is made if it is not there.
 
     Raises:
         FolderInUseError: If another process has it; the message ends with ``advice``.
@@ -163,7 +145,19 @@ class Archive:
             raise DamagedError(
                 f"{path} has version {str(fields['version'])[:20]}; this program reads {VERSION}"
             )
-        manifest = _parsed(path, fields)
+        match fields:
+            case {
+                "step": int(number),
+                "previous": None | {"step": int(), "checksum": str()} as previous,
+                "files": {"tensors.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
+                "raw_bytes": int(raw_bytes),
+                "streams": dict(streams),
+                "figures": dict(figures),
+            } if previous is None or previous["step"] < number:
+                link = previous and (previous["step"], previous["checksum"])
+                manifest = Manifest(number, link, size, sha256, raw_bytes, streams, figures)
+            case _:
+                raise DamagedError(f"{path} lacks what a manifest has")
         if manifest.text().encode() != raw:
             raise DamagedError(f"{path} does not have the checksum it states")
         if manifest.step != step:
@@ -231,13 +225,23 @@ class Archive:
     def unlock(self) -> None:
         self._lock.release()
 
-    def write(self, manifest: Manifest, file: bytes) -> None:
-        """Add a checkpoint, which is there in full from one moment to the next.
+    def write(
+        self,
+        step: int,
+        previous: tuple[int, str] | None,
+        file: bytes,
+        raw_bytes: int,
+        streams: dict[str, tuple[int, int]],
+        figures: dict[str, Any],
+    ) -> Manifest:
+        """Add a checkpoint, which appears in full or not at all; arguments as of :class:`Manifest`.
 
         Raises:
             OSError: If it cannot be written; says what to do if the disk is full.
         """
-        path, partial = self.path(manifest.step), self.folder / f"{_PARTIAL}{manifest.step:09d}"
+        sha256 = hashlib.sha256(file).hexdigest()
+        manifest = Manifest(step, previous, len(file), sha256, raw_bytes, streams, figures)
+        path, partial = self.path(step), self.folder / f"{_PARTIAL}{step:09d}"
         with naming_a_full_disk(path, _INSTEAD):
             try:
                 partial.mkdir()
@@ -249,6 +253,7 @@ class Archive:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             _sync(self.folder)
+        return manifest
 
     def remove(self, steps: list[int]) -> None:
         """Delete checkpoints, the last first, so that none is ever without what it builds on."""
@@ -281,32 +286,6 @@ def packed(streams: Mapping[str, bytes]) -> bytes:
     return save_tensors({name: np.frombuffer(blob, np.uint8) for name, blob in streams.items()})
 
 
-def needed(links: Mapping[int, int | None], wanted: set[int]) -> set[int]:
-    """Return wanted steps and all those they build on; ``links`` says what each builds on."""
-    found: set[int] = set()
-    for step in wanted:
-        at: int | None = step
-        while at is not None and at not in found and at in links:
-            found.add(at)
-            at = links[at]
-    return found
-
-
-def _parsed(path: Path, fields: Any) -> Manifest:
-    match fields:
-        case {
-            "step": int(step),
-            "previous": None | {"step": int(), "checksum": str()} as previous,
-            "files": {"tensors.safetensors": {"bytes": int(size), "sha256": str(sha256)}},
-            "raw_bytes": int(raw_bytes),
-            "streams": dict(streams),
-            "figures": dict(figures),
-        } if previous is None or previous["step"] < step:
-            link = previous and (previous["step"], previous["checksum"])
-            return Manifest(step, link, size, sha256, raw_bytes, streams, figures)
-    raise DamagedError(f"{path} lacks what a manifest has")
-
-
 def _write_through(path: Path, raw: bytes) -> None:
     with path.open("wb") as file:
         file.write(raw)
@@ -315,7 +294,7 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put the names in a folder on the disk, where the system has a way to."""
+    """Flush the names in a folder to the disk, on systems that can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from comera.checkpoint.archive import Archive, Manifest, needed, packed
+from comera.checkpoint.archive import Archive, Manifest, packed
 from comera.checkpoint.contents import Quality, decode, decode_model, encode
 from comera.checkpoint.snapshot import Policy, Snapshot, take_snapshot
 from comera.checkpoint.streams import DamagedError
@@ -28,7 +28,7 @@ KEY_EVERY = 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved, on the CPU.
+    """A checkpoint that was read, on the CPU.
 
     Attributes:
         step: Optimizer steps done.
@@ -88,7 +88,6 @@ class CheckpointChain:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        on_device: bool = False,
         max_bytes: int | None = None,
     ) -> None:
         """
@@ -119,7 +118,6 @@ class CheckpointChain:
             keep_every: Steps divisible by it are kept for good.
             background: Compress and write in a thread of its own, after the state is copied. An
                 error in it is raised by the next call of this object.
-            on_device: Copy and compress tensors on the device where they are, instead of the CPU.
             max_bytes: Refuse to read more than that; None for the memory of this machine.
 
         Raises:
@@ -142,7 +140,6 @@ class CheckpointChain:
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
         self._max_bytes = max_bytes or _memory()
-        self._device = None if on_device else "cpu"
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
@@ -187,32 +184,26 @@ class CheckpointChain:
         """
         step = _checked_step(step)
         with self._calls:
-            self._begin(step)
+            self.wait()
+            self.lock()
+            if self._last is None:
+                self._last = self._find_last()
+            if later := [s for s in self.steps() if s >= step]:
+                raise ValueError(
+                    f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
+                    f"cannot be added: rewind({step - 1}) deletes those after, or choose another "
+                    "folder"
+                )
             began = time.perf_counter()
-            snapshot = take_snapshot(
-                model, optimizer, extra, self._policy, self._device, parameters
-            )
+            snapshot = take_snapshot(model, optimizer, extra, self._policy, parameters)
             copying = time.perf_counter() - began
             if self._thread is None:
                 self._write(step, snapshot, copying)
             else:
                 self._pending = self._thread.submit(self._write, step, snapshot, copying)
 
-    def _begin(self, step: int) -> None:
-        """Wait for the save before, and check that one of this step may follow."""
-        self.wait()
-        self.lock()
-        if self._last is None:
-            self._last = self._find_last()
-        later = [s for s in self.steps() if s >= step]
-        if later:
-            raise ValueError(
-                f"{self.folder} has a checkpoint of step {later[-1]}, so that of step {step} "
-                f"cannot be added: rewind({step - 1}) deletes those after, or choose another folder"
-            )
-
     def lock(self) -> None:
-        """Make this the one process that writes to the folder; the first save does it too.
+        """Make this the one process that writes to the folder, as the first save does.
 
         Raises:
             FolderInUseError: If another one does. It is a RuntimeError.
@@ -263,7 +254,7 @@ class CheckpointChain:
         streams, figures, weights = encode(snapshot, before and before[2], self._quality)
         file = packed(streams.done)
         encoding = time.perf_counter() - began
-        manifest = Manifest.of(
+        manifest = self._archive.write(
             step,
             previous=None if before is None else (before[0].step, before[0].checksum),
             file=file,
@@ -274,7 +265,6 @@ class CheckpointChain:
                 "seconds": {"copying": round(copying, 4), "encoding": round(encoding, 4)},
             },
         )
-        self._archive.write(manifest, file)
         self._last = (manifest, 0 if before is None else before[1] + 1, weights)
         self._retain()
 
@@ -287,8 +277,16 @@ class CheckpointChain:
                 previous = self._archive.manifest(step).previous
                 links[step] = previous and previous[0]
         every = self._keep_every
-        wanted = {*list(links)[-self._keep_last :], *(s for s in links if every and s % every == 0)}
-        self._archive.remove(sorted(links.keys() - needed(links, wanted)))
+        kept: set[int] = set()
+        for step in (
+            *list(links)[-self._keep_last :],
+            *(s for s in links if every and not s % every),
+        ):
+            at: int | None = step
+            while at is not None and at not in kept and at in links:  # what it builds on
+                kept.add(at)
+                at = links[at]
+        self._archive.remove(sorted(links.keys() - kept))
 
     def _find_last(self) -> tuple[Manifest, int, dict[str, Tensor]] | None:
         """Find the last checkpoint that can be built on; unsound ones after it are set aside."""

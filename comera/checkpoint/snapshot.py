@@ -30,7 +30,7 @@ _SECOND_MOMENT = "exp_avg_sq"
 
 
 class Policy:
-    """How tensors are treated, by name; what no pattern matches is treated by its kind.
+    """How tensors are kept, by patterns of names, and else by their kind.
 
     Weights and moments of floats are lossy if they are matrices or larger; the rest is exact:
     vectors, counters, projections, quantised states, buffers, and everything in ``extra``.
@@ -60,7 +60,7 @@ class Policy:
                 ) from None
 
     def treatment(self, name: str, tensor: Tensor, lossy: bool) -> str:
-        """Return how the tensor of that name is kept; ``lossy`` says whether its kind may be."""
+        """Return how the tensor of that name is kept; ``lossy``: whether its kind may be lossy."""
         for pattern, treatment in self._patterns:
             if pattern.fullmatch(name) and (treatment != "lossy" or _can_be_lossy(tensor)):
                 return treatment
@@ -71,7 +71,7 @@ class Policy:
 
 
 def _can_be_lossy(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds real numbers of more than eight bits each."""
+    """Return whether a tensor holds real numbers of more than eight bits each."""
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
 
 
@@ -99,7 +99,7 @@ class Snapshot:
         model: The model's tensors; changes of these are what a chain is made of.
         rest: All others.
         lossy: Names of weights that may be changed a little.
-        moments: Lossy moments; what is in none is exact.
+        moments: Lossy moments; tensors in none of them are exact.
     """
 
     skeleton: Skeleton = None
@@ -119,17 +119,15 @@ def take_snapshot(
     optimizer: Any,
     extra: Mapping[str, Any] | None,
     policy: Policy,
-    device: str | None = "cpu",
     parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
-    """Copy the state of a model, an optimizer and whatever else.
+    """Copy the state of a model, an optimizer and the caller.
 
     Args:
         model: A module or its state.
         optimizer: An optimizer, its state, or None.
         extra: Tensors and plain values of the caller.
-        policy: Decides what is skipped, and what is lossy.
-        device: The device of the copies; None for that of each tensor.
+        policy: Which tensors are skipped, and which are lossy.
         parameters: Names of weights by the optimizer's keys of parameters, where a state is given
             in place of an optimizer.
 
@@ -149,7 +147,12 @@ def take_snapshot(
     if isinstance(model, nn.Module):
         trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names = parameters or _names_of_parameters(model, optimizer, weights, states)
-    entries = _entries(states, names)
+    entries = {  # paths of the optimizer's tensors, numbered like the parameters, and their names
+        f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
+        for key, found in (states or {}).get("state", {}).items()
+        if isinstance(found, Mapping)
+        for entry in found
+    }
     snapshot = Snapshot()
     where: dict[Any, str] = {}  # tied tensors are kept once, if they are treated alike
 
@@ -171,7 +174,7 @@ def take_snapshot(
         into = snapshot.model if part == "model" else snapshot.rest
         while name in snapshot.model or name in snapshot.rest:
             name += "'"  # {"a.b": 1, "a": {"b": 2}}
-        copy = tensor.detach().to(device or tensor.device, copy=True)
+        copy = tensor.detach().to("cpu", copy=True)
         into[name], where[place] = copy.contiguous(), name
         if treatment == "lossy":
             snapshot.lossy.add(name)
@@ -204,16 +207,6 @@ def _names_of_parameters(
     of = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {k: of[id(param)] for k, param in enumerate(params) if id(param) in of}
-
-
-def _entries(states: Mapping[str, Any] | None, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return paths of the optimizer's tensors, numbered like the parameters, and names instead."""
-    return {
-        f"optimizer.state.{key}.{entry}": f"optimizer.{names.get(key, key)}.{entry}"
-        for key, entries in (states or {}).get("state", {}).items()
-        if isinstance(entries, Mapping)
-        for entry in entries
-    }
 
 
 def _guessed(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[Any, str]:
@@ -260,10 +253,10 @@ def _moments(snapshot: Snapshot) -> list[MomentNames]:
 
 
 DEEPEST_STATE = 64
-"""Levels of dicts, lists and tuples in what is saved; each takes up to three of JSON's."""
+"""Levels of dicts, lists and tuples in a state to save; each takes up to three of JSON's."""
 
 DEEPEST = 3 * DEEPEST_STATE + 16
-"""Levels of JSON: what reads them calls itself, and Python bounds how often."""
+"""Levels of JSON: their readers are recursive, and Python bounds the depth of calls."""
 
 
 def parsed(raw: bytes) -> Any:
@@ -274,18 +267,17 @@ def parsed(raw: bytes) -> Any:
             can raise a RecursionError.
     """
     value = json.loads(raw)
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
-        level = [part for outer in level for part in _parts(outer)]
+        level = [
+            part
+            for outer in level
+            for part in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(part, dict | list)
+        ]
         if not level:
             return value
     raise ValueError(f"it is nested more than {DEEPEST} deep")
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 DTYPES = {
@@ -405,8 +397,8 @@ def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(put_together(part, tensors) for part in parts)
         case {"dict": dict(parts)}:
             return {key: put_together(part, tensors) for key, part in parts.items()}
-        case {"items": list(pairs)}:
-            return {key: put_together(part, tensors) for key, part in map(_pair, pairs)}
+        case {"items": list(pairs)} if all(map(_is_pair, pairs)):
+            return {key: put_together(part, tensors) for key, part in pairs}
         case {"subclass": str(kind), "parts": dict(parts), "context": context} if (
             kind in _KINDS_OF_TENSOR
         ):
@@ -418,11 +410,8 @@ def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
     raise DamagedError(f"no such value: {str(skeleton)[:80]}")
 
 
-def _pair(pair: Any) -> tuple[int | str, Skeleton]:
-    match pair:
-        case [(int() | str()) as key, part]:
-            return key, part
-    raise DamagedError(f"no key and value: {str(pair)[:80]}")
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | str)
 
 
 def _flattened(value: Any, take: Callable[[str, Tensor], str | None], name: str) -> dict[str, Any]:

@@ -24,7 +24,10 @@ _MOST_ROWS = 1 << 24
 
 
 def examine(console: Console) -> None:
-    """Print what was found; works without a card, a driver or cuda-python."""
+    """Show what was found for CUDA kernels, and which way each operator goes.
+
+    Works without a card, a driver or cuda-python.
+    """
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):
@@ -62,7 +65,7 @@ def _ways(device: torch.device) -> Table:
     table = Table(title=f"which way tensors on {device} go", title_justify="left")
     for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
         table.add_column(column)
-    for name in sorted(TABLE.keys() - {"linear"}):  # whose way depends on rank and rows
+    for name in sorted(TABLE):
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
@@ -131,8 +134,7 @@ def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> 
     layer = TTLinear(_WIDTH, _WIDTH, rank=rank, device="meta", dtype=dtype)
 
     def is_reconstructed(rows: int) -> bool:
-        batch = Sample((rows, _WIDTH), dtype, device)
-        return TABLE["linear"].chosen(layer, batch) == "reconstructed"
+        return not layer.is_factorized(Sample((rows, _WIDTH), dtype, device))  # type: ignore[arg-type]
 
     if not is_reconstructed(_MOST_ROWS):
         return "-"

@@ -131,7 +131,7 @@ make_parser()
 
 @pytest.mark.slow
 def test_stages_run_on_a_cpu_one_after_the_other(tmp_path):
-    quick = ["doctor", "operators-fp32", "tables", "sanitize"]
+    quick = ["doctor", "layers", "tables", "sanitize"]
     words = ["--device", "cpu", "--tiny", "--seconds", "900", "--out", str(tmp_path / "gpu")]
     assert main([*words, "--only", *quick]) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())

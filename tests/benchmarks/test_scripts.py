@@ -7,15 +7,11 @@ import sys
 import pytest
 import torch
 
-from benchmarks import checkpoints, kernels, memory, serve, session, traffic
+from benchmarks import checkpoints, memory, serve, session, traffic
 from benchmarks.linear import Point, hits
-from benchmarks.ranking import Case, summary
 from benchmarks.timing import Timings
-from benchmarks.updates import spectral_norm
-from comera.ops.context import machine_of, static_shapes
 from tests.benchmarks.calling import LAYER, MODEL, TABLE, bench, measured, results
 from tests.peers import peer
-from tests.train.tape import Capturable
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="memory is read from /proc, as Linux has it"
@@ -38,12 +34,10 @@ linux = pytest.mark.skipif(
         ),
     ],
 )  # fmt: skip
-def test_curves_of_layers_are_written_and_drawn(options, axis, at, tmp_path, capsys):
-    plot = tmp_path / "pictures" / "curve.png"
-    (result,) = measured(tmp_path, "linear", *LAYER, *options, f"--plot={plot}")
+def test_curves_of_layers_are_written(options, axis, at, tmp_path, capsys):
+    (result,) = measured(tmp_path, "linear", *LAYER, *options)
     assert [row[axis] for row in result["rows"]] == at
     assert all(row["predicted"] > 0 for row in result["rows"])
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert "the planner named the winner at" in capsys.readouterr().out
 
 
@@ -61,7 +55,7 @@ def test_the_hit_rate_leaves_even_points_out():
 # ── embedding ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--bag", "4"]])
+@pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--dtype", "bfloat16"]])
 def test_embedding_times_every_way_to_train_a_table(more, tmp_path):
     (result,) = measured(tmp_path, "embedding", *TABLE, *more, "--peers=none")
     assert list(result["summary"]) == [
@@ -151,13 +145,10 @@ def in_this_process(words, **_):
 
 
 @linux
-def test_memory_weighs_models_layers_and_tables(monkeypatch, tmp_path, capsys):
+def test_memory_weighs_models_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(session.subprocess, "run", in_this_process)
     (result,) = measured(tmp_path, "memory", *MODEL, "--batch", "1", "2")
     assert [row[""] for row in result["rows"]] == ["batch 1", "batch 2"]
-    layer = ["--layer", "--shape", "48", "32", "--rank", "4", "--tokens", "20"]
-    (result,) = measured(tmp_path, "memory", *layer)
-    assert result["rows"][0][""] == "20 tokens"
     table = ["--table", "--shape", "60", "16", "--rank", "4", "--tokens", "24"]
     (result,) = measured(tmp_path, "memory", *table)
     assert set(result["rows"][0]) == {"", "plain", "comera", "plain / comera"}
@@ -171,12 +162,12 @@ def test_memory_weighs_models_layers_and_tables(monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 @linux
 def test_memory_is_measured_in_a_process_of_its_own():
-    layer = {"in_features": 256, "out_features": 512}
-    job = {"kind": "dense", "device": "cpu", "threads": 1, "keep": True, "tokens": 2048}
-    found = session.in_new_process("benchmarks.memory", {**job, "layer": {**layer, "rank": 4}})
-    activations = 4 * 2048 * (256 + 512 + 256)
-    assert found["parameters"] == 256 * 512 + 512
-    assert activations < found["peak"] < 10 * activations
+    job = {"kind": "plain", "device": "cpu", "threads": 1, "keep": True, "tokens": 4096}
+    table = {"rows": 4000, "width": 256, "rank": 4}
+    found = session.in_new_process("benchmarks.memory", {**job, "table": table, "zipf": 0})
+    rows_and_gradient = 4 * 2 * 4096 * 256
+    assert found["parameters"] < 4000
+    assert rows_and_gradient < found["peak"] < 40 * rows_and_gradient
 
 
 def test_memory_says_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
@@ -253,7 +244,7 @@ def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     assert adamw["step ratio"] == 1
     assert came["step ms"] > came["update ms"] > 0
     assert {"GaLore, AdamW", "GaLore, CAME", "Muon, AdamW"} <= set(rows)
-    assert "longest / median step" in capsys.readouterr().out
+    assert all(row["longest / median step"] >= 1 for row in result["rows"])
     (result,) = measured(tmp_path, *OPTIMIZERS, "--only", "GaLore, C")
     assert [row["optimizer"] for row in result["rows"]] == ["AdamW, fused", "GaLore, CAME"]
     assert bench(*OPTIMIZERS, "--only", "Lion") == 1
@@ -267,39 +258,6 @@ def test_galore_torch_keeps_as_much_as_ours(tmp_path):
     rows = {row["optimizer"]: row for row in result["rows"]}
     theirs, ours = rows["galore-torch, AdamW"], rows["GaLore, AdamW"]
     assert theirs["state MiB"] == pytest.approx(ours["state MiB"], rel=0.1)
-
-
-# ── ranking ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def case(thin, sequential, dense, linear, predicted):
-    names = ("factorized", "sequential", "reconstructed", "nn.Linear")
-    times = dict(zip(names, (thin, sequential, dense, linear), strict=True))
-    return Case("", dict(zip(names, predicted, strict=True)), times)
-
-
-def test_pairs_that_are_close_count_for_nothing():
-    found = case(1.0, 1.1, 2.0, 4.0, predicted=(1, 2, 3, 4))
-    assert found.pairs() == [True] * 5  # thin and sequential are even
-    assert case(1.0, 1.1, 2.0, 4.0, predicted=(4, 3, 2, 1)).pairs() == [False] * 5
-
-
-def test_the_cost_of_a_wrong_choice_is_told():
-    wrong = case(3.0, 1.0, 2.0, 9.0, predicted=(1, 1, 2, 9))
-    right = case(1.0, 1.0, 2.0, 9.0, predicted=(1, 1, 2, 9))
-    assert wrong.loss() == pytest.approx(1.5)
-    assert right.loss() == 1
-    text = summary([wrong, right])
-    assert "the faster one in 1 of 2 cases and is at most 1.50x slower" in text
-
-
-def test_all_ways_of_padded_layers_are_ranked(capsys):
-    words = "ranking --widths 12:12,10:15 --rank 3 --tokens 4 --repeats 1 --threads 1"
-    assert bench(*words.split()) == 0
-    out = capsys.readouterr().out
-    assert "12 -> 12, rank 3, 4 tokens" in out
-    assert "10 -> 15, rank 3, 4 tokens" in out
-    assert "predicted order right for" in out
 
 
 # ── serve ────────────────────────────────────────────────────────────────────────────────────────
@@ -361,105 +319,3 @@ def test_a_process_that_fails_says_why(served, monkeypatch, capsys):
     assert "dense: the measuring process ended with status 1: Killed for this test" in (
         " ".join(capsys.readouterr().err.split())
     )
-
-
-# ── updates ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("shape", [(7, 12), (12, 7), (1, 5)], ids=str)
-def test_the_spectral_norm_is_the_largest_singular_value(shape):
-    matrix = torch.randn(shape, dtype=torch.float64)
-    assert spectral_norm(matrix) == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)))
-
-
-def test_steps_of_layers_gates_and_hot_rows_are_measured(tmp_path):
-    words = "--widths 24:32 --order 1,2 --rank 6 --lr 1e-4 --hot_rows 60:16:4 --threads 1"
-    layers, tables = measured(tmp_path, "updates", *words.split())
-    assert [row["layer"] for row in layers["rows"]] == [
-        f"24 -> 32, order {order}, rank 6, {name}" for order in (1, 2) for name in ("muon", "adamw")
-    ]
-    for row in layers["rows"]:
-        # Muon on a dense layer: 0.6 learning rates times the root of the longer side, and what
-        # Newton-Schulz leaves of singular values of one.
-        dense = row["% of |W|"] / 100 * row["|W|"] / row["cores, 1 step, x dense"]
-        assert 0.7 < dense / (1e-4 * 0.6 * 32**0.5) < 1.25
-        assert 0 < row["% of |W|"] < row["20 steps, %"] < 20
-        # A step of Adam moves every gate by its rate, 0.002, and each bond has them once.
-        bonds = 1 if "order 1" in row["layer"] else 3
-        assert 0 < row["gates, 1 step, %"] < bonds * 0.21
-    assert [row["table"] for row in tables["rows"]] == [
-        f"60 hot rows of 16, rank 4, {name}" for name in ("muon", "adamw")
-    ]
-    assert all(0 < row["%"] < row["20 steps, %"] for row in tables["rows"])
-
-
-# ── kernels ──────────────────────────────────────────────────────────────────────────────────────
-
-KERNELS = (
-    "kernels --rank 4 --layers 2 --table 60:16 --widths 24:36 40:20 --tokens 9 --indices 20,50"
-)
-KERNELS = [*KERNELS.split(), "--repeats", "2", "--threads", "1"]
-TITLES = [
-    f"{title}, forward{also}"
-    for title in (
-        "contract the cores of 4 layers, rank 4",
-        "look up 20 rows of 60 x 16, rank 4",
-        "look up 50 rows of 60 x 16, rank 4",
-        "linear 24 -> 36, rank 4, 9 tokens",
-        "linear 40 -> 20, rank 4, 9 tokens",
-        "feed-forward 24 -> 36 -> 24, rank 4, 9 tokens",
-        "gated feed-forward 24 -> 36 -> 24, rank 4, 9 tokens",
-        "attend with 12 heads on shared keys of 8, 1 x 9",
-    )
-    for also in ("", " + backward")
-]
-
-
-def test_kernels_stand_beside_plain_torch_and_their_floors(tmp_path, capsys):
-    (result,) = measured(tmp_path, *KERNELS)
-    assert [row["operator"] for row in result["rows"]] == TITLES
-    for row in result["rows"]:
-        assert row["plain / comera"] == pytest.approx(row["plain µs"] / row["comera µs"])
-        assert row["comera / floor"] == pytest.approx(row["comera µs"] / row["floor µs"])
-        assert row["comera / floor"] > 1
-        assert row["by torch µs"] is None
-    assert capsys.readouterr().out.count("agrees with plain torch") == len(TITLES)
-
-
-def test_the_floor_of_a_linear_layer_is_that_of_its_batch(tmp_path):
-    """Each number read and written once: x and y, then dy, x and dx."""
-    words = ["--only", "linear", "--widths", "768:3072", "--tokens", "64", "--repeats", "1"]
-    (result,) = measured(tmp_path, "kernels", *words)
-    machine = machine_of(torch.device("cpu"))
-    bytes_of = 64 * 4 * (768 + 3072), 64 * 4 * (2 * (768 + 3072) + 768)
-    flops = 2 * 64 * 32 * (768 + 3072)
-    for row, nbytes, operations in zip(result["rows"], bytes_of, (flops, 3 * flops), strict=True):
-        expected = max(nbytes / machine.bandwidth, operations / machine.rate("float32"))
-        assert row["floor µs"] == pytest.approx(1e6 * expected)
-
-
-def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
-    right = kernels.factorized_linears
-    monkeypatch.setattr(
-        kernels, "factorized_linears", lambda *arguments: [1.01 * y for y in right(*arguments)]
-    )
-    assert bench(*KERNELS, "--only", "linear") == 1
-    assert "is not timed: it disagrees with plain torch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", kernels.CASES)
-def test_operators_are_timed_in_ways_that_a_graph_can_hold(name):
-    from benchmarks.__main__ import make_parser
-
-    options = make_parser().parse_args(KERNELS)
-    with static_shapes():
-        for case in kernels.CASES[name](torch.device("cpu"), torch.float32, options):
-            with Capturable():
-                case.ours(*case.inputs[0]), case.plain(*case.inputs[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_are_replayed_on_a_gpu(tmp_path, dtype):
-    (result,) = measured(tmp_path, *KERNELS, "--device", "cuda", "--dtype", dtype)
-    assert [row["operator"] for row in result["rows"]] == TITLES

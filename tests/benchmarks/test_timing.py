@@ -3,7 +3,7 @@ import os
 import pytest
 
 from benchmarks import timing
-from benchmarks.timing import InterruptedTimingError, Timings, alternate
+from benchmarks.timing import Timings, alternate
 
 
 class Clock:
@@ -41,10 +41,8 @@ def test_ratios_are_taken_round_by_round():
 def test_each_round_begins_with_another_run():
     clock = Clock()
     runs = {name: clock.run(name, 1) for name in "abc"}
-    ticks = []
-    alternate(runs, 3, "a", clock=clock, tick=lambda: ticks.append(1))
+    alternate(runs, 3, "a", clock=clock)
     assert "".join(clock.order) == "abc" + "bca" + "cab" + "abc"
-    assert len(ticks) == 12
 
 
 def test_a_short_run_is_called_several_times_a_sample():
@@ -54,30 +52,6 @@ def test_a_short_run_is_called_several_times_a_sample():
     assert timings.median("short") == pytest.approx(0.001)
     assert clock.order.count("long") == 3
     assert clock.order.count("short") > 3 * 20
-
-
-def test_ctrl_c_keeps_whole_rounds():
-    clock, calls = Clock(), []
-
-    def stops():
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        clock.now += 2
-
-    with pytest.raises(InterruptedTimingError) as stopped:
-        alternate({"a": clock.run("a", 1), "b": stops}, 9, "a", clock=clock)
-    assert stopped.value.so_far.seconds == {"a": [1, 1], "b": [2, 2]}
-    assert isinstance(stopped.value, KeyboardInterrupt)
-
-
-def test_ctrl_c_before_the_first_round_leaves_nothing():
-    def stops():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        alternate({"a": stops}, 9, "a")
-    assert not isinstance(stopped.value, InterruptedTimingError)
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, Manifest, packed
+from comera.checkpoint.archive import MANIFEST, TENSORS, Archive, packed
 from comera.checkpoint.chain import CheckpointChain
 from comera.checkpoint.contents import as_bytes
 from comera.checkpoint.streams import DamagedError, Streams
@@ -112,7 +112,7 @@ def made_up(folder, index, **streams):
     file = packed(writer.done)
     archive = Archive(folder)
     archive.lock()
-    archive.write(Manifest.of(9, None, file, 0, writer.sizes, {}), file)
+    archive.write(9, None, file, 0, writer.sizes, {})
     archive.unlock()
 
 
@@ -198,7 +198,7 @@ def test_an_index_that_says_it_is_huge_is_refused(tmp_path):
     writer.write("index", as_bytes((1 << 40).to_bytes(8, "little")))
     writer.finish()
     file = packed(writer.done)
-    Archive(tmp_path).write(Manifest.of(9, None, file, 0, {}, {}), file)
+    Archive(tmp_path).write(9, None, file, 0, {}, {})
     with pytest.raises(DamagedError, match="index says that it is 1099511627776 bytes long"):
         CheckpointChain(tmp_path).load(9)
 
