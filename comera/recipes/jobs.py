@@ -30,7 +30,6 @@ from comera.files import replacing
 from comera.recipes.data_record import DataRecord, read_record
 from comera.recipes.folder import is_finished, other_data, other_settings
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.stop_signals import PARENT, on_stop_signals
 
 LOG = "log.txt"
@@ -113,15 +112,11 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
             job.state = "finished"
         elif (difference := other_settings(job.config)) is not None:
             _begin_anew(job, f"with other settings ({difference}); choose", overwrite)
-
-    def data(job: Job) -> Any:
-        return getattr(job.config, job.config.task)
-
-    needed = [data(job) for job in jobs if job.state == "waiting"]
+    needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.config.overwrite or data(job) not in needed or read_record(job.folder) is None:
+        if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
             continue
-        found = DataRecord(kind_of(job.config).data_digests(job.config))
+        found = DataRecord(job.config.data.digests())
         if (difference := other_data(job.folder, found)) is not None:
             what = f"that was begun with other data ({difference}); restore them, choose"
             _begin_anew(job, what, overwrite)

@@ -259,7 +259,7 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
 
     def batch(step: int) -> Batch:
         torch.manual_seed(step)
-        return kind.drawn_batch(small, _ROWS)
+        return kind.drawn_batch(_ROWS, kind.planned_sizes())
 
     with without_remarks():
         if needed > most_bytes:

@@ -39,7 +39,6 @@ from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
 _KEYS = (
@@ -391,7 +390,7 @@ def _check_data(jobs: Sequence[Job]) -> None:
         FileNotFoundError: If that is so.
     """
     waiting = [job.config for job in jobs if job.state == "waiting"]
-    by_data = {repr(getattr(config, config.task)): config for config in waiting}
+    by_data = {repr(config.data): config for config in waiting}
     lacking = [_lacking_data(config) for config in by_data.values()]
     if lacking and all(lacking):
         said = "; ".join(text for text in dict.fromkeys(lacking) if text)
@@ -404,7 +403,7 @@ def _lacking_data(config: RunConfig) -> str | None:
         named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
         return f"there is no {named}; put the data there, or say by those settings where they are"
     try:
-        kind_of(config).find_data(config)
+        config.data.find()
     except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
         return str(problem)
     return None

@@ -133,7 +133,7 @@ def load_run(
             f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it again"
         )
     with torch.device("meta"):
-        dense = kind_of(config).dense_model(config, result["sizes"])
+        dense = kind_of(config).dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
     categories = None if config.clicks is None else ClickRows.load(known)
     tokenizer, path = None, place / "tokenizer.json"
@@ -201,7 +201,7 @@ def export(run: TrainedRun, path: Path) -> str:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
         model = _Positional(to_plain_(run.model)).eval()
-        inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
+        inputs = kind_of(run.config).example_inputs(run.result["sizes"])
         auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
         sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
         shapes = (tuple(sizes),)
