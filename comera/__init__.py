@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from comera import _command  # noqa: F401  (first: Ctrl-C during the imports below)
 from comera.ops import attention  # noqa: F401
-from comera.ops.linear import (  # noqa: F401
-    factored_attention,
-    feed_forward,
-    fp8,
-    gated_feed_forward,
-    tt_linear,
-)
+from comera.ops.linear import feed_forward, fp8, tt_linear  # noqa: F401
 from comera.ops.table import tt_embedding  # noqa: F401
 
 if TYPE_CHECKING:
@@ -67,8 +61,8 @@ if TYPE_CHECKING:
     from comera.report.memory_use import memory_report as memory_report
     from comera.report.model_plan import plan as plan
     from comera.saved.model_folder import load_model as load_model
+    from comera.saved.model_folder import push_to_hub as push_to_hub
     from comera.saved.model_folder import save_model as save_model
-    from comera.saved.shards import push_to_hub as push_to_hub
     from comera.serving.freeze import freeze_ as freeze_
     from comera.serving.freeze import frozen as frozen
     from comera.serving.freeze import to_plain_ as to_plain_
@@ -110,8 +104,7 @@ _HOMES = {
     "comera.report.explore": ("explore",),
     "comera.report.memory_use": ("memory_report",),
     "comera.report.model_plan": ("plan",),
-    "comera.saved.shards": ("push_to_hub",),
-    "comera.saved.model_folder": ("load_model", "save_model"),
+    "comera.saved.model_folder": ("load_model", "push_to_hub", "save_model"),
     "comera.serving.freeze": ("freeze_", "frozen", "to_plain_"),
     "comera.shapes": ("BTTShape", "TTMShape", "TTShape"),
     "comera.surgery.canonical": ("canonicalize_",),

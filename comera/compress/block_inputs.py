@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from comera.compress.allocate import CompressedLayer
 from comera.extras import listed
 from comera.files import replacing
-from comera.saved.description import describe_layers
-from comera.saved.rebuild import rebuild_
+from comera.saved.description import describe_layers, rebuild_
 from comera.saved.shards import Shards, read_tensor
 
 

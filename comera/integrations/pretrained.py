@@ -1,10 +1,8 @@
 """Compressed models in the folders of transformers: ``save_pretrained`` and ``from_pretrained``.
 
-What a model's layers are stands in ``config.json`` as its ``quantization_config``, the place where
-transformers keeps how weights are held; a registered quantizer puts the layers in place before the
-weights are loaded.
-
-``resize_token_embeddings`` of transformers for models whose tables are tensor trains.
+The description of a model's layers is the ``quantization_config`` in ``config.json``, the place
+where transformers keeps how weights are held; a registered quantizer puts the layers in place
+before the weights are loaded. ``resize_token_embeddings`` works on tables that are tensor trains.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,80 +19,9 @@ from comera.nn.linear import CompressedLinear
 from comera.nn.table import TTTable
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
-from comera.saved.description import Entry, check_description, describe, works_on_of
-from comera.saved.rebuild import rebuild_
+from comera.saved.description import Entry, check_description, describe, rebuild_
 from comera.serving.freeze import refuse_training_
 from comera.surgery.rows import append_rows_
-
-
-def let_tables_grow_(model: Any) -> None:
-    """Let ``model.resize_token_embeddings(more)`` work on tables that are tensor trains."""
-    model._get_resized_embeddings = partial(_resized_table, model)
-    model._get_resized_lm_head = partial(_resized_head, model)
-
-
-def _resized_table(
-    model: Any,
-    old: nn.Module,
-    new_num_tokens: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    mean_resizing: bool = True,
-) -> nn.Module:
-    """Do what the method does, whose arguments these are, by appending rows to the table itself."""
-    if not isinstance(old, TTTable):
-        dense = type(model)._get_resized_embeddings
-        return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)
-    wanted = old.num_embeddings if new_num_tokens is None else new_num_tokens
-    if pad_to_multiple_of is not None:
-        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-    more = wanted - old.num_embeddings
-    if more < 0:
-        raise ValueError(
-            f"resize_token_embeddings({wanted}) would take rows from a table of "
-            f"{old.num_embeddings}, whose rows share their cores: leave them, or make the model "
-            "dense first with comera.densify_(model)"
-        )
-    if more:
-        append_rows_(old, _new_rows(model, old, more, mean_resizing))
-        rename_tied_weights_(model)
-    return old
-
-
-@torch.no_grad()
-def _new_rows(model: Any, table: TTTable, more: int, mean_resizing: bool) -> Tensor:
-    if mean_resizing:
-        return table.dense_weight().float().mean(0).expand(more, -1)
-    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
-    return std * torch.randn(more, table.embedding_dim, device=table.cores[0].device)
-
-
-def _resized_head(
-    model: Any,
-    old: nn.Module,
-    new_num_tokens: int | None = None,
-    transposed: bool = False,
-    mean_resizing: bool = True,
-) -> nn.Module:
-    """Do what the method does; a head on the cores of a table has grown with it but for its bias.
-
-    The new entries of that are the mean of the others.
-    """
-    if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
-        raise ValueError(
-            f"the output layer is a tensor train of {old.out_features} rows that share their "
-            'cores: leave it dense, or tie it to the embedding with TTConfig(tied="share")'
-        )
-    if not isinstance(old, TiedTTLinear):
-        dense = type(model)._get_resized_lm_head
-        return dense(model, old, new_num_tokens, transposed, mean_resizing)
-    more = old.embedding.num_embeddings - old.out_features
-    old.out_features += more
-    if old.bias is not None and more:
-        mean = old.bias.detach().mean()
-        bias = torch.cat([old.bias.detach(), mean.expand(more)])
-        old.bias = nn.Parameter(bias, requires_grad=old.bias.requires_grad)
-    return old
-
 
 with needed_by("comera.integrations.transformers"):
     from transformers import PreTrainedModel
@@ -143,8 +70,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
         held = TensorTrainConfig(config, describe(model))
         model.config.quantization_config = held
         model.hf_quantizer = TensorTrainQuantizer(held)  # type: ignore[assignment]
-        _let_states_be_saved_(model)
-        let_tables_grow_(model)
+        _set_methods_(model)
     return model
 
 
@@ -241,8 +167,7 @@ class TensorTrainQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             tensorize_(model, self.quantization_config.config)
-        _let_states_be_saved_(model)
-        let_tables_grow_(model)
+        _set_methods_(model)
         model.is_quantized = False  # else it could not be cast, nor trained without adapters
         del model.quantization_method
         for module in model.modules():
@@ -269,9 +194,11 @@ def _other_names(model: PreTrainedModel, layers: Mapping[str, Entry]) -> dict[st
     }
 
 
-def _let_states_be_saved_(model: Any) -> None:
-    """Let ``save_pretrained(folder, state_dict=...)`` write the state that it is given."""
+def _set_methods_(model: Any) -> None:
+    """Set methods of a model that save the state they are given, and let tensor trains grow."""
     model.save_pretrained = partial(_save_pretrained, model)
+    model._get_resized_embeddings = partial(_resized_table, model)
+    model._get_resized_lm_head = partial(_resized_head, model)
 
 
 def _save_pretrained(
@@ -327,7 +254,7 @@ def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Ent
         )
     found = {}
     for name, mine in new_name.items():
-        lead = works_on_of(layers[name])
+        lead = layers[name].get("works_on")
         if lead is None:
             found[mine] = layers[name]
         elif lead in new_name:
@@ -348,3 +275,69 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
                     taken.add(id(there[maybe]))
                 break
     return found
+
+
+# ── tables that grow ─────────────────────────────────────────────────────────────────────────────
+
+
+def _resized_table(
+    model: Any,
+    old: nn.Module,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """Do what the method does, whose arguments these are, by appending rows to the table itself."""
+    if not isinstance(old, TTTable):
+        dense = type(model)._get_resized_embeddings
+        return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    wanted = old.num_embeddings if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    more = wanted - old.num_embeddings
+    if more < 0:
+        raise ValueError(
+            f"resize_token_embeddings({wanted}) would take rows from a table of "
+            f"{old.num_embeddings}, whose rows share their cores: leave them, or make the model "
+            "dense first with comera.densify_(model)"
+        )
+    if more:
+        append_rows_(old, _new_rows(model, old, more, mean_resizing))
+        rename_tied_weights_(model)
+    return old
+
+
+@torch.no_grad()
+def _new_rows(model: Any, table: TTTable, more: int, mean_resizing: bool) -> Tensor:
+    if mean_resizing:
+        return table.dense_weight().float().mean(0).expand(more, -1)
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    return std * torch.randn(more, table.embedding_dim, device=table.cores[0].device)
+
+
+def _resized_head(
+    model: Any,
+    old: nn.Module,
+    new_num_tokens: int | None = None,
+    transposed: bool = False,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """Do what the method does; a head on the cores of a table has grown with it but for its bias.
+
+    The new entries of that are the mean of the others.
+    """
+    if isinstance(old, CompressedLinear) and new_num_tokens not in (None, old.out_features):
+        raise ValueError(
+            f"the output layer is a tensor train of {old.out_features} rows that share their "
+            'cores: leave it dense, or tie it to the embedding with TTConfig(tied="share")'
+        )
+    if not isinstance(old, TiedTTLinear):
+        dense = type(model)._get_resized_lm_head
+        return dense(model, old, new_num_tokens, transposed, mean_resizing)
+    more = old.embedding.num_embeddings - old.out_features
+    old.out_features += more
+    if old.bias is not None and more:
+        mean = old.bias.detach().mean()
+        bias = torch.cat([old.bias.detach(), mean.expand(more)])
+        old.bias = nn.Parameter(bias, requires_grad=old.bias.requires_grad)
+    return old

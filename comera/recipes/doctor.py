@@ -23,7 +23,10 @@ _MOST_ROWS = 1 << 24
 
 
 def examine(console: Console) -> None:
-    """Print what was found; works without a card, a driver or cuda-python."""
+    """Show what was found for CUDA kernels, and which way each operator goes.
+
+    Works without a card, a driver or cuda-python.
+    """
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     ways = [table(torch.device(kind)) for kind in kinds for table in (_ways, _times, _linears)]
     for table in (_found(), _kernels(), *ways):

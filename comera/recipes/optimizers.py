@@ -96,6 +96,11 @@ class OptimizerConfig:
                 )
         return OPTIMIZERS[chosen], kept | {"name": name}
 
+    @staticmethod
+    def choices() -> list[type["OptimizerConfig"]]:
+        """Return the dataclasses of all optimizers."""
+        return list(OPTIMIZERS.values())
+
     def check(self) -> None:
         """Raise ``ValueError`` for a value that is out of range."""
         for key in ("lr", "dense_lr", "core_lr", "gate_lr", "weight_decay"):

@@ -50,19 +50,21 @@ def read_search(given: Any) -> SearchConfig:
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"search={given!r} must be a section: trials, and over what settings")
-    config = parse_settings(SearchConfig, given, "search.")
+    over = given.get("over")
+    if not isinstance(over, Mapping) or not over:
+        raise ValueError(
+            f"search.over={over!r} must name settings and what they may be, such as "
+            "optimizer.lr: {low: 1.0e-4, high: 1.0e-2, log: true}"
+        )
+    over = {str(name): _distribution(f"search.over.{name}", value) for name, value in over.items()}
+    settings = {key: value for key, value in given.items() if key != "over"}
+    config = parse_settings(SearchConfig, settings, "search.")
     check_nulls(config, "search.")
     for key, least in {"trials": 1, "seed": 0}.items():
         if getattr(config, key) < least:
             raise ValueError(
                 f"search.{key}={getattr(config, key)} must be a whole number from {least} on"
             )
-    if not config.over:
-        raise ValueError(
-            f"search.over={config.over} must name settings and what they may be, such as "
-            "optimizer.lr: {low: 1.0e-4, high: 1.0e-2, log: true}"
-        )
-    over = {str(name): _distribution(f"search.over.{name}", v) for name, v in given["over"].items()}
     return replace(config, over=over)
 
 

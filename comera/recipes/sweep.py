@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
+from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
 from comera.recipes.data_record import missing_data, with_whole_paths
-from comera.recipes.folder import lock
+from comera.recipes.folder import is_finished, lock
 from comera.recipes.jobs import (
-    INTERRUPTED,
     Job,
     LauncherName,
-    find_finished,
     make_launcher,
-    reopen_other_data,
     resolve,
     run_jobs,
 )
@@ -322,7 +320,6 @@ def _carry_out(
         jobs += search.jobs
         expected += sweep.search.trials * len(sweep.seeds)
     resolve(jobs, overwrite)
-    reopen_other_data(jobs, overwrite)
     if search is not None:
         if overwrite and any(job.config.overwrite for job in search.jobs):
             console.print("the search is begun anew")
@@ -337,14 +334,21 @@ def _carry_out(
     completed = True
     if done < expected:
         starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
-        more = search.more if search is not None else tuple
+
+        def more() -> list[Job]:
+            added = [] if search is None else search.more()
+            if overwrite:  # folders of a search that was begun anew
+                resolve(added, overwrite)
+            return added
+
         with (
             contextlib.closing(starts),
             show_progress(jobs, sweep.metric, console, expected) as watch,
         ):
-            completed = run_jobs(jobs, starts, overwrite, watch, more)
-    skipped = find_finished([job for job in everything if job not in jobs])
-    ordered = [job for job in everything if job in jobs or job in skipped]
+            completed = run_jobs(jobs, starts, watch, more)
+    ordered = [job for job in everything if job in jobs or is_finished(job.config)]
+    for job in ordered:
+        job.state = job.state if job in jobs else "finished"
     _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
     if search is not None:
         search.tell()

@@ -7,6 +7,7 @@ half-way leaves one without the other, and as a file of its own, for people and 
 import json
 import logging
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,16 +18,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.forms import experts_apart
-from comera.nn.module import check_unsharded
+from comera.nn.module import check_unsharded, dtype_name
 from comera.nn.targets import TTConfig
 from comera.params import Undisturbed
-from comera.saved.description import check_description, describe, origin_in_words
-from comera.saved.rebuild import (
+from comera.saved.description import (
     build_layers,
+    check_description,
     check_places,
     check_tensors,
+    describe,
     fill_,
     put_in_place_,
 )
@@ -147,7 +150,8 @@ def load_model(
     folder = Path(folder).expanduser()
     described, tensors = _read(folder)
     model = _made(model, described)
-    where = _device_of(model) if device is None else torch.device(device)
+    here = next((param.device for param in model.parameters() if not param.is_meta), "cpu")
+    where = torch.device(here if device is None else device)
     with experts_apart(model, described["split_experts"]):
         made = build_layers(described["layers"])
         check_places(model, made)
@@ -157,8 +161,55 @@ def load_model(
     fill_(model, tensors, described["tied"], described["frozen"])
     for name in described["served"]:
         refuse_training_(model.get_submodule(name))
-    _check_filled(model)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:  # of which no state dict has the values
+            raise ValueError(
+                f"{name} is on the meta device, and being no part of the state dict it was not "
+                "saved: make the model given on a device"
+            )
     return model.to(where)
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    config: TTConfig | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    message: str = "Upload model",
+    **options: Any,
+) -> str:
+    """Save a model and upload the folder to the hub of Hugging Face.
+
+    ``comera.load_model(huggingface_hub.snapshot_download(repo_id), factory)`` makes it again.
+
+    Args:
+        model: As :func:`~comera.save_model` takes it.
+        repo_id: ``"user/name"``; the repository is made if it is not there.
+        config: How the model was compressed, kept in ``comera.json`` for people.
+        private: Whether a new repository is private; by default what the account says.
+        token: That of the account; by default the one that ``hf auth login`` has stored.
+        message: Of the commit.
+        options: More of ``huggingface_hub.HfApi.upload_folder``, such as ``revision``.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        MissingPackageError: If huggingface_hub is not installed.
+        ValueError: If the model cannot be saved; nothing is uploaded then.
+    """
+    with needed_by("push_to_hub()"):
+        from huggingface_hub import HfApi
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, Path(folder), config=config)
+        made = api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, commit_message=message, **options
+        )
+    return str(commit)
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -186,11 +237,11 @@ def description_text(described: Mapping[str, Any]) -> str:
     """Return JSON with a list of numbers or strings on one line."""
     text = json.dumps(described, indent=1)
     # No string holds a line break: what is matched over several lines is a list.
-    return re.sub(r"\[\n\s+[^][{}]*?\n\s+\]", _on_one_line, text)
-
-
-def _on_one_line(found: re.Match[str]) -> str:
-    return re.sub(r"\n\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
+    return re.sub(
+        r"\[\n\s+([^][{}]*?)\n\s+\]",
+        lambda found: "[" + re.sub(r"\n\s+", " ", found[1]) + "]",
+        text,
+    )
 
 
 def _plain_state(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Tensor]:
@@ -228,14 +279,9 @@ def _own(tensor: Tensor, seen: set[int]) -> Tensor:
 
 def note_of(tensor: Tensor) -> dict[str, Any]:
     """Return what a description says of a tensor: dtype, shape and a checksum of its bytes."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "crc32": _checksum(tensor)}
-
-
-def _checksum(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    numbers = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    shape = list(tensor.shape)
+    return {"dtype": dtype_name(tensor), "shape": shape, "crc32": zlib.crc32(numbers)}
 
 
 # ── what is read ─────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +311,10 @@ def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
             f"{folder / WEIGHTS} says nothing of its layers, and there is no {DESCRIPTION}: "
             "comera.save_model did not write it"
         )
-    text = _text_of(beside) if beside.is_file() else None
+    try:
+        text = beside.read_text(encoding="utf-8") if beside.is_file() else None
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{beside} is damaged: {problem}") from problem
     if _KEY not in header:
         return check_description(_parse(str(text), beside), str(beside))
     described = check_description(_parse(header[_KEY], folder / WEIGHTS), str(folder / WEIGHTS))
@@ -275,13 +324,6 @@ def _description(folder: Path, header: Mapping[str, str]) -> dict[str, Any]:
             "was broken off", beside, WEIGHTS,
         )  # fmt: skip
     return described
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{path} is damaged: {problem}") from problem
 
 
 def _parse(text: str, path: Path) -> Any:
@@ -315,29 +357,10 @@ def _with_tied(
 def _made(model: Any, described: Mapping[str, Any]) -> nn.Module:
     made = model if isinstance(model, nn.Module) or not callable(model) else model()
     if not isinstance(made, nn.Module):
+        origin = described.get("model")
+        name = origin.get("class") if isinstance(origin, Mapping) else None
         raise TypeError(
             f"model={model!r} must be the dense model or make it; it was saved from "
-            f"{origin_in_words(described)}"
+            f"{name or 'a model of a class that was not noted'}"
         )
     return made
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for param in model.parameters():
-        if not param.is_meta:
-            return param.device
-    return torch.device("cpu")
-
-
-def _check_filled(model: nn.Module) -> None:
-    """Check that no buffer is left on ``meta``, of which no state dict has the values.
-
-    Raises:
-        ValueError: If one is.
-    """
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device, and being no part of the state dict it was not "
-                "saved: make the model given on a device"
-            )

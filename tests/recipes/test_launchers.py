@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 import comera
-from comera.recipes.jobs import INTERRUPTED, Remote, _write_settings, make_launcher
+from comera._command import INTERRUPTED
+from comera.recipes.jobs import Remote, _write_settings, make_launcher
 from comera.recipes.sweep import make_jobs
 from comera.train.log import last_logged
 from tests.peers import peer

@@ -19,7 +19,7 @@ from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.optimizers import MuonConfig
-from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
+from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
@@ -486,6 +486,8 @@ def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
 
 def test_words_for_every_type_of_a_setting():
     def check(kind: type) -> None:
+        for each in choices_of(kind):
+            check(each)
         for hint in hints_of(kind).values():
             section, _ = section_of(hint)
             if section is not None:
