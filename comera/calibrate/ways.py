@@ -1,4 +1,4 @@
-"""The fastest way of each operator on this device, for ``comera.ops.dispatch``.
+"""The fastest way of each operator on this card, for ``comera.ops.dispatch``.
 
 Each trial runs an operator as layers do, forward and backward, one way after the other. Its times
 are saved before the next trial, so that Ctrl-C loses nothing.
@@ -24,11 +24,22 @@ from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Case, Way, Ways, forget_times
+from comera.ops.dispatch import (
+    ORDERED,
+    TABLE,
+    Case,
+    Way,
+    Ways,
+    forget_times,
+    known_as,
+    operators_of,
+    preferring,
+    way_setting,
+    ways_of,
+)
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
-from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
 
@@ -64,16 +75,18 @@ class Trial:
 
 
 def measure_ways(device: torch.device, say: Say) -> None:
-    """Time all ways of all operators and save the times, trial by trial.
+    """Time all ways of all operators and save the times, trial by trial; on a card only.
 
     Args:
-        device: A CPU, or a card.
+        device: The card; on a CPU operators try their ways as they list them.
         say: Called with a line after each trial.
 
     Raises:
         ValueError: If ``COMERA_KERNELS`` leaves no choice.
     """
     check_choice()
+    if device.type not in ORDERED:
+        return
     setting, today = way_setting(device), datetime.date.today().isoformat()
     path: Path | None = None
     try:
@@ -120,8 +133,7 @@ def describe(timing: Timing) -> str:
 
 def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
     """Time the ways of a trial; nothing where there is only one that runs."""
-    known = ways_of(trial.group)
-    if len(known) < 2 or (device.type == "cpu" and set(known) == {"kernel", "torch"}):
+    if len(ways_of(trial.group)) < 2:
         return []
     with ExitStack() as stack:
         if device.type == "cuda":

@@ -11,10 +11,9 @@ from rich.table import Table
 from comera import __version__
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample
+from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.ops.way_order import way_times_of, ways_of
 from comera.planning.printing import show_seconds
 from comera.planning.products import first_where
 

@@ -19,6 +19,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_DTYPES", ("float32",))
     monkeypatch.setattr(module, "_LARGE", {"cpu": 1 << 20})
     monkeypatch.setattr(way_speed, "TRIALS", ())
+    monkeypatch.setattr(way_speed, "ORDERED", ("cpu",))  # no card is needed
     yield tmp_path
     machine._load.cache_clear()
 
