@@ -1,7 +1,4 @@
-"""Prune ranks at once, by the importance that their gates' gradients tell while a model trains.
-
-The importance of ranks: what the loss would lose with each, as gradients of gates tell.
-"""
+"""Pruning to a target at once, by the importance of ranks: what the loss would lose with each."""
 
 import logging
 from collections.abc import Mapping

@@ -1,10 +1,8 @@
-"""What the methods of rank learning have in common: when ranks are cut, and how that is done.
+"""The base of the methods of rank learning: when ranks are cut, and how.
 
-A training loop, a step and a checkpoint know of ranks only what stands here; how gates are trained
-until then, and which ranks go, is said by :class:`~comera.TwoStage` and
+A training loop, a step and a checkpoint use this interface only. How gates are trained until the
+cut, and which ranks go, is the part of :class:`~comera.TwoStage` and
 :class:`~comera.ImportancePruning`.
-
-What every method of rank learning is given: checks, and the size that a target allows.
 """
 
 import logging
@@ -253,17 +251,11 @@ class RankLearning(ABC):
         The target is that of this object: where it was another one, training goes on towards it.
 
         Raises:
-            ValueError: If that is the state of another method, or was written before states named
-                their method, or the target is smaller than can be reached; nothing is changed.
+            ValueError: If that is the state of another method, or the target is smaller than can be
+                reached; nothing is changed.
         """
-        written = state.get("method")
-        if written is None:
-            raise ValueError(
-                "this state of rank learning was written by an earlier version of comera, which "
-                f"kept other numbers than {self.method} does: it cannot be loaded, begin anew"
-            )
-        if written != self.method:
-            raise ValueError(f"this is a state of {written}, not of {self.method}")
+        if state.get("method") != self.method:
+            raise ValueError(f"this is a state of {state.get('method')}, not of {self.method}")
         start_size, target_size = state["start_size"], state["target_size"]
         if state["forced"] is None:
             layers = self.size.layers.values()
