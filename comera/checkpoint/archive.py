@@ -93,7 +93,7 @@ class FolderInUseError(RuntimeError):
 
 
 def take(lock: FileLock, folder: Path, advice: str) -> None:
-    """Take a lock in a folder, which is made if it is not there.
+    """Acquire a lock in a folder, which is made if it is not there.
 
     Raises:
         FolderInUseError: If another process has it; the message ends with ``advice``.
@@ -294,7 +294,7 @@ def _write_through(path: Path, raw: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put the names in a folder on the disk, where the system has a way to."""
+    """Flush the names in a folder to the disk, on systems that can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

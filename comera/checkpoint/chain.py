@@ -88,7 +88,6 @@ class CheckpointChain:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        on_device: bool = False,
         max_bytes: int | None = None,
     ) -> None:
         """
@@ -119,7 +118,6 @@ class CheckpointChain:
             keep_every: Steps divisible by it are kept for good.
             background: Compress and write in a thread of its own, after the state is copied. An
                 error in it is raised by the next call of this object.
-            on_device: Copy and compress tensors on the device where they are, instead of the CPU.
             max_bytes: Refuse to read more than that; None for the memory of this machine.
 
         Raises:
@@ -142,7 +140,6 @@ class CheckpointChain:
         self._quality = Quality(bits, rate, alpha, beta, key_bits)
         self._key_every, self._keep_last, self._keep_every = key_every, keep_last, keep_every
         self._max_bytes = max_bytes or _memory()
-        self._device = None if on_device else "cpu"
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._calls = threading.RLock()
@@ -198,9 +195,7 @@ class CheckpointChain:
                     "folder"
                 )
             began = time.perf_counter()
-            snapshot = take_snapshot(
-                model, optimizer, extra, self._policy, self._device, parameters
-            )
+            snapshot = take_snapshot(model, optimizer, extra, self._policy, parameters)
             copying = time.perf_counter() - began
             if self._thread is None:
                 self._write(step, snapshot, copying)

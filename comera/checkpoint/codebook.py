@@ -3,8 +3,8 @@
 Sorted once, a cluster is a run of neighbours, and its sum a difference of two prefix sums. One
 pass of Lloyd's algorithm then costs a binary search a cluster, whatever the number of values.
 
-Passes over long vectors are numpy's on the CPU, where they are several times faster than torch's,
-and torch's on other devices.
+Everything is on the CPU, and passes over long vectors are numpy's, which are several times faster
+than torch's.
 """
 
 import math
@@ -172,7 +172,7 @@ def _walls(centres: Tensor, prices: Tensor) -> Tensor:
     for k, following, wall in zip(best, best[1:], begin[1:], strict=False):
         walls += [wall] * (following - k)
     walls += [math.inf] * (len(at) - 1 - best[-1])
-    return torch.tensor(walls, dtype=torch.float64, device=centres.device)
+    return torch.tensor(walls, dtype=torch.float64)
 
 
 def _between(values: Tensor) -> Codebook:
@@ -181,7 +181,7 @@ def _between(values: Tensor) -> Codebook:
 
 def _edges(sorted_n: Tensor, walls: Tensor) -> Tensor:
     """Return where each cluster begins, and the end of the last."""
-    edges = torch.zeros(len(walls) + 2, dtype=torch.long, device=sorted_n.device)
+    edges = torch.zeros(len(walls) + 2, dtype=torch.long)
     # A value on a wall belongs below it, as in `codes`.
     edges[1:-1] = torch.searchsorted(sorted_n, walls.float(), right=True)
     edges[-1] = len(sorted_n)
@@ -208,7 +208,7 @@ def _lattice(sorted_n: Tensor, size: int, price: float) -> Tensor:
     if below + above + 1 > size:  # tails go to the outermost
         below = max(size - 1 - above, min(below, size // 2))
         above = size - 1 - below
-    steps = torch.arange(-below, above + 1, dtype=torch.float64, device=sorted_n.device)
+    steps = torch.arange(-below, above + 1, dtype=torch.float64)
     return middle + steps * distance
 
 
@@ -217,9 +217,9 @@ def _bins(sorted_n: Tensor) -> Tensor:
 
     As many are of equal counts as of equal widths, lest tails share one.
     """
-    count, device = len(sorted_n), sorted_n.device
+    count = len(sorted_n)
     low, high = sorted_n[0].double(), sorted_n[-1].double()
-    share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64, device=device)
+    share = torch.linspace(0, 1, _BINS // 2 + 1, dtype=torch.float64)
     ends = torch.searchsorted(sorted_n, (low + (high - low) * share).float(), right=True)
     ends = torch.cat((ends, (share * count).long()))
     ends[0], ends[-1] = 0, count
@@ -248,7 +248,7 @@ def _as_dense(sorted_n: Tensor, ends: Tensor, size: int, most: float) -> Tensor:
     at = sorted_n[torch.cat((ends[:-1], ends[-1:] - 1))].double()
     mass = (ends.diff() * at.diff().clamp(max=most).square()).pow(1 / 3).cumsum(0)
     mass = torch.cat((mass.new_zeros(1), mass))
-    wanted = (torch.arange(size, device=mass.device) + 0.5) * (mass[-1] / size)
+    wanted = (torch.arange(size) + 0.5) * (mass[-1] / size)
     k = torch.searchsorted(mass, wanted).clamp(1, len(mass) - 1)
     share = (wanted - mass[k - 1]) / (mass[k] - mass[k - 1])
     return torch.lerp(at[k - 1], at[k], share)
@@ -271,7 +271,7 @@ def _best_of_bins(sorted_n: Tensor, sums: Tensor, size: int) -> Tensor:
     walls = [len(counts) - 1]
     for choice in reversed(choices):
         walls.append(int(choice[walls[-1]]))
-    at = torch.tensor([0, *walls[::-1]], device=sums.device).unique()
+    at = torch.tensor([0, *walls[::-1]]).unique()
     return sums[at].diff() / counts[at].diff()
 
 
@@ -284,24 +284,20 @@ _AT_A_TIME = 1 << 16
 
 def ascending(values_n: Tensor) -> Tensor:
     """Sort the values."""
-    if values_n.is_cpu:
-        return torch.from_numpy(np.sort(values_n.numpy()))
-    return values_n.sort().values
+    return torch.from_numpy(np.sort(values_n.numpy()))
 
 
 def sample(values_n: Tensor, step: int) -> Tensor:
-    """Take one of every ``step`` values, and the least and the largest of all.
+    """Return one of every ``step`` values, and the least and the largest of all.
 
-    Which one is drawn by chance, always the same: every ``step``-th may lie in the same few columns
-    of a matrix, and say nothing of the others.
+    Which one is random with a fixed seed: every ``step``-th could lie in the same few columns of a
+    matrix.
     """
     if step == 1:
         return values_n
     starts = torch.arange(0, len(values_n) - step + 1, step)
     drawn = starts + torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(0))
-    return torch.cat(
-        (values_n[drawn.to(values_n.device)], *map(torch.atleast_1d, values_n.aminmax()))
-    )
+    return torch.cat((values_n[drawn], *map(torch.atleast_1d, values_n.aminmax())))
 
 
 def norm(values: Tensor) -> float:
@@ -315,21 +311,17 @@ def norm(values: Tensor) -> float:
 def median(values_n: Tensor) -> Tensor:
     """Return the lower of the two in the middle, of one value or more."""
     middle = (len(values_n) - 1) // 2
-    if values_n.is_cpu:
-        return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
-    return values_n.kthvalue(middle + 1).values
+    return torch.from_numpy(np.partition(values_n.numpy(), middle))[middle]
 
 
 def positions(mask_n: Tensor) -> Tensor:
     """Return where it is true, ascending, int64."""
-    if mask_n.is_cpu:
-        return torch.from_numpy(np.flatnonzero(mask_n.numpy()))
-    return mask_n.nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(mask_n.numpy()))
 
 
 def above(values_n: Tensor, walls_k: Tensor) -> Tensor:
     """Count, uint8, how many of at most 255 ascending ``walls_k`` each value lies above."""
-    if not values_n.is_cpu or len(walls_k) > 32:
+    if len(walls_k) > 32:
         return torch.bucketize(values_n, walls_k).to(torch.uint8)
     values, walls = values_n.numpy(), walls_k.numpy()
     count = np.zeros(len(values), np.uint8)

@@ -209,7 +209,7 @@ _LARGEST_WHOLE = 8
 
 
 def _bits(tensor: Tensor) -> Any:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # one entry, expanded
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().view(f"u{min(flat.itemsize, _LARGEST_WHOLE)}")
@@ -272,15 +272,15 @@ def write_change(
         if distance(weight, now) <= _LARGEST_ERROR * size:
             places: str | int = "many"
             if MANY * len(kept) > len(flat):  # what is left out has a code of its own
-                all_codes = torch.zeros(len(flat), dtype=torch.uint8, device=codes.device)
+                all_codes = torch.zeros(len(flat), dtype=torch.uint8)
                 all_codes[kept] = codes + 1
                 section.write("books", as_floats(book))
-                section.write("codes of all", pack(all_codes.cpu().numpy(), len(book) + 1))
+                section.write("codes of all", pack(all_codes.numpy(), len(book) + 1))
             else:
                 places = write_gaps(section, kept)
                 write_coded(section, "change", book, codes)
             return Record("change", kept=len(kept), books=(len(book),), places=places), kept, now
-    kept = torch.arange(len(flat), device=flat.device)
+    kept = torch.arange(len(flat))
     some_are_zero = int(flat.count_nonzero()) < len(flat)
     learned = learn(flat, 2**quality.key_bits - 1, zeros=0 if some_are_zero else None)
     book, codes = learned.values, learned.codes(flat)
@@ -460,7 +460,7 @@ def write_moments(
     books: tuple[int, ...] = (len(book.values),)
     at: str | int = "many"
     if MANY * len(places) > len(mask):
-        section.write("places of moments", np.packbits(mask.cpu().numpy()))
+        section.write("places of moments", np.packbits(mask.numpy()))
     else:
         at = write_gaps(section, places, " of moments")
     if second is not None:
@@ -530,7 +530,7 @@ def _write_means(section: Section, second: Tensor, kept: Tensor) -> None:
         section.write("books", as_floats(largest))
         down = torch.log2(largest / means.double()) * _STEPS  # infinite for a mean of zero
         codes = torch.where(means > 0, (255 - down).round().clamp(min=1), 0)
-        section.write("means", codes.to(torch.uint8).cpu().numpy())
+        section.write("means", codes.to(torch.uint8).numpy())
 
 
 def _read_means(section: Section, shape: list[int]) -> Tensor:
@@ -566,14 +566,14 @@ MANY = 12
 
 def write_gaps(section: Section, places: Tensor, of: str = "") -> int:
     """Write positions as gaps; returns their bytes."""
-    gaps = to_gaps(places.cpu().numpy())
+    gaps = to_gaps(places.numpy())
     section.write(f"gaps{of}", gaps)
     return len(gaps)
 
 
 def write_coded(section: Section, kind: str, book: Tensor, codes: Tensor) -> None:
     section.write("books", as_floats(book))
-    section.write(f"codes of {kind}", pack(codes.cpu().numpy(), len(book)))
+    section.write(f"codes of {kind}", pack(codes.numpy(), len(book)))
 
 
 def read_coded(section: Section, kind: str, size: int, count: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def encode(
     Args:
         snapshot: What to keep.
         base: The model's tensors as the checkpoint before is read; None for a key frame.
-        quality: Quality of what is lossy.
+        quality: Quality of the lossy tensors.
     """
     streams = Streams()
     section, rest = Section("model", streams), Section("rest", streams)
@@ -53,8 +53,8 @@ def encode(
                 kept[name] = places  # the moments of other entries are left out with them
             entries["lossy"] += tensor.numel()
             entries["changed"] += len(places)
-            # The error is reported as a share of what is described: the change, or all of the
-            # weight where that is what was written.
+            # The error is reported as a share of the change, or of the weight where all of it
+            # was written.
             error += codec.distance(tensor, now) ** 2
             if before is None or record.places == "all":
                 change += norm(tensor) ** 2
@@ -69,13 +69,13 @@ def encode(
         tensors = [snapshot.rest[entry] for entry in names]
         negative = len(tensors) == 2 and bool(tensors[1].amin() < 0)
         if negative or not all(map(_can_be_float32, tensors)):
-            continue  # exact, as what is in no pair
+            continue  # written exactly, below
         weight = moments.weight if moments.weight in kept else None
         first, second = tensors[0], tensors[1] if len(tensors) == 2 else None
         kept_weights = kept[weight] if weight else None
         record = codec.write_moments(rest, first, second, kept_weights, quality)
         records.append(record.of(names, tensors, weight))
-    # What is neither of the model nor a pair of moments has no slack: it is kept bit by bit.
+    # All other tensors are kept bit by bit.
     done = {name for record in records for name in record.names}
     for name, tensor in snapshot.rest.items():
         if name not in done:
@@ -159,7 +159,7 @@ def _read_model(
 def _matching(
     base: Mapping[str, Tensor] | None, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
-    """Return what was there before, if of one shape: after truncation a tensor starts anew."""
+    """Return the tensor before, if its shape is the same: after truncation there is none."""
     before = (base or {}).get(name)
     same = before is not None and before.shape == tuple(shape) and before.dtype == dtype
     return before if same else None
@@ -184,7 +184,7 @@ _SMALLEST = 1e-30
 
 
 def as_bytes(raw: bytes) -> Bytes:
-    """Return bytes as an array of them."""
+    """Return bytes as an array."""
     return np.frombuffer(raw, np.uint8)
 
 

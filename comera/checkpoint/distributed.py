@@ -75,7 +75,7 @@ def _is_first() -> bool:
 
 
 def _make_room_(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Let buffers be there that are None here and not in the checkpoint: torch loads no others.
+    """Allocate buffers that are None here and not in the checkpoint: torch loads no others.
 
     ``row_order`` of a table is one, if rows were moved after the model was made.
     """

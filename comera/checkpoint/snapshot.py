@@ -99,7 +99,7 @@ class Snapshot:
         model: The model's tensors; changes of these are what a chain is made of.
         rest: All others.
         lossy: Names of weights that may be changed a little.
-        moments: Lossy moments; what is in none is exact.
+        moments: Lossy moments; tensors in none of them are exact.
     """
 
     skeleton: Skeleton = None
@@ -119,7 +119,6 @@ def take_snapshot(
     optimizer: Any,
     extra: Mapping[str, Any] | None,
     policy: Policy,
-    device: str | None = "cpu",
     parameters: Mapping[Any, str] | None = None,
 ) -> Snapshot:
     """Copy the state of a model, an optimizer and the caller.
@@ -128,8 +127,7 @@ def take_snapshot(
         model: A module or its state.
         optimizer: An optimizer, its state, or None.
         extra: Tensors and plain values of the caller.
-        policy: Decides what is skipped, and what is lossy.
-        device: The device of the copies; None for that of each tensor.
+        policy: Which tensors are skipped, and which are lossy.
         parameters: Names of weights by the optimizer's keys of parameters, where a state is given
             in place of an optimizer.
 
@@ -176,7 +174,7 @@ def take_snapshot(
         into = snapshot.model if part == "model" else snapshot.rest
         while name in snapshot.model or name in snapshot.rest:
             name += "'"  # {"a.b": 1, "a": {"b": 2}}
-        copy = tensor.detach().to(device or tensor.device, copy=True)
+        copy = tensor.detach().to("cpu", copy=True)
         into[name], where[place] = copy.contiguous(), name
         if treatment == "lossy":
             snapshot.lossy.add(name)
@@ -255,10 +253,10 @@ def _moments(snapshot: Snapshot) -> list[MomentNames]:
 
 
 DEEPEST_STATE = 64
-"""Levels of dicts, lists and tuples in what is saved; each takes up to three of JSON's."""
+"""Levels of dicts, lists and tuples in a state to save; each takes up to three of JSON's."""
 
 DEEPEST = 3 * DEEPEST_STATE + 16
-"""Levels of JSON: what reads them calls itself, and Python bounds how often."""
+"""Levels of JSON: their readers are recursive, and Python bounds the depth of calls."""
 
 
 def parsed(raw: bytes) -> Any:

@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 class DamagedError(ValueError):
-    """What was read is not what was written."""
+    """A file differs from the one that was written."""
 
 
 class Streams:
@@ -71,7 +71,7 @@ class StreamReader:
             return np.empty(0, np.uint8)
         if name not in self._open:
             raise DamagedError(f"there is no stream {name!r}")
-        # Grown as it is read: a count that lies does not take memory for what is not there.
+        # Grown as it is read, so that a false count takes no memory.
         parts, missing = [], count
         while missing:
             part = self._some(name, min(missing, 1 << 26))
@@ -107,7 +107,7 @@ def to_gaps(positions_k: NDArray[np.int64]) -> Bytes:
 
 
 def from_gaps(gaps: Bytes, count: int, below: int) -> NDArray[np.int64]:
-    """Return ``count`` positions, all under ``below``, of which :func:`to_gaps` made ``gaps``.
+    """Return the ``count`` positions, all under ``below``, that :func:`to_gaps` turned into gaps.
 
     Raises:
         DamagedError: If they are more or fewer, or lie beyond.
@@ -127,7 +127,7 @@ def codes_to_a_byte(size: int) -> int:
 
 
 def pack(codes_n: Bytes, size: int) -> Bytes:
-    """Put as many codes, all under ``size``, as fit into a byte, as the digits of its value.
+    """Pack codes under ``size`` into bytes, as many as fit, as the digits of the byte's value.
 
     zstd spends no less than a bit on a byte: few codes are better taken together.
     """

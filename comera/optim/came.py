@@ -251,7 +251,7 @@ class CAME(Optimizer):
 
     @torch.no_grad()
     def unpack_state_(self, param: Tensor) -> None:
-        """Lay a parameter's state out in tensors of its shape, for who cuts them with it.
+        """Lay a parameter's state out in tensors of its shape, to be cut along with it.
 
         Until :meth:`pack_state_` the optimizer cannot step. Factors become the matrix they stand
         for: ``exp_avg_sq``, and ``exp_avg_res``.

@@ -1,13 +1,12 @@
 """Parameter groups for models with tensor-train layers.
 
-Factors of the learning rate of a layer's cores, from shapes alone.
-
-A step moves all cores of a layer, and the weight that they contract to by about the sum of what
-each of them brings. With K cores of spectral norm g each, a step of norm s of one core moves the
-weight by ``s * g ** (K - 1)``: more the wider the layer is, and more for wide bonds. What
-activations need is a change of spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and
-Bernstein, arXiv 2310.17813). Models of widths 128 to 512 want a change that falls with the root of
-``in`` besides (``docs/experiments.md``). The factor is the one over the other.
+The learning rate of a layer's cores can have a factor that follows from shapes alone. A step moves
+all cores of a layer, and the weight that they contract to by about the sum of their changes. With K
+cores of spectral norm g each, a step of norm s of one core moves the weight by ``s * g ** (K -
+1)``: more the wider the layer is, and more for wide bonds. The change that activations need has the
+spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and Bernstein, arXiv 2310.17813).
+Models of widths 128 to 512 want a change that falls with the root of ``in`` besides
+(``docs/experiments.md``). The factor is the change that is wanted over the one that a step makes.
 """
 
 import math
@@ -130,7 +129,7 @@ def param_groups(
 
 
 def _check(**numbers: Any) -> None:
-    """Raise ``ValueError`` for what is no rate: optimizers do not look at those of groups."""
+    """Raise ``ValueError`` for a wrong rate: optimizers do not check those of groups."""
     for name, number in numbers.items():
         if number is None and name != "lr":
             continue
@@ -227,7 +226,7 @@ def galore_param_groups(
 
 
 def _dense_weights(model: nn.Module, modules: str | list[str]) -> list[Tensor]:
-    """Find the trained weights of linear and convolution layers, but those of embeddings, once."""
+    """Return the trained weights of linear and convolution layers that no embedding shares."""
     shared = {
         id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
     }

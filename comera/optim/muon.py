@@ -83,7 +83,7 @@ class MuonAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for key, value in own.items():
                 group.setdefault(key, value)
-        grouped = isinstance(params[0], dict)  # by someone who knows what is in the groups
+        grouped = isinstance(params[0], dict)
         if not grouped and not any(group["muon"] for group in self.param_groups):
             log.warning(
                 "MuonAdamW of parameters in no groups is AdamW: groups say what Muon is to step, "
@@ -151,7 +151,7 @@ class MuonAdamW(torch.optim.AdamW):
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = {}
         for param in group["params"]:
             grad = param.grad
-            if grad is None or not param.numel():  # a layer that has vanished
+            if grad is None or not param.numel():  # a layer of rank zero
                 continue
             if grad.is_sparse or param.is_complex():
                 kind = "sparse" if grad.is_sparse else "complex"
@@ -196,7 +196,7 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 
 
 def _are_blocks(shape: torch.Size, group: dict[str, Any]) -> bool:
-    """Tell the cores of block tensor trains from the weights of three-dimensional convolutions."""
+    """Return whether a tensor is a core of blocks, not the weight of a 3-d convolution."""
     return len(shape) == 5 and 1 in (shape[0], shape[-1]) and group.get("name") != "matrices"
 
 
@@ -208,7 +208,7 @@ def _steps(updates: Tensor, ns_steps: int) -> Tensor:
 
 
 def _steps_of_blocks(updates: Tensor, ns_steps: int) -> Tensor:
-    """Do the same for cores of block tensor trains, each of whose blocks is a matrix.
+    """Return steps as :func:`_steps` for cores of blocks, each of which is a matrix.
 
     Cores are ``(left bond, blocks, numbers in each, blocks of the other side, right bond)``. All
     blocks of a core are one matrix with zeros between them, and the two cores of a layer share what

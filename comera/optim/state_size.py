@@ -1,7 +1,7 @@
 """Bytes of an optimizer's state, counted before its first step.
 
 The optimizer's own step is run on copies of the parameters that hold no memory (torch's meta
-device), so what is counted is what it will allocate, whichever optimizer it is.
+device), so the count is of the very tensors it will allocate, whichever optimizer it is.
 """
 
 import copy
@@ -52,7 +52,7 @@ def _bytes(optimizer: Optimizer, param: Tensor) -> int:
 
 
 def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[Tensor]:
-    """Return what is kept of a parameter."""
+    """Return the tensors of a parameter's state."""
     yield from _values(optimizer.state.get(param, {}))
     if isinstance(optimizer, GaLore) and (stand_in := optimizer.stand_in(param)) is not None:
         yield from _values(optimizer.inner.state.get(stand_in, {}))
@@ -63,7 +63,7 @@ def _values(state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
-    """Return what a copy of the optimizer shall have in the place of its parameters and state."""
+    """Return the meta parameters and empty states of a copy, as a memo for ``copy.deepcopy``."""
     whole = [optimizer, optimizer.inner] if isinstance(optimizer, GaLore) else [optimizer]
     memo: dict[int, Any] = {}
     for part in whole:
@@ -76,7 +76,7 @@ def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer with all it has, but with other parameters and no state."""
+    """Copy an optimizer with all attributes, but with other parameters and no state."""
     kind = type(optimizer)
     twin = kind.__new__(kind)
     full = (
@@ -89,7 +89,7 @@ def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 class _EveryNumberIsOne(TorchDispatchMode):
-    """What a step reads back from tensors that hold no numbers."""
+    """Mode that returns 1 for ``.item()`` on meta tensors, so that a step runs without data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":

@@ -11,10 +11,9 @@ from rich.table import Table
 from comera import __version__
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample
+from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, driver, emulate, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.ops.way_order import way_times_of, ways_of
 from comera.planning.printing import show_seconds
 from comera.planning.products import first_where
 
@@ -100,7 +99,7 @@ def _ways(device: torch.device) -> Table:
     """List the ways of each operator in order, with the reasons against those before the taken."""
     columns = ("operator", "dtype", "way", "ways before it", "ways after it")
     table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
-    for name in sorted(TABLE.keys() - {"linear"}):  # whose way depends on rank and rows
+    for name in sorted(TABLE):
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
             cells = _cells(name, device, dtype)
@@ -168,8 +167,7 @@ def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> 
     layer = TTLinear(_WIDTH, _WIDTH, rank=rank, device="meta", dtype=dtype)
 
     def is_reconstructed(rows: int) -> bool:
-        batch = Sample((rows, _WIDTH), dtype, device)
-        return TABLE["linear"].chosen(layer, batch) == "reconstructed"
+        return not layer.is_factorized(Sample((rows, _WIDTH), dtype, device))  # type: ignore[arg-type]
 
     if not is_reconstructed(_MOST_ROWS):
         return "-"

@@ -443,6 +443,11 @@ class RunConfig:
         return next(name for name in METRICS if getattr(self, name) is not None)
 
     @property
+    def data(self) -> TextData | NliData | ClickData:
+        """The section that describes the data."""
+        return getattr(self, self.task)
+
+    @property
     def text(self) -> TextData | NliData | None:
         """The section of the data, if it is text."""
         return self.masked_text or self.causal_text or self.nli

@@ -123,12 +123,3 @@ def test_with_zeros_beside_the_values_zero_is_one_of_the_book():
     # where zeros are common already, more values are worth being one
     few, many = (learn(values, 15, 0.2, zeros) for zeros in (0, 100_000))
     assert len(many.values) <= len(few.values)
-
-
-@pytest.mark.gpu
-def test_a_gpu_learns_the_same():
-    values = torch.randn(100_000)
-    for rate in (0.0, 0.2):
-        here, there = learn(values, 15, rate), learn(values.cuda(), 15, rate)
-        torch.testing.assert_close(there.values.cpu(), here.values)
-        torch.testing.assert_close(there.codes(values.cuda()).cpu(), here.codes(values))

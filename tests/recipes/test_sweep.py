@@ -179,7 +179,7 @@ def wrong(content: dict, path: str, value) -> None:
         (
             "variants/tt",
             {"optimizer.weight_decay": None},
-            "weight_decay=null must be a number",
+            "weight_decay=(null|None) must be a number",
         ),
         ("variants/tt", {"tensorize": 5}, "variant tt: tensorize=5 must be a section"),
         ("variants/tt", {"train.steps": 0}, "variant tt: train.steps=0 must be at least 1"),
