@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comera.extras import listed
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.convert import densify_
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows
 
@@ -138,8 +138,8 @@ def check_model(
     return agreement(what, pairs, next(model.parameters()).dtype)
 
 
-def check_table(layer: TTEmbedding | TTEmbeddingBag, indices: Tensor) -> str:
-    """Compare a table with :class:`RowByRow` at indices: one a row, or ``(bags, indices)``.
+def check_table(layer: TTEmbedding, indices: Tensor) -> str:
+    """Compare a table with :class:`RowByRow`, at some of the indices.
 
     Raises:
         DisagreementError: If a row or a gradient is off.
@@ -183,15 +183,11 @@ def _outputs(
 class RowByRow(nn.Module):
     """The plain way to read a tensor train: a slice of every core for every index."""
 
-    def __init__(self, layer: TTEmbedding | TTEmbeddingBag) -> None:
+    def __init__(self, layer: TTEmbedding) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, indices: Tensor) -> Tensor:
-        rows = self._rows(indices.flatten())
-        return rows if indices.dim() == 1 else rows.unflatten(0, indices.shape).sum(1)
-
-    def _rows(self, indices: Tensor) -> Tensor:
         layer = self.layer
         indices = layer._kept_at(indices)
         digits, rest = [], (indices - layer.hot_rows).clamp(min=0)

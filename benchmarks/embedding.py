@@ -28,7 +28,7 @@ from benchmarks.session import (
     rank_of,
 )
 from benchmarks.timing import milliseconds
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding
 
 POINTS = {
     "indices": [256, 1024, 4096, 16384, 65536, 262144],
@@ -54,10 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "indices": (4096, "Number of indices in a batch."),
         },
     )
-    parser.add_argument(
-        "--bag", type=int, default=0,
-        help="Number of indices that are summed to one output; 0 sums none.",
-    )  # fmt: skip
     parser.add_argument("--curve", choices=list(POINTS), help="Show times against this quantity.")
     add_several(parser, "--points", [], "Values of it; by default steps of four or ten.")
     add_rank(parser, [32])
@@ -87,8 +83,6 @@ def run(session: Session, options: argparse.Namespace) -> None:
         return
     if options.points:
         raise ValueError(f"points={options.points} needs --curve, one of {', '.join(POINTS)}")
-    if options.bag and options.indices % options.bag:
-        raise ValueError(f"indices={options.indices} is not a multiple of bag={options.bag}")
     _one_table(session, options, *sizes)
 
 
@@ -102,20 +96,17 @@ def _one_table(
 ) -> None:
     """Time dense, sparse, comera and tensorly-torch side by side."""
     torch.manual_seed(0)
-    bag, zipf, dtype = options.bag, options.zipf, getattr(torch, options.dtype)
+    zipf, dtype = options.zipf, getattr(torch, options.dtype)
     picked = draw(rows, indices, zipf).to(session.device)
-    picked = picked.view(-1, bag) if bag else picked
-    settings: dict[str, Any] = {"dtype": dtype, **({"mode": "sum"} if bag else {})}
-    layer = (TTEmbeddingBag if bag else TTEmbedding)(rows, width, rank=rank, **settings)
-    layer = layer.to(session.device)
+    layer = TTEmbedding(rows, width, rank=rank, dtype=dtype).to(session.device)
     session.print(check_table(layer, picked))
 
     layers: dict[str, nn.Module] = {}
     for name, copies in _COPIES.items():
         needed = copies * rows * width * dtype.itemsize / 2**30
         if needed <= options.dense_limit:
-            dense = nn.EmbeddingBag if bag else nn.Embedding
-            layers[name] = dense(rows, width, sparse=name.startswith("sparse"), **settings)
+            sparse = name.startswith("sparse")
+            layers[name] = nn.Embedding(rows, width, sparse=sparse, dtype=dtype)
         else:
             session.note(
                 f"{name} is left out: {copies} copies of the table take {needed:.1f} GiB, more "
@@ -139,13 +130,12 @@ def _one_table(
         return table_step(table, picked, padded, fused=True)
 
     with peers.tensorly_on_torch():
-        if options.peers == "all" and not bag:
+        if options.peers == "all":
             session.add_peer(runs, name, peer)
-        bags = f" in bags of {bag}" if bag else ""
         law = f"Zipf {zipf:g}" if zipf else "uniform"
         title = (
             f"embedding {rows} x {width}, modes {layer.shape.describe_modes()}, ranks "
-            f"{' '.join(map(str, layer.ranks))}, {indices} indices{bags}, {law}, "
+            f"{' '.join(map(str, layer.ranks))}, {indices} indices, {law}, "
             f"{picked.unique().numel()} distinct, lookup + backward + step"
         )
         session.measure(title, runs, baseline, {name: parameters[name] for name in runs})

@@ -20,10 +20,11 @@ from benchmarks.session import (
     DTYPES,
     Session,
     add_peers,
+    add_rank,
     add_repeats,
     add_several,
-    add_shape,
     count,
+    positive,
     rank_of,
 )
 from benchmarks.timing import Timings
@@ -44,7 +45,11 @@ _TOKENS, _WIDTH_TOKENS = 4096, 512
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    add_shape(parser)
+    parser.add_argument(
+        "--shape", nargs=2, type=positive, default=[768, 3072], metavar=("IN", "OUT"),
+        help="Input and output width of the layer.",
+    )  # fmt: skip
+    add_rank(parser)
     add_several(
         parser, "--tokens", [],
         "Rows that the layer is given at once; several make a curve. By default 4096, and 512 on "

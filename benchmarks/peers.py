@@ -1,4 +1,4 @@
-"""Other packages that stand beside comera. They are imported here, in functions, and only here."""
+"""Other packages that stand beside comera, imported in these functions and nowhere else."""
 
 import importlib
 import warnings
@@ -19,12 +19,12 @@ GALORE_RANK, GALORE_GAP, GALORE_SCALE = 128, 200, 0.25
 
 
 class MissingPeerError(Exception):
-    """A package that is not here; the message says how to get it."""
+    """A package that is not installed; the message names the extra that brings it."""
 
 
 @contextmanager
 def tensorly_on_torch() -> Iterator[None]:
-    """Let tensorly compute with torch inside, and afterwards with what it did before.
+    """Run tensorly on torch inside the context, and restore its backend afterwards.
 
     Importing tensorly-torch switches tensorly over for the whole process. Nothing happens where
     tensorly is not installed.
@@ -117,7 +117,7 @@ def came(model: nn.Module, lr: float) -> Optimizer:
 
 
 def refresh_galore(optimizer: Optimizer) -> None:
-    """Let the next step find all subspaces anew, as every 200th does."""
+    """Make the next step find all subspaces anew, as every 200th does."""
     for state in optimizer.state.values():
         if "projector" in state:
             state["step"] = GALORE_GAP

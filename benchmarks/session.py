@@ -71,15 +71,6 @@ def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, tuple[int, st
         parser.add_argument(f"--{name}", type=positive, default=default, help=help, metavar="N")
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the widths and the ranks of a linear layer."""
-    parser.add_argument(
-        "--shape", nargs=2, type=positive, default=[768, 3072], metavar=("IN", "OUT"),
-        help="Input and output width of the layer.",
-    )  # fmt: skip
-    add_rank(parser)
-
-
 def add_rank(parser: argparse.ArgumentParser, default: Sequence[int] = PAPER_RANKS) -> None:
     """Add the ranks of the inner bonds."""
     add_several(parser, "--rank", default, "Ranks of the inner bonds: one bound on all, or each.")
@@ -241,7 +232,7 @@ class Session:
         columns: Mapping[str, str],
         rows: Iterable[Sequence[Any]],
         caption: str | None = None,
-    ) -> list[Sequence[Any]]:
+    ) -> None:
         """Measure the rows one by one, print them as a table and keep them for the JSON file.
 
         On Ctrl-C the rows that are there are shown.
@@ -261,7 +252,6 @@ class Session:
                 self.show(title, list(columns.items()), done, caption)
                 found = [dict(zip(columns, row, strict=True)) for row in done]
                 self.results.append({"title": title, "rows": found})
-        return done
 
     def add_peer(
         self,

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""Exit status of a command that was interrupted."""
+
 _MODULE = re.compile(r"-[bBdEiIOPqRsSuvx]*m(.*)", re.DOTALL)
 
 
@@ -50,7 +52,7 @@ def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None
     """End the process by Ctrl-C. No exception: torch swallows one while it imports NumPy."""
     sys.stdout.flush()
     print("interrupted", file=sys.stderr, flush=True)
-    os._exit(_INTERRUPTED)
+    os._exit(INTERRUPTED)
 
 
 def imports_are_done() -> None:

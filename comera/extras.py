@@ -1,9 +1,4 @@
-"""Packages that ``pip install comera`` does not bring, and what to install where one is missing.
-
-Names that do not exist, and the ones that were most likely meant.
-
-Names of modules in a sentence.
-"""
+"""Words of error messages: missing packages, the name that was meant, lists of names."""
 
 import dataclasses
 import difflib
@@ -14,9 +9,9 @@ from typing import Any, TypeVar
 
 _EXTRAS = {
     "accelerate": "hf",
+    "docstring_parser": "cli",
     "huggingface_hub": "hf",
     "jinja2": "cli",
-    "jsonargparse": "cli",
     "lightning": "lightning",
     "matplotlib": "cli",
     "onnxscript": "onnx",

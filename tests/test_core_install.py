@@ -59,7 +59,7 @@ def test_seven_packages_are_required_and_the_rest_is_an_extra():
     assert names(PROJECT["dependencies"]) == required
     extra = names(PROJECT["optional-dependencies"]["cli"])
     asked = {name.replace("yaml", "pyyaml") for name, by in _EXTRAS.items() if by == "cli"}
-    assert extra == asked | {"shtab"}  # which jsonargparse imports, where it is there
+    assert extra == asked | {"shtab"}  # which is imported to complete commands alone
     assert set(_EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
 
 
@@ -76,7 +76,8 @@ def test_the_command_says_in_one_line_what_to_install():
     done = run("-c", WITHOUT + "from comera.__main__ import main; sys.exit(main())", "train")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
-        done.stderr == "error: the command comera needs jsonargparse: pip install 'comera[cli]'\n"
+        done.stderr
+        == "error: the command comera needs docstring_parser: pip install 'comera[cli]'\n"
     )
     assert PROJECT["scripts"]["comera"] == "comera.__main__:main"
 

@@ -220,10 +220,10 @@ parser_of_all = functools.cache(make_parser)
 def wrong_in(words: list[str]) -> str | None:
     """What no parser knows of a command line; ``a|b`` stands for either."""
     parser, rest = parser_of_all(), list(words)
-    while (subcommands := getattr(parser, "_subcommands_action", None)) is not None:
+    while parser._subparsers is not None:
         if not rest or rest[0] in ("…", "WHAT"):
             return None
-        known = subcommands._name_parser_map
+        known = parser._subparsers._group_actions[0].choices
         for name in rest[0].strip("`.,").split("|"):
             if name not in known:
                 return name

@@ -15,7 +15,7 @@ _MOST_COPIES = 16
 
 
 def copies_of(device: torch.device, nbytes: float) -> int:
-    """Say how many inputs of so many bytes are worth taking in turn."""
+    """Return how many inputs of so many bytes are worth taking in turn."""
     if device.type != "cuda":
         return 2
     return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
@@ -41,7 +41,7 @@ def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Calla
 
 @dataclass(frozen=True)
 class _Replayed:
-    """A graph, and what it was captured of: the graph alone keeps no tensor that it reads."""
+    """A graph, and the runs it captured: the graph alone keeps no tensor that it reads."""
 
     graph: torch.cuda.CUDAGraph
     runs: Sequence[Callable[[], object]]
@@ -52,7 +52,7 @@ class _Replayed:
 
 @contextlib.contextmanager
 def tf32_products(on: bool) -> Iterator[None]:
-    """Let products of float32 on a card be of tf32, or not."""
+    """Enable or disable tf32 for products of float32 on a card."""
     before = torch.backends.cuda.matmul.fp32_precision  # the older name raises after a newer one
     torch.set_float32_matmul_precision("high" if on else "highest")
     try:

@@ -1,4 +1,4 @@
-"""Measure the numbers that the planner predicts times from, and which way is the fastest."""
+"""The profile of this machine, from which the planner predicts times."""
 
 import dataclasses
 import time
@@ -16,10 +16,7 @@ from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
 from comera.planning.planner import plan_linear
 
-_DTYPES = {
-    "cpu": ("float32", "float64", "bfloat16", "float16"),
-    "cuda": ("float32", "float64", "bfloat16", "float16"),
-}
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
 """Numbers in a tensor beyond any cache."""
 
@@ -32,9 +29,9 @@ Say = Callable[[str], None]
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:
     """Measure this machine: a profile for ``comera.plan``, and the fastest way of each operator.
 
-    Takes about half a minute on a CPU and a minute on a card; what else runs on the machine
-    meanwhile counts as slowness. The profile is saved before the ways are timed, and these one by
-    one: what an interrupt comes after is kept, and what it comes before is as it was.
+    Takes about half a minute on a CPU and a minute on a card; other work on the machine counts as
+    slowness. The profile is saved before the ways are timed, and these are saved one by one: an
+    interrupt loses only the measurement it meets.
 
     Args:
         device: ``"cpu"``, at the present number of threads, or ``"cuda"``.
@@ -44,11 +41,11 @@ def calibrate(device: str = "cpu", say: Say = print) -> Machine:
         ValueError: If the device is neither, there is no such GPU, or ``COMERA_KERNELS`` leaves
             no choice.
     """
-    rough = default_machine(device)  # refuses what is neither
+    rough = default_machine(device)  # raises for other devices
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
     check_choice()
-    rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES[device]}
+    rates = {dtype: _product_rate(device, dtype, say) for dtype in _DTYPES}
     profile = dataclasses.replace(
         rough,
         name=processor_name() if device == "cpu" else torch.cuda.get_device_name(),

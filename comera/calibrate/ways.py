@@ -1,7 +1,7 @@
-"""Measure which way of each operator is the fastest on this device, for ``comera.ops.dispatch``.
+"""The fastest way of each operator on this card, for ``comera.ops.dispatch``.
 
-Each trial runs an operator as layers do, forward and backward, one way after the other. What is
-measured is written down trial by trial, so that Ctrl-C loses nothing.
+Each trial runs an operator as layers do, forward and backward, one way after the other. Its times
+are saved before the next trial, so that Ctrl-C loses nothing.
 """
 
 import datetime
@@ -24,13 +24,22 @@ from comera.nn.fused import self_attention
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attend
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Case, Way, Ways, forget_times
+from comera.ops.dispatch import (
+    ORDERED,
+    TABLE,
+    Case,
+    Way,
+    Ways,
+    forget_times,
+    known_as,
+    operators_of,
+    preferring,
+    way_setting,
+    ways_of,
+)
 from comera.ops.factors import Factors
 from comera.ops.kernels import choose
-from comera.ops.linear.feed_forward import factorized_feed_forward
-from comera.ops.linear.gated_feed_forward import gated_feed_forward
-from comera.ops.linear.tt_linear import factorized_linears
-from comera.ops.way_order import known_as, operators_of, preferring, way_setting, ways_of
+from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
 
@@ -66,16 +75,18 @@ class Trial:
 
 
 def measure_ways(device: torch.device, say: Say) -> None:
-    """Time all ways of all operators and save what was found, trial by trial.
+    """Time all ways of all operators and save the times, trial by trial; on a card only.
 
     Args:
-        device: A CPU, or a card.
+        device: The card; on a CPU operators try their ways as they list them.
         say: Called with a line after each trial.
 
     Raises:
         ValueError: If ``COMERA_KERNELS`` leaves no choice.
     """
     check_choice()
+    if device.type not in ORDERED:
+        return
     setting, today = way_setting(device), datetime.date.today().isoformat()
     path: Path | None = None
     try:
@@ -122,20 +133,15 @@ def describe(timing: Timing) -> str:
 
 def _measure(trial: Trial, device: torch.device, dtype: torch.dtype, say: Say) -> list[Timing]:
     """Time the ways of a trial; nothing where there is only one that runs."""
-    known = ways_of(trial.group)
-    if len(known) < 2 or (device.type == "cpu" and set(known) == {"kernel", "torch"}):
+    if len(ways_of(trial.group)) < 2:
         return []
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         runs = trial.make(device, dtype)
-        found = [_in_the_same_way(trial, runs, device, static, say) for static in _modes(device)]
+        modes = (False, True) if device.type == "cuda" else (False,)  # a CPU captures nothing
+        found = [_in_the_same_way(trial, runs, device, static, say) for static in modes]
     return [timing for timings in found for timing in timings]
-
-
-def _modes(device: torch.device) -> tuple[bool, ...]:
-    """Return whether shapes are static, in the modes that matter: a CPU captures nothing."""
-    return (False, True) if device.type == "cuda" else (False,)
 
 
 def _in_the_same_way(
@@ -151,8 +157,8 @@ def _in_the_same_way(
     with static_shapes() if static else nullcontext():
         for way in ways_of(trial.group):
             try:
-                gone, seen = _go(trial.group, way, runs[0])
-                if way in gone:
+                ran, seen = _go(trial.group, way, runs[0])
+                if way in ran:
                     cases |= {(str(d).removeprefix("torch."), sizes) for _, d, sizes in seen}
                     samples[way] = _sampler(trial.group, way, runs, device, static)
             except (RuntimeError, OSError) as problem:  # too little memory, a kernel that fails
@@ -169,17 +175,17 @@ def _in_the_same_way(
 
 
 def _go(group: str, way: str, run: Callable[[], object]) -> tuple[set[str], list[Case]]:
-    """Run once, a way preferred; return the ways that were gone, and the cases met."""
-    gone: set[str] = set()
+    """Run once, a way preferred; return the ways that ran, and the cases met."""
+    ran: set[str] = set()
     seen: list[Case] = []
-    with _watched(group, gone, seen), preferring(group, way):
+    with _watched(group, ran, seen), preferring(group, way):
         run()
-    return gone, seen
+    return ran, seen
 
 
 @contextmanager
-def _watched(group: str, gone: set[str], seen: list[Case]) -> Iterator[None]:
-    """Note which ways of a group are gone where times order them, and for which cases."""
+def _watched(group: str, ran: set[str], seen: list[Case]) -> Iterator[None]:
+    """Record the ways of a group that run where times order them, and their cases."""
     before = {ways.name: ways.ways for ways in operators_of(group)}
 
     def noting(ways: Ways, way: Way) -> Way:
@@ -187,7 +193,7 @@ def _watched(group: str, gone: set[str], seen: list[Case]) -> Iterator[None]:
             assert ways.times is not None
             case = ways.times.case(*args)
             if case is not None:
-                gone.add(known_as(way))
+                ran.add(known_as(way))
                 seen.append(case)
             return way.run(*args)
 
@@ -274,43 +280,19 @@ def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch
 
 
 def _feed_forward(
-    rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
-) -> list[Any]:
-    pair = (
-        _factors(width, hidden, rank, device, dtype),
-        _factors(hidden, width, rank, device, dtype),
-    )
-    weights = [factor for factors in pair for factor in factors[:2]]
+    rows: int, width: int, hidden: int, rank: int, gated: bool, device: torch.device,
+    dtype: torch.dtype,
+) -> list[Any]:  # fmt: skip
+    sizes = [(width, hidden), *([(width, hidden)] if gated else []), (hidden, width)]
+    layers = [_factors(*size, rank, device, dtype) for size in sizes]
+    weights = [factor for factors in layers for factor in factors[:2]]
 
     def run(x: Tensor) -> object:
-        y = factorized_feed_forward(x, *pair, "gelu")
+        if gated:
+            y = gated_feed_forward(x, *layers)  # type: ignore[misc]
+        else:
+            y = factorized_feed_forward(x, layers[0], layers[1], "gelu")
         return torch.autograd.grad(y, [x, *weights], x.detach())
-
-    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
-
-
-def _gated(
-    rows: int, width: int, hidden: int, rank: int, device: torch.device, dtype: torch.dtype
-) -> list[Any]:
-    sizes = (width, hidden), (width, hidden), (hidden, width)
-    trio = [_factors(wide, high, rank, device, dtype) for wide, high in sizes]
-    weights = [factor for factors in trio for factor in factors[:2]]
-
-    def run(x: Tensor) -> object:
-        return torch.autograd.grad(gated_feed_forward(x, *trio), [x, *weights], x.detach())
-
-    return [partial(run, x) for x in _batches(device, dtype, rows, width)]
-
-
-def _linears(
-    rows: int, width: int, out: int, count: int, device: torch.device, dtype: torch.dtype
-) -> list[Any]:
-    pairs = [_factors(width, out, 30, device, dtype) for _ in range(count)]
-    lefts, rights = [pair.left for pair in pairs], [pair.right for pair in pairs]
-
-    def run(x: Tensor) -> object:
-        ys = factorized_linears(x, lefts, rights, True)
-        return torch.autograd.grad(ys, [x, *lefts, *rights], [y.detach() for y in ys])
 
     return [partial(run, x) for x in _batches(device, dtype, rows, width)]
 
@@ -388,18 +370,16 @@ TRIALS: tuple[Trial, ...] = (
     *(Trial("contract_cores", partial(_contract, layers, 30)) for layers in (1, 12, 36)),
     Trial("contract_cores", partial(_contract, 36, 62)),
     *(
-        Trial("feed_forward", partial(_feed_forward, rows, 768, 3072, rank))
-        for rank in (30, 62)
-        for rows in (256, 1024, 4096, 16384)
+        Trial("feed_forward", partial(_feed_forward, *sizes, False))
+        for sizes in (
+            *((rows, 768, 3072, rank) for rank in (30, 62) for rows in (256, 1024, 4096, 16384)),
+            *((rows, 768, 3072, 32) for rows in (1024, 4096)),
+            (4096, 4096, 11008, 30),
+        )
     ),
-    *(Trial("feed_forward", partial(_feed_forward, rows, 768, 3072, 32)) for rows in (1024, 4096)),
-    Trial("feed_forward", partial(_feed_forward, 4096, 4096, 11008, 30)),
-    *(Trial("gated_feed_forward", partial(_gated, rows, 768, 2048, 30)) for rows in (1024, 4096)),
-    Trial("gated_feed_forward", partial(_gated, 4096, 4096, 11008, 30)),
     *(
-        Trial("linears", partial(_linears, rows, *sizes))
-        for rows in (32, 1024, 4096)
-        for sizes in ((768, 768, 1), (768, 3072, 1), (768, 768, 3))
+        Trial("gated_feed_forward", partial(_feed_forward, *sizes, True))
+        for sizes in ((1024, 768, 2048, 30), (4096, 768, 2048, 30), (4096, 4096, 11008, 30))
     ),
     *(
         Trial("lookup", partial(_look_up, entries, False, False))
@@ -421,4 +401,4 @@ TRIALS: tuple[Trial, ...] = (
         for positions in (128, 512)
     ),
 )
-"""What is measured: sizes of ordinary models. The nearest counts for all others."""
+"""All trials, of the sizes of ordinary models. The nearest counts for all others."""

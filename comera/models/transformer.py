@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.fused import feed_forward, linears, self_attention
-from comera.ops.attention import attend, score_bias
+from comera.ops.attention import attend, dropout_add, score_bias
 from comera.ops.context import autocast_dtype
 from comera.ops.dispatch import may_read_values
-from comera.ops.dropout import dropout_add
 
 PAD = 0
 """Token that is attended to by nobody."""

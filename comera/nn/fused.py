@@ -18,12 +18,11 @@ from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
-from comera.ops.attention import attend
+from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.linear.factored_attention import head_factors
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
-from comera.ops.linear.gated_feed_forward import gated_feed_forward as gated_by_factors
+from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import factorized_linears, times_left
 from comera.ops.product import affine
 

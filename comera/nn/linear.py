@@ -1,35 +1,23 @@
-"""A linear layer whose weight is a tensor train with trainable ranks.
-
-What linear layers share whose weight is held as cores, whatever its format.
-
-Linear tensor trains along another dimension than the last, such as 1 x 1 convolutions.
-"""
+"""Linear layers whose weight is a tensor train with trainable ranks, and their base class."""
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import (
-    PRUNE_BELOW,
-    TensorTrainModule,
-    dtype_of,
-    may_share,
-    params_of,
-    whole_numbers,
-)
-from comera.ops.context import autocast_dtype, machine_of, products_are_fp8, shapes_are_static
-from comera.ops.contract_cores import contract_cores
-from comera.ops.dispatch import COMPILING, STATIC, Ways, is_eager, on_this_machine
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
+from comera.ops.context import autocast_dtype, is_ordinary, machine_of
+from comera.ops.contract_cores import contract_cores, contract_layer
+from comera.ops.dispatch import on_this_machine
 from comera.ops.factors import Factors
 from comera.ops.linear.tt_linear import (
     factorized_linears,
-    plain_linear,
+    low_rank_linear,
     reconstructed_linear,
     tt_to_dense,
 )
@@ -51,7 +39,7 @@ class CompressedLinear(TensorTrainModule):
     out_features: int
     bias: nn.Parameter | None
     shape: LinearShape  # type: ignore[assignment]
-    _shape_class: ClassVar[type[Any]]
+    _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
     def _build_linear(
         self,
@@ -156,39 +144,7 @@ class CompressedLinear(TensorTrainModule):
         return layer.train(linear.training)
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "in_modes": list(self.shape.in_modes),
-            "out_modes": list(self.shape.out_modes),
-            **super().config(),
-        }
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a layer on the ``meta`` device.
-
-        Args:
-            config: What :meth:`config` has returned.
-            lead: The layer whose cores and gates it works on, of one that is tied.
-
-        Raises:
-            ValueError: If no layer is described so, or it cannot work on these cores.
-        """
-        layer: Any = cls(
-            config["in_features"],
-            config["out_features"],
-            config["bias"],
-            "meta",
-            dtype_of(config),
-            shape=cls._shape_class(
-                *(whole_numbers(config, key) for key in ("in_modes", "out_modes", "ranks"))
-            ),
-            prune_below=config["prune_below"],
-        )
-        return layer._configured(config, lead)
+        return {**super().config(), "bias": self.bias is not None}
 
     def extra_repr(self) -> str:
         widths = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -242,7 +198,7 @@ class TTLinear(CompressedLinear):
     shared_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
-    _shape_class = TTShape
+    _shapes = TTShape
 
     def __init__(
         self,
@@ -263,10 +219,36 @@ class TTLinear(CompressedLinear):
             in_features, out_features, rank=rank, shape=shape, order=order, compression=compression
         )
         self._build_linear(in_features, out_features, bias, fitted, prune_below, device, dtype)
+        self._split = fitted.split
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_there(input)
-        return _LINEAR(self, input)
+        parts: Any = self._modules  # as attributes, each would be another call of Python
+        cores = params_of(parts["cores"])
+        if self._dense_is_faster(input, cores[self._split].shape[0]):
+            return reconstructed_linear(input, self.factors())
+        if self.shared_factors is None and is_ordinary(input):
+            left, right = contract_layer(
+                cores, params_of(parts["gates"]), self._split, self.prune_below,
+                self.in_features, self.out_features,
+            )  # fmt: skip
+            return low_rank_linear(input, left, right, self.bias)
+        left, right, has_bias = self.factors()
+        return factorized_linears(input, [left], [right], has_bias)[0]
+
+    def _dense_is_faster(self, input: Tensor, rank: int) -> bool:
+        """Return whether a batch has so many rows that forming the dense weight pays."""
+        widths, dense = self.in_features + self.out_features, self.in_features * self.out_features
+        if 2 * rank * widths <= dense:
+            return False  # the factors need fewer operations at any number of rows
+        if on_this_machine() is not None:
+            return False  # an exported graph may run anywhere
+        rows, core = input.numel() // max(1, input.shape[-1]), self.cores[0]
+        return rows >= _dense_from(
+            self._modes.in_modes, self._modes.out_modes, self.ranks,
+            self.in_features, self.out_features, self.bias is not None,
+            str(core.dtype).removeprefix("torch."), input.device.type, torch.is_grad_enabled(),
+        )  # fmt: skip
 
     def factors(self) -> Factors:
         """Return the left and right factors, ``(in_features, R)`` and ``(R, out_features)``.
@@ -281,7 +263,7 @@ class TTLinear(CompressedLinear):
         else:
             biases = [] if self.bias is None else [self.bias]
             left, right = contract_cores(
-                list(self.cores), self.bond_gates(), biases, 1, self._modes.split, self.prune_below
+                list(self.cores), self.bond_gates(), biases, 1, self._split, self.prune_below
             )
             left, right = left.flatten(0, 1), right.flatten(0, 1)
         if left.shape[0] != self.in_features:
@@ -301,7 +283,7 @@ class TTLinear(CompressedLinear):
 
     def is_factorized(self, input: Tensor) -> bool:
         """Decide whether a batch is multiplied by the two factors or by the weight they make."""
-        return _dense_is_faster(self, input) is None
+        return not self._dense_is_faster(input, self._middle_rank)
 
     def kind(self) -> tuple[object, ...]:
         """Return what layers must agree in for their cores to be contracted together."""
@@ -330,14 +312,11 @@ class TTLinear(CompressedLinear):
 
     @property
     def _middle_rank(self) -> int:
-        cores: Any = self._modules["cores"]
-        number = str(self._modes.split)
-        core = cores._parameters.get(number)  # see _plain; a wrapper may have put another there
-        return (getattr(cores, number) if core is None else core).shape[0]
+        return params_of(self.cores)[self._split].shape[0]
 
     def dense_weight(self) -> Tensor:
         """Compute the dense ``(out_features, in_features)`` weight anew; differentiable."""
-        dense = tt_to_dense(self.gated_cores(), self._modes.split)
+        dense = tt_to_dense(self.gated_cores(), self._split)
         return dense[: self.out_features, : self.in_features]
 
     def _decompose_(self, weight: Tensor, tolerance: float | None) -> None:
@@ -386,71 +365,6 @@ class TTLinear(CompressedLinear):
         return cls.from_cores(linear, shape, cores, prune_below)
 
 
-_LINEAR = Ways(
-    "linear",
-    lambda new: (
-        TTLinear(768, 768, rank=32, device="meta", dtype=new().dtype), new(1024, 768),
-    ),
-)  # fmt: skip
-
-
-def _dense_is_faster(layer: TTLinear, input: Tensor) -> str | None:
-    """Refuse as many rows as the dense matrix pays for; never where that takes more operations."""
-    widths = layer.in_features + layer.out_features
-    if 2 * layer._middle_rank * widths <= layer.num_dense or on_this_machine() is not None:
-        return None
-    rows, core = input.numel() // max(1, input.shape[-1]), layer.cores[0]
-    fewest = _dense_from(
-        layer._modes.in_modes, layer._modes.out_modes, layer.ranks,
-        layer.in_features, layer.out_features, layer.bias is not None,
-        str(core.dtype).removeprefix("torch."), input.device.type, torch.is_grad_enabled(),
-    )  # fmt: skip
-    return None if rows < fewest else "the dense matrix pays for so many rows"
-
-
-_FEW = 1 << 22
-"""Numbers of a batch and its result up to which calls are much of a lone layer's time on a CPU."""
-
-
-def _not_alone(layer: TTLinear, input: Tensor) -> str | None:
-    """Refuse all but eager mode, where calls are what takes time, and many rows on a CPU."""
-    if not is_eager():
-        return COMPILING
-    if layer.shared_factors is not None:
-        return "its factors are shared"
-    if shapes_are_static(input):
-        return STATIC
-    if products_are_fp8():
-        return "products are of eight bits"
-    if input.is_cpu and input.numel() * (1 + layer.out_features / layer.in_features) > _FEW:
-        return "there are many rows"
-    return _dense_is_faster(layer, input)
-
-
-@_LINEAR.way("plain", _not_alone)
-def _plain(layer: TTLinear, input: Tensor) -> Tensor:
-    # Read where modules keep them: each as an attribute is a call of Python, some 3 us.
-    parts: dict[str, Any] = layer._modules
-    bias = layer._parameters.get("bias")
-    if bias is None:
-        bias = layer.bias
-    return plain_linear(
-        input, params_of(parts["cores"]), params_of(parts["gates"]), bias, layer._modes.split,
-        layer.prune_below, layer.in_features, layer.out_features,
-    )  # fmt: skip
-
-
-@_LINEAR.way("factorized", _dense_is_faster)
-def _factorized(layer: TTLinear, input: Tensor) -> Tensor:
-    left, right, has_bias = layer.factors()
-    return factorized_linears(input, [left], [right], has_bias)[0]
-
-
-@_LINEAR.way("reconstructed")
-def _reconstructed(layer: TTLinear, input: Tensor) -> Tensor:
-    return reconstructed_linear(input, layer.factors())
-
-
 def _dense_from(
     in_modes: tuple[int, ...],
     out_modes: tuple[int, ...],
@@ -490,23 +404,16 @@ class TTPointwise(TTLinear):
         where the input is.
     """
 
+    _settings = (*TTLinear._settings, "feature_dim")
+
     def __init__(self, *linear: Any, feature_dim: int = -1, **more: Any) -> None:
         super().__init__(*linear, **more)
+        if type(feature_dim) is not int or feature_dim >= 0:
+            raise ValueError(f"feature_dim={feature_dim!r} must be a whole number below 0")
         self.feature_dim = feature_dim
 
     def forward(self, input: Tensor) -> Tensor:
         return along(self.feature_dim, super().forward, input)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "feature_dim": self.feature_dim}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        layer = super().from_config(config, lead)
-        layer.feature_dim = config["feature_dim"]
-        if type(layer.feature_dim) is not int or layer.feature_dim >= 0:
-            raise ValueError(f"feature_dim={layer.feature_dim!r} must be a whole number below 0")
-        return layer
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"

@@ -88,6 +88,16 @@ def products_are_fp8() -> bool:
     return _fp8_depth > 0
 
 
+def is_ordinary(like: Tensor) -> bool:
+    """Return whether operations run one by one: not compiled, captured, or in eight bits."""
+    return not (
+        _depth > 0
+        or _fp8_depth > 0
+        or torch.compiler.is_compiling()
+        or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
 def products_are_tf32(like: Tensor) -> bool:
     """Say whether torch may round the operands of a tensor's products to tf32 on a card."""
     return like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,99 +1,150 @@
 """Contract the two factors of tensor-train matrices, those of all layers of one shape together.
 
-What comes out is what a batch multiplies by: ``left`` and ``right`` with the bond between them
-padded to a multiple of eight, which matrix products are fastest at, and the bias as the last row
-of ``right``. Where the batch has a one in that column, adding the bias and summing its gradient
-happen inside products that run anyway.
+A batch multiplies by the factors: ``left`` and ``right`` with the bond between them padded to a
+multiple of eight, which matrix products are fastest at, and the bias as the last row of ``right``.
+Where the batch has a one in that column, adding the bias and summing its gradient happen inside
+products that run anyway.
+
+There is one implementation by torch operations. In eager mode autograd differentiates it; a graph
+takes an operator, whose backward pass runs it again, or a kernel. The reference is
+:func:`~comera.ops.cores.contract_chain`.
 
 Shape suffixes: G = layers, I = input width, O = output width, R = padded bond between the factors.
-
-Contract cores by operations that autograd knows, those of all layers of a group together.
-
-In eager mode autograd calls these one after the other without a detour over Python; a graph that is
-captured or compiled takes operators instead, whose backward passes keep and launch less.
-
-Shape suffixes: G = layers, L and K = left and right bond of a core, N = its mode, I = input width,
-O = output width, R = bond between the factors.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import shapes_are_static, without_autocast
-from comera.ops.cores import (
-    Chains,
-    contract_chains,
-    contract_chains_grads,
-    gate_chains,
-    gate_grads,
-    open_gate,
-    stack_chains,
-    stack_gates,
-    unstack_chains,
-    unstack_gates,
-)
-from comera.ops.dispatch import COMPILING, STATIC, Case, Times, Ways, is_eager
+from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
+from comera.ops.cores import Chains, open_gate
+from comera.ops.dispatch import Case, Times, Ways, is_eager
 from comera.ops.kernels import choose
-from comera.ops.operator import operator
+from comera.ops.operator import is_readable, operator, recomputed_grads
 
 
-def plain_factors(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract the cores of a group to ``left (G, I, R)`` and ``right (G, R, O)``.
+def contract_layer(
+    cores: Sequence[Tensor],
+    gates: Sequence[Tensor],
+    split: int,
+    threshold: float,
+    in_features: int,
+    out_features: int,
+) -> tuple[Tensor, Tensor]:
+    """Contract the cores of one layer to its factors; the bond between them is not padded.
 
-    They are those of :func:`~comera.ops.contract_cores.contract_cores`, and can be differentiated
-    as often as one likes.
+    Args:
+        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
+        gates: One vector for each inner bond, float32 or wider.
+        split: How many of the cores carry the input.
+        threshold: A gate at or below it is a pruned rank.
+        in_features: Rows of the left factor, at most what the input modes multiply to.
+        out_features: Columns of the right factor, likewise.
+
+    Returns:
+        ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the
+        dtype of the gates. They can be differentiated as often as one likes.
     """
-    cores, split = group.cores, group.split
+    if is_autocast_on(cores[0]):
+        with without_autocast(cores[0]):
+            return contract_layer(cores, gates, split, threshold, in_features, out_features)
+    dtype, wide = cores[-1].dtype, gates[0].dtype
+    if _are_all_open(gates, threshold):
+        gated = [*torch._foreach_mul(list(cores[:-1]), list(gates)), cores[-1]]
+    else:
+        opened = [open_gate(gate, threshold) for gate in gates]
+        gated = [*scale_bonds(cores[:-1], opened), cores[-1]]
+    if dtype != wide:
+        gated[-1] = gated[-1].to(wide)
+    left_IR, right_RO = contract_left(gated[:split]), contract_right(gated[split:])
+    if dtype != wide:
+        left_IR, right_RO = left_IR.to(dtype), right_RO.to(dtype)
+    if left_IR.shape[0] != in_features:
+        left_IR = left_IR[:in_features]
+    if right_RO.shape[1] != out_features:
+        right_RO = right_RO[:, :out_features]
+    return left_IR, right_RO
+
+
+def _are_all_open(gates: Sequence[Tensor], threshold: float) -> bool:
+    """Return whether :func:`open_gate` is sure to change no gate.
+
+    Reading so few numbers takes an eighth of the time of as many autograd operations. False where
+    they cannot be read, or change when what is recorded now is run again.
+    """
+    surely = 2 * threshold  # which may be rounded up to the dtype of the gates
+    return is_readable(gates[0]) and (
+        min(chain.from_iterable(map(Tensor.tolist, gates)), default=1.0) > surely
+    )
+
+
+def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
+    """Multiply each core by its gate, in one call where nothing is transformed."""
+    if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
+        return [core * gate for core, gate in zip(cores, gates, strict=True)]
+    return list(torch._foreach_mul(list(cores), list(gates)))
+
+
+def contract_left(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the input from the left to ``(I, R)``.
+
+    Args:
+        cores: ``(L, N, R)`` each, the first L being 1; or ``(G, L, N, R)`` of G layers, for
+            ``(G, I, R)``.
+    """
+    made = cores[0].squeeze(-3)
+    multiply = torch.mm if made.dim() == 2 else torch.bmm
+    for core in cores[1:]:
+        *lead, _, modes, bond = core.shape
+        rows = made.shape[-2] * modes
+        made = multiply(made, core.flatten(-2)).view(*lead, rows, bond)
+    return made
+
+
+def contract_right(cores: Sequence[Tensor]) -> Tensor:
+    """Contract the cores of the output from the right to ``(R, O)``, or ``(G, R, O)``.
+
+    Args:
+        cores: As :func:`contract_left` takes them, the last R being 1.
+    """
+    made = cores[-1].squeeze(-1)
+    multiply = torch.mm if made.dim() == 2 else torch.bmm
+    for core in cores[-2::-1]:
+        *lead, bond, modes, _ = core.shape
+        columns = modes * made.shape[-1]
+        made = multiply(core.flatten(-3, -2), made).view(*lead, bond, columns)
+    return made
+
+
+def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
+    """Contract a group to ``left (G, I, R)`` and ``right (G, R, O)`` by torch operations.
+
+    They are those of :func:`contract_cores`, and can be differentiated as often as one likes.
+    """
+    cores, split, layers = group.cores, group.split, group.num_layers
     with without_autocast(cores[0]):
-        stacked = stack_chains(cores, group.num_layers)
-        gated = [*_gated(stacked[:-1], group), stacked[-1]]
-        right_GRO = _from_right(gated[split:])
+        wide = torch.promote_types(cores[0].dtype, torch.float32)
+        positions = [cores[k :: group.length] for k in range(group.length)]
+        gated = [torch.stack(list(of)) if layers > 1 else of[0][None] for of in positions]
+        gated = [core.to(wide) for core in gated]
+        if group.gates:
+            bonds = group.bonds[1:-1]
+            opened = open_gate(torch.cat(list(group.gates)), group.threshold).to(wide)
+            opened = opened.view(layers, 1, 1, sum(bonds)).split(bonds, 3)
+            gated = [*scale_bonds(gated[:-1], opened), gated[-1]]
+        right_GRO = contract_right(gated[split:])
         more = group.width - right_GRO.shape[1]
         if more:  # of the left factor its last core is padded, which is smaller
             gated[split - 1] = F.pad(gated[split - 1], (0, more))
             right_GRO = torch.cat([right_GRO, _rows_below(right_GRO, more, group.biases)], 1)
-        left_GIR = _from_left(gated[:split])
+        left_GIR = contract_left(gated[:split])
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
-
-
-def multiply_pairs(cores: Sequence[Tensor], opened: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply each core by its gate, in one call where nothing is transformed."""
-    if torch._C._are_functorch_transforms_active():  # torch.vmap knows no multiplication of lists
-        return [core * gate for core, gate in zip(cores, opened, strict=True)]
-    return list(torch._foreach_mul(list(cores), list(opened)))
-
-
-def _gated(stacked: Sequence[Tensor], group: Chains) -> Sequence[Tensor]:
-    if not group.gates:
-        return stacked
-    bonds = [gate.shape[0] for gate in group.gates[: len(stacked)]]
-    opened = open_gate(torch.cat(list(group.gates)), group.threshold).to(stacked[0].dtype)
-    return multiply_pairs(stacked, opened.view(group.num_layers, 1, 1, sum(bonds)).split(bonds, 3))
-
-
-def _from_left(cores_GLNK: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the input to ``(G, I, R)``."""
-    made = cores_GLNK[0].squeeze(1)
-    for core in cores_GLNK[1:]:
-        layers, _, modes, bond = core.shape
-        rows = made.shape[1] * modes
-        made = torch.bmm(made, core.flatten(2)).view(layers, rows, bond)
-    return made
-
-
-def _from_right(cores_GLNK: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the output to ``(G, R, O)``."""
-    made = cores_GLNK[-1].squeeze(3)
-    for core in cores_GLNK[-2::-1]:
-        layers, bond, modes, _ = core.shape
-        columns = modes * made.shape[2]
-        made = torch.bmm(core.flatten(1, 2), made).view(layers, bond, columns)
-    return made
 
 
 def _rows_below(right_GRO: Tensor, more: int, biases: Sequence[Tensor]) -> Tensor:
@@ -172,48 +223,26 @@ def contract_groups(
     Returns:
         ``left`` and ``right`` of each group.
     """
-    return _GROUPS(cores, gates, biases, layout, thresholds)
+    groups = _groups(cores, gates, biases, layout, thresholds)
+    if _takes_operator(groups):
+        return _contract_groups(cores, gates, biases, layout, thresholds)
+    return [factor for group in groups for factor in contract_by_torch(group)]
 
-
-def _sample_lists(new: Callable[..., Any]) -> tuple[Any, ...]:
-    cores = [new(1, 32, 32), new(32, 32, 1)]
-    return cores, [], [], layout_of(cores, [], [], 1, 1), [0.0]
-
-
-_GROUPS = Ways("contract_groups", _sample_lists)
 
 _FEW = 1 << 19
-"""Numbers of a layer's cores up to which calls are what contracting them takes. Autograd keeps them
-twice: stacked, and multiplied by gates."""
+"""Numbers of a layer's cores up to which calls take most of the time. Autograd saves them twice:
+stacked, and multiplied by gates."""
 
 
-def _not_plain(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
-) -> str | None:
-    if not is_eager():
-        return COMPILING
-    if shapes_are_static(cores[0]):
-        return STATIC
-    if sum(core.numel() for core in cores) > _FEW * sum(layout[3::_PER_GROUP]):
-        return "the cores are large"
-    groups = _groups(cores, gates, biases, layout, thresholds)
-    return "a kernel contracts them" if CONTRACT.refusal(groups) is None else None
-
-
-@_GROUPS.way("plain", _not_plain)
-def _plainly(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
-) -> list[Tensor]:
-    groups = _groups(cores, gates, biases, layout, thresholds)
-    return [factor for group in groups for factor in plain_factors(group)]
+def _takes_operator(groups: Sequence[Chains]) -> bool:
+    """Return whether one operator contracts the groups, whose backward pass runs them again."""
+    core = groups[0].cores[0]
+    if not is_eager() or shapes_are_static(core):
+        return True  # one node of a graph, which saves and launches less
+    numbers = sum(core.numel() for group in groups for core in group.cores)
+    if numbers > _FEW * sum(group.num_layers for group in groups):
+        return True  # what autograd saves is large
+    return CONTRACT.refusal(groups) is None  # a kernel takes one launch
 
 
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
@@ -231,9 +260,6 @@ def _contract_groups(
 ) -> list[Tensor]:
     """Compute :func:`contract_groups`, in one launch where kernels run."""
     return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
-
-
-_GROUPS.way("one operator")(_contract_groups)
 
 
 @_contract_groups.register_fake
@@ -331,12 +357,21 @@ def _grads_by_kernel(
 def _grads_by_torch(
     groups: Sequence[Chains], grads: Sequence[Tensor], *_: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Return gradients of all cores and gates; the biases are left out of the groups."""
     grad_cores: list[Tensor] = []
     grad_gates: list[Tensor] = []
-    for group, grad_left, grad_right in zip(groups, grads[::2], grads[1::2], strict=True):
-        of_cores, of_gates = _contract_grads(group, grad_left, grad_right)
-        grad_cores += of_cores
-        grad_gates += of_gates
+    for group, grad_left_GIR, grad_right_GRO in zip(groups, grads[::2], grads[1::2], strict=True):
+        count, rank = len(group.cores), group.bonds[group.split]
+
+        def run(*params: Tensor, group: Chains = group, count: int = count) -> tuple[Tensor, ...]:
+            cores, gates = params[:count], params[count:]
+            return contract_by_torch(replace(group, cores=cores, gates=gates, padded=False))
+
+        with without_autocast(grad_left_GIR):
+            own = grad_left_GIR[..., :rank], grad_right_GRO[:, :rank]
+            found = recomputed_grads(run, [*group.cores, *group.gates], own)
+        grad_cores += found[:count]
+        grad_gates += found[count:]
     return grad_cores, grad_gates
 
 
@@ -409,46 +444,6 @@ def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
 
 @CONTRACT.way("torch")
 def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
-    return [factor for group in groups for factor in _contract(group)]
-
-
-def _contract(group: Chains) -> tuple[Tensor, Tensor]:
-    """Contract a group to its left and right factors by torch operations."""
-    cores, split = group.cores, group.split
-    with without_autocast(cores[0]):
-        stacked, open_gates, _ = _stack(group)
-        gated = gate_chains(stacked, open_gates)
-        more = group.width - cores[split].shape[0]
-        gated[split - 1] = F.pad(gated[split - 1], (0, more))  # copies, even where more is 0
-        gated[split] = F.pad(gated[split], (0, 0, 0, 0, 0, more))
-        left, right = contract_chains(gated[:split])[:, 0], contract_chains(gated[split:])[..., 0]
-        if group.biases:
-            right[:, -1, : group.biases[0].shape[0]] = torch.stack(list(group.biases))
-        return left.to(group.factor_dtype), right.to(group.factor_dtype)
-
-
-def _contract_grads(
-    group: Chains, grad_left_GIR: Tensor, grad_right_GRO: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return gradients of cores and gates by torch operations, which autograd can differentiate."""
-    split, num_layers = group.split, group.num_layers
-    with without_autocast(grad_left_GIR):
-        stacked, open_gates, live = _stack(group)
-        gated = gate_chains(stacked, open_gates)
-        rank, wide = stacked[split].shape[1], stacked[0].dtype
-        grads = [
-            *contract_chains_grads(grad_left_GIR[:, None, :, :rank].to(wide), gated[:split]),
-            *contract_chains_grads(grad_right_GRO[:, :rank, :, None].to(wide), gated[split:]),
-        ]
-        grads, per_gate = gate_grads(grads, stacked, open_gates)
-        return (
-            unstack_chains(grads, group.cores, num_layers),
-            unstack_gates(per_gate, live, group.gates, num_layers),
-        )
-
-
-def _stack(group: Chains) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    return (
-        stack_chains(group.cores, group.num_layers),
-        *stack_gates(group.gates, group.num_layers, group.threshold),
-    )
+    # Copied: an operator may not return its input, which one core without a gate is.
+    factors = [factor for group in groups for factor in contract_by_torch(group)]
+    return [factor.clone(memory_format=torch.contiguous_format) for factor in factors]

@@ -1,13 +1,18 @@
-"""One table of all operators: the ways each can run, in order, and what refuses a way.
+"""One table of the operators with more than one implementation ("way"), and the choice among them.
 
-An operator's file says its ways beside the functions that go them; the last one takes everything.
-They are tried in that order, unless times are known: operators that say what their time depends on
-(:class:`Times`) try the fastest way first, as ``comera calibrate`` has measured it on this device.
-So each way must be right wherever it does not refuse, whatever stands before it. ``comera doctor``
-prints the table with the reasons and the times of this machine.
+An operator lists its ways in its own file, each beside the function that runs it; the last one
+takes everything. A call takes the first way that does not refuse. On a card, where kernels are, the
+ways of operators that name what their time depends on (:class:`Times`) are ordered fastest first,
+as ``comera calibrate`` has measured them on this device. So each way must be right wherever it does
+not refuse, in any order. ``comera doctor`` prints the table with reasons and times.
+
+Below the table are the conditions that operators ask before they look at sizes or values.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,12 +21,17 @@ from torch import Tensor
 from comera.ops.context import shapes_are_static
 from comera.ops.kernels.choose import ON_CPU, warn_of
 from comera.ops.operator import is_concrete
+from comera.planning.machine import processor_name
+from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_way_times
 
 COMPILING = "a graph is compiled"
 EXPORTING = "a graph is exported"
 NO_VALUES = "the tensors have no values"
 OFF_CPU = "the tensors are not on a CPU"
 STATIC = "shapes are static"
+
+ORDERED = ("cuda",)
+"""Kinds of devices on which ways are ordered by times; on others they are tried as listed."""
 
 Refusal = Callable[..., str | None]
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -32,13 +42,12 @@ class Way(NamedTuple):
 
     Attributes:
         name: What the way does, in a few words.
-        run: Goes it; takes the operator's arguments.
-        refuses: Says of these arguments why it does not take them, or None where it does. None in
-            its place takes everything.
+        run: Computes the operator in this way.
+        refuses: Returns why the way does not take the operator's arguments, or None where it does.
+            None in its place takes everything.
         kernel: What kernels compute here, for the warning where a card has to do without; None of
             ways that launch none.
-        timed_as: The name under which its times are known, where that is neither ``"kernel"`` nor
-            ``"torch"``.
+        timed_as: The name of its times, where that is neither ``"kernel"`` nor ``"torch"``.
     """
 
     name: str
@@ -57,8 +66,8 @@ class Times(NamedTuple):
 
     Attributes:
         group: Operators of one group are timed, and their ways ordered, together.
-        case: Reads the case off an operator's arguments; None for arguments whose ways are tried in
-            the order of the list. It is called at every call, and has to be quick.
+        case: Returns the case of an operator's arguments; None for arguments whose ways are tried
+            in the order of the list. It is called at every call on a machine with cards.
     """
 
     group: str
@@ -83,7 +92,6 @@ class Ways:
         assert name not in TABLE, f"{name} is in the table already"
         self.name, self.sample, self.times = name, sample, times
         self.ways: list[Way] = []
-        self._orders: dict[tuple[Any, ...], list[Way] | None] = {}
         TABLE[name] = self
 
     def way(
@@ -115,7 +123,7 @@ class Ways:
                 warn_of(kernel, reason)
         raise AssertionError(f"the last way of {self.name} refuses: {reason}")
 
-    def order(self, *args: Any) -> list[Way]:
+    def order(self, *args: Any) -> Sequence[Way]:
         """List the ways as they are tried for these arguments.
 
         In a graph that is compiled, or without values, it is the list's: one order for all sizes.
@@ -123,33 +131,16 @@ class Ways:
         if self.times is None or torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.times.case(*args)
-        if found is None or not is_concrete(found[0]):
+        if found is None or found[0].device.type not in ORDERED or not is_concrete(found[0]):
             return self.ways
         like, dtype, sizes = found
+        listed = tuple(dict.fromkeys(map(known_as, self.ways)))
         case = like.device, dtype, shapes_are_static(like), sizes
-        try:
-            ordered = self._orders[case]
-        except KeyError:
-            ordered = self._remember(case)
-        return self.ways if ordered is None else ordered
-
-    def _remember(self, case: tuple[Any, ...]) -> list[Way] | None:
-        """Order the ways for a case by their times; None for the order of the list."""
-        from comera.ops import way_order  # once a case
-
-        if len(self._orders) >= _MOST_CASES:
-            self._orders.clear()
-        assert self.times is not None
-        order = way_order.ordered(self.ways, self.times.group, *case)
-        self._orders[case] = None if order == self.ways else order
-        return self._orders[case]
-
-    def forget(self) -> None:
-        """Read the times anew at the next call of each case."""
-        self._orders.clear()
+        fastest = _fastest(self.times.group, listed, *case)
+        return [way for name in fastest for way in self.ways if known_as(way) == name]
 
     def refusal(self, *args: Any) -> str | None:
-        """Say why the first way is not taken, for a way of another operator that leads there."""
+        """Return why the first way is not taken, for a way of another operator that leads there."""
         refuses = self.ways[0].refuses
         return None if refuses is None else refuses(*args)
 
@@ -174,28 +165,96 @@ class Ways:
 TABLE: dict[str, Ways] = {}
 """All operators of which more than one way is known, by name."""
 
-_MOST_CASES = 1024
-"""Cases of an operator whose order is remembered: sizes of batches may be many."""
-
-_matter: bool | None = None
+_preferred: dict[str, str] = {}
+"""Ways that are tried first whatever the times, by group; see :func:`preferring`."""
 
 
+def known_as(way: Way) -> str:
+    """Return the name of a way's times: ``timed_as``, else ``"kernel"`` or ``"torch"``."""
+    return way.timed_as or ("torch" if way.kernel is None else "kernel")
+
+
+@functools.cache
 def _times_matter() -> bool:
-    """Say whether times are known that could change an order; found out once."""
-    global _matter
-    if _matter is None:
-        from comera.ops import way_order  # once
+    """Return whether any order may differ from the list's."""
+    return bool(_preferred) or "cpu" in ORDERED or torch.cuda.is_available()
 
-        _matter = way_order.are_known()
-    return _matter
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(
+    group: str,
+    listed: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    static: bool,
+    sizes: tuple[Size, ...],
+) -> tuple[str, ...]:
+    """Return the names of an operator's ways in the order in which they are tried.
+
+    Those without a time keep their places in the list, except a kernel, which comes last: it is not
+    chosen without a measurement.
+    """
+    if group in _preferred:
+        return tuple(sorted(listed, key=lambda name: name != _preferred[group]))
+    short = str(dtype).removeprefix("torch.")
+    timing = way_times_of(device).nearest(group, short, static, sizes)
+    timed = timing.order(listed) if timing else []
+    places = iter(timed)
+    order = [next(places) if name in timed else name for name in listed]
+    return tuple(sorted(order, key=lambda name: name == "kernel" and name not in timed))
+
+
+@contextlib.contextmanager
+def preferring(group: str, way: str) -> Iterator[None]:
+    """Try one way of a group of operators first, whatever the times; for measuring them.
+
+    Args:
+        group: As :class:`Times` names it.
+        way: The name of a way's times, see :func:`known_as`.
+    """
+    before = dict(_preferred)
+    _preferred[group] = way
+    forget_times()
+    try:
+        yield
+    finally:
+        _preferred.clear()
+        _preferred.update(before)
+        forget_times()
 
 
 def forget_times() -> None:
-    """Read the times of all operators anew, after others have been measured."""
-    global _matter
-    _matter = None
-    for ways in TABLE.values():
-        ways.forget()
+    """Read the times of all operators again at their next calls."""
+    _times_matter.cache_clear()
+    _fastest.cache_clear()
+
+
+def operators_of(group: str) -> list[Ways]:
+    """List the operators of a group."""
+    return [ways for ways in TABLE.values() if ways.times is not None and ways.times.group == group]
+
+
+def ways_of(group: str) -> list[str]:
+    """List the ways of a group of operators by the names of their times."""
+    return list(dict.fromkeys(known_as(way) for one in operators_of(group) for way in one.ways))
+
+
+def way_times_of(device: torch.device) -> WayTimes:
+    """Load how long the ways of operators take on a device, as measured, else as is known."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return BUILT_IN
+    return load_way_times(way_setting(device))
+
+
+def way_setting(device: torch.device) -> Setting:
+    """Return what times of a device hold for: a CPU's unless it is a GPU."""
+    if device.type != "cuda":
+        return Setting("cpu", processor_name(), torch.get_num_threads(), torch.__version__, "")
+    from comera.ops.kernels import nvrtc  # on a card alone
+
+    paths = sorted(path for path in nvrtc.folder().iterdir() if path.suffix in (".cu", ".cuh"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
+    return Setting("cuda", torch.cuda.get_device_name(device), None, torch.__version__, digest)
 
 
 class Sample(NamedTuple):
@@ -230,11 +289,6 @@ def with_values(like: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return COMPILING
     return on_cpu_alone(like) if is_concrete(like) else NO_VALUES
-
-
-def without_values(like: Tensor) -> str | None:
-    """Refuse where sizes are known now: a choice made in a graph would tie it to them."""
-    return "the sizes are known" if is_concrete(like) else None
 
 
 def may_read_values(like: Tensor) -> bool:

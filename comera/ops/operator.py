@@ -114,6 +114,29 @@ class _Context:
         return getattr(self._ctx, name)
 
 
+def recomputed_grads(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Compute the gradients of a function by running it again, so that nothing else was saved.
+
+    They can be differentiated again where autograd is on.
+
+    Args:
+        run: Takes the inputs, returns a sequence of tensors.
+        inputs: Floating-point tensors.
+        grads: Gradients of what ``run`` returns.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
+        # Inside a custom operator, where autograd records nothing.
+        pullback: Any = torch.func.vjp(lambda *again: tuple(run(*again)), *inputs)[1]
+        return pullback(tuple(grads))
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [t if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
+        outputs = run(*leaves)
+    return torch.autograd.grad(outputs, leaves, grads, create_graph=again, materialize_grads=True)
+
+
 def is_concrete(value: Any) -> bool:
     """Say whether it is no tensor without numbers, as on the meta device or in a compiled graph."""
     if not isinstance(value, Tensor):
@@ -121,8 +144,19 @@ def is_concrete(value: Any) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
 
 
+def is_readable(value: Tensor) -> bool:
+    """Return whether numbers of a tensor may decide what is computed: on a CPU, not traced."""
+    return (
+        value.is_cpu
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    )
+
+
 def is_traced() -> bool:
-    """Say whether operations are transformed, or recorded to be run again on other numbers."""
+    """Return whether operations are transformed, or recorded to be run again on other numbers."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -4,13 +4,11 @@ import contextlib
 import io
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,78 +22,83 @@ from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import METRICS
-from comera.recipes.tasks.task_kinds import kind_of, prepare_task
+from comera.recipes.tasks.task_kinds import prepare_task
 from comera.recipes.trained import export, load_run, predictions
 from comera.train.log import last_logged
 
-COMMANDS = {
-    "list": "Show what runs there are, or what the files of one are.",
-    "evaluate": "Evaluate a trained model again, beside what its run has noted.",
-    "predict": "Predict something for each line of text or row of clicks: a line of JSON each.",
-    "export": "Write a trained model as a program or graph that runs without comera.",
-}
+# The remark that the machine was not measured is muted: these commands are about no speed.
+_quiet = without_remarks("comera.machine")
 
 
-def add_commands(commands: Any) -> None:
-    """Add the commands to those of ``comera``."""
-    parsers = {name: ArgumentParser(description=text) for name, text in COMMANDS.items()}
-    parsers["list"].add_argument(
-        "folder", type=str, nargs="?", default="runs", help="Folder of runs, or of one."
-    )
-    for name in ("evaluate", "predict", "export"):
-        parsers[name].add_argument("run", type=str, help="Folder of a finished run.")
-    for name in ("evaluate", "predict"):
-        parsers[name].add_argument("--device", type=str, default="auto", help="As of a run.")
-    parsers["evaluate"].add_argument(
-        "--set",
-        type=list[str],
-        default=[],
-        help="Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.",
-    )
-    parsers["predict"].add_argument(
-        "file",
-        type=str,
-        nargs="?",
-        help="Lines of text, or rows of clicks as JSON; without it they are read as they come.",
-    )
-    parsers["predict"].add_argument(
-        "--tokens", type=int, default=40, help="Tokens that a causal language model adds."
-    )
-    parsers["export"].add_argument(
-        "file", type=str, help="What to write: NAME.pt2, NAME.onnx or NAME.safetensors."
-    )
-    for name, parser in parsers.items():
-        commands.add_subcommand(name, parser, help=COMMANDS[name])
+@_quiet
+def list_runs(folder: str = "runs", /, *, console: Console) -> None:
+    """Show what runs there are, or what the files of one are.
+
+    Args:
+        folder: Folder of runs, or of one.
+    """
+    path = Path(folder).expanduser()
+    console.print(files_table(path) if is_run(path) else runs_table(path))
 
 
-def run_command(command: str, options: Namespace, console: Console) -> int:
-    """Run one of the commands; returns the exit status."""
-    # The remark that the machine was not measured is muted: these commands are about no speed.
-    with without_remarks("comera.machine"):
-        return _run(command, options, console)
+@_quiet
+def evaluate(
+    run: str,
+    /,
+    *,
+    device: str = "auto",
+    set: list[str] = [],  # noqa: B006
+    console: Console,
+) -> None:
+    """Evaluate a trained model again, beside what its run has noted.
+
+    Args:
+        run: Folder of a finished run.
+        device: As of a run.
+        set: Where its data are now, if they have moved: --set='[nli.train=pairs.jsonl]'.
+    """
+    places = changes_of(set)
+    console.print(evaluation(Path(run).expanduser(), find_device(device), places, console))
 
 
-def _run(command: str, options: Namespace, console: Console) -> int:
-    if command == "list":
-        folder = Path(options.folder).expanduser()
-        console.print(files_table(folder) if is_run(folder) else runs_table(folder))
-    elif command == "evaluate":
-        places = changes_of(options.set)
-        folder, device = Path(options.run).expanduser(), find_device(options.device)
-        console.print(evaluation(folder, device, places, console))
-    elif command == "predict":
-        if options.tokens < 1:
-            raise ValueError(f"tokens={options.tokens} must be at least 1")
-        run = load_run(options.run, device=find_device(options.device))
-        wrong = False
-        for found in predictions(run, _lines(options.file), options.tokens):
-            print(json.dumps(found, ensure_ascii=False), flush=True)
-            wrong |= "error" in found
-        return int(wrong)
-    else:
-        said = export(load_run(options.run), Path(options.file).expanduser())
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-    return 0
+@_quiet
+def predict(
+    run: str,
+    file: str | None = None,
+    /,
+    *,
+    device: str = "auto",
+    tokens: int = 40,
+    console: Console,
+) -> int:
+    """Predict something for each line of text or row of clicks: a line of JSON each.
+
+    Args:
+        run: Folder of a finished run.
+        file: Lines of text, or rows of clicks as JSON; without it they are read as they come.
+        device: As of a run.
+        tokens: Tokens that a causal language model adds.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} must be at least 1")
+    trained = load_run(run, device=find_device(device))
+    wrong = False
+    for found in predictions(trained, _lines(file), tokens):
+        print(json.dumps(found, ensure_ascii=False), flush=True)
+        wrong |= "error" in found
+    return int(wrong)
+
+
+@_quiet
+def export_run(run: str, file: str, /, *, console: Console) -> None:
+    """Write a trained model as a program or graph that runs without comera.
+
+    Args:
+        run: Folder of a finished run.
+        file: What to write: NAME.pt2, NAME.onnx or NAME.safetensors.
+    """
+    said = export(load_run(run), Path(file).expanduser())
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluation(
@@ -120,7 +123,7 @@ def evaluation(
     config = with_places(run.config, places)
     data = named_data(config)
     try:
-        digests = kind_of(config).data_digests(config)
+        digests = config.data.digests()
     except FileNotFoundError as problem:
         key = next(iter(missing_data(config)), None)
         if key is None:

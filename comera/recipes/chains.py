@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,31 +26,6 @@ from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.log import progress_bar, read_metrics
 from comera.train.run_state import load_checkpoint
 from comera.train.run_under_way import evaluated
-
-
-def add_checkpoint(commands: Any) -> None:
-    """Add ``checkpoint`` and its actions to the commands of ``comera``."""
-    text = "Look into chains of compressed checkpoints, and make them."
-    parser = ArgumentParser(description=text, allow_abbrev=False)
-    # The outer level first, then the inner one: jsonargparse insists.
-    commands.add_subcommand("checkpoint", parser, help=text)
-    actions = parser.add_subcommands(dest="action")
-    for action in _ACTIONS:
-        text = (action.__doc__ or "").partition("\n")[0]
-        command = ArgumentParser(description=text, allow_abbrev=False)
-        command.add_function_arguments(action, as_group=False, as_positional=True, skip={"console"})
-        actions.add_subcommand(action.__name__, command, help=text)
-
-
-def run_checkpoint(chosen: Namespace, console: Console) -> int:
-    """Run one action of ``comera checkpoint``; returns the exit status.
-
-    Raises:
-        ValueError, FileNotFoundError: If it cannot be done, and why.
-    """
-    action = next(action for action in _ACTIONS if action.__name__ == chosen.action)
-    return action(console=console, **chosen[chosen.action].as_dict())
-
 
 _KINDS = {
     "changes of weights": ("model/gaps", "model/codes", "model/books"),
@@ -272,9 +246,6 @@ def compress(
                 chain.save(step, **read())
             bar.update(task, advance=1, figures=f"step {step:,}")
     return inspect(str(folder), console)
-
-
-_ACTIONS: tuple[Callable[..., int], ...] = (inspect, verify, export, evaluate, compress)
 
 
 def _parts_of_link(chain: CheckpointChain, step: int) -> dict[str, Any]:

@@ -1,43 +1,62 @@
-"""The command ``comera``: from words to what carries them out, and to one line where it cannot."""
+"""The command ``comera``: from words to a function, and to one line where that raises an error.
 
-import contextlib
-import io
+Each command is a function. Its parameters are the arguments and options, its docstring is the help;
+``train`` and ``plan`` take every setting of a run instead. Only the module of the command that was
+typed is imported.
+"""
+
+import argparse
+import inspect
 import logging
 import os
+import pkgutil
 import sys
-from argparse import ArgumentError, Namespace
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, NoReturn
 
-import torch
-from jsonargparse import ArgumentParser, set_parsing_settings
+from docstring_parser import parse
 from rich.console import Console
 
 from comera import __version__
-from comera._command import imports_are_done
-from comera.allocator import reuse_freed_memory
+from comera._command import INTERRUPTED, imports_are_done
 from comera.checkpoint.archive import FolderInUseError
-from comera.extras import MissingPackageError, did_you_mean
-from comera.recipes.after_training import COMMANDS, add_commands, holds_runs, run_command
-from comera.recipes.chains import add_checkpoint, run_checkpoint
-from comera.recipes.doctor import examine
-from comera.recipes.jobs import INTERRUPTED
-from comera.recipes.parse import described, file_of, parser_of, wanted
-from comera.recipes.report.run_report import write_report
-from comera.recipes.report.sweep_report import write_sweep_report
+from comera.extras import MissingPackageError, did_you_mean, needed_by
+from comera.recipes.parse import converted, described, file_of, wanted
 from comera.recipes.run_commands import (
     RUN_COMMANDS,
-    add_run_commands,
-    asks_for_help,
+    help_of,
+    row,
     run_run_command,
     run_settings,
+    settings_by_name,
+    value_of,
     with_underscores,
 )
-from comera.recipes.run_config import RunConfig
-from comera.recipes.sweep_commands import SWEEP_COMMANDS, add_sweep_commands, run_sweep_command
 from comera.train.processes import OtherProcessError, count_started, rank_started
 from comera.train.step import NonFiniteLossError
+
+COMMANDS = {
+    "train": "",
+    "plan": "",
+    "sweep": "comera.recipes.sweep:sweep",
+    "reproduce": "comera.recipes.reproduce:reproduce",
+    "init": "comera.recipes.cli:init",
+    "report": "comera.recipes.cli:report",
+    "list": "comera.recipes.after_training:list_runs",
+    "evaluate": "comera.recipes.after_training:evaluate",
+    "predict": "comera.recipes.after_training:predict",
+    "export": "comera.recipes.after_training:export_run",
+    "checkpoint inspect": "comera.recipes.chains:inspect",
+    "checkpoint verify": "comera.recipes.chains:verify",
+    "checkpoint export": "comera.recipes.chains:export",
+    "checkpoint evaluate": "comera.recipes.chains:evaluate",
+    "checkpoint compress": "comera.recipes.chains:compress",
+    "calibrate": "comera.recipes.cli:calibrate",
+    "doctor": "comera.recipes.doctor:examine",
+}
+"""The function of each command; ``train`` and ``plan`` are those of :mod:`run_commands`."""
 
 _FILE_WIDTH = 120
 """Characters of a line where no terminal says how many."""
@@ -51,7 +70,7 @@ _ONE_PROCESS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    Of several processes that torchrun has started, the first one speaks for all.
+    Of several processes that torchrun has started, the first one prints for all.
     """
     imports_are_done()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -62,21 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in (console, errors):
         if not each.is_terminal:
             each.width = _FILE_WIDTH
-    if count > 1 and words[:1] not in (["train"], []):
-        # All of them would do the same; the first alone says so.
-        if speaks:
-            _print_error(_ONE_PROCESS.format(count=count, command=words[0]), errors)
-        return 1
+    begun = False
     try:
-        chosen = _understood(words, speaks)
-    except (ValueError, OSError) as problem:
-        if speaks:
-            _print_error(_said(problem), errors)
-        return 1
-    try:
-        if isinstance(chosen, RunConfig):
-            return run_run_command(words[0], chosen, console, count)
-        return _carried_out(chosen, console)
+        if count > 1 and words[:1] not in (["train"], []):
+            # All of them would do the same.
+            raise ValueError(_ONE_PROCESS.format(count=count, command=words[0]))
+        call = _call(words, console, count)
+        begun = True
+        return call()
     except KeyboardInterrupt:  # where there is nothing to save
         if speaks:
             console.print("interrupted")
@@ -89,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         MissingPackageError,
         OtherProcessError,
     ) as problem:
-        # What the processes have found together the first one says; else each its own.
-        if speaks or not isinstance(problem, NonFiniteLossError | OtherProcessError):
+        # An error of all processes is printed by the first one, another by the process that has it.
+        if speaks or (begun and not isinstance(problem, NonFiniteLossError | OtherProcessError)):
             said = _said(problem)
             _print_error(said if speaks else f"in process {rank}: {said}", errors)
         return 1
@@ -108,143 +120,162 @@ def _print_error(text: str, console: Console) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def _understood(words: Sequence[str], speaks: bool) -> RunConfig | Namespace:
-    """Return the settings of ``train`` or ``plan``, or the options of another command."""
-    if words and words[0] in RUN_COMMANDS and not asks_for_help(words):
-        return run_settings(words[1:])
-    parser = make_parser(_wanted(words))
-    words = _respelled(parser, words)
-    with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
-        return parser.parse_args(words)
-
-
-def _respelled(parser: Any, words: Sequence[str]) -> list[str]:
-    """Return words with options as they are called, hyphens being as good as underscores.
+def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], int]:
+    """Return a call of the command that was typed, with its arguments and options.
 
     Raises:
-        ValueError: If there is no command or option of such a name, with a guess what was meant,
-            which argparse has not, or an option takes other values.
+        ValueError: If there is no command or option of such a name, with a guess what was meant, or
+            an option takes other values.
     """
-    command, before, rest = "comera", list[str](), list(words)
-    while (below := getattr(parser, "_subcommands_action", None)) is not None:
-        known = below._name_parser_map
+    if words[:1] and words[0].startswith("-"):
+        _options_of_all(words)
+    command, rest = _command(words)
+    if command in RUN_COMMANDS:
+        if text := help_of(command, rest):
+            print(text)
+            sys.exit(0)
+        settings = run_settings(rest)
+        return lambda: run_run_command(command, settings, console, count)
+    function = _function(command)
+    options = _options(command, function, rest)
+    places = [p.name for p in _parameters(function) if p.kind is p.POSITIONAL_ONLY]
+    first = [options.pop(name) for name in places]
+    return lambda: function(*first, **options, console=console) or 0
+
+
+def _command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command, of one word or two, and the words after it."""
+    found, rest = "", list(words)
+    while found not in COMMANDS:
+        start = f"{found} " if found else ""
+        known = dict.fromkeys(
+            name.removeprefix(start).split()[0] for name in COMMANDS if name.startswith(start)
+        )
         if not rest:
-            raise ValueError(f"{command} needs a command; there are {', '.join(known)}")
-        if rest[0].startswith("-"):
-            return list(words)
-        if rest[0] not in known:
-            raise ValueError(f"{command} has no command {rest[0]}{did_you_mean(rest[0], known)}")
-        before.append(rest.pop(0))
-        command, parser = f"{command} {before[-1]}", known[before[-1]]
-    options = [option for action in parser._actions for option in action.option_strings]
-    rest = [with_underscores(word, options.__contains__) for word in rest]
-    for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        short = parser.allow_abbrev and any(name.startswith(option) for name in options)
-        if option not in options and not short:
-            raise ValueError(f"{command} has no option {option}{did_you_mean(option, options)}")
-    for place, word in enumerate(rest):
-        name, equals, text = word.partition("=")
-        hint = next((_hint(each) for each in parser._actions if name in each.option_strings), None)
-        if hint is not None and (equals or rest[place + 1 :]):
-            _check_value(name, text if equals else rest[place + 1], hint)
-    return [*before, *rest]
+            raise ValueError(f"comera {start}needs a command; there are {', '.join(known)}")
+        word = rest.pop(0)
+        if found and word in ("-h", "--help"):
+            print(_help_of_commands(start))
+            sys.exit(0)
+        if word not in known:
+            raise ValueError(f"comera {start}has no command {word}{did_you_mean(word, known)}")
+        found = start + word
+    return found, rest
 
 
-def _hint(action: Any) -> Any:
-    """Return the type that an option takes; None of one that a parser has by itself."""
-    return Literal[tuple(action.choices)] if action.choices else getattr(action, "_typehint", None)
+def _function(command: str) -> Callable[..., int | None]:
+    with needed_by("the command comera"):
+        return pkgutil.resolve_name(COMMANDS[command])
 
 
-def _check_value(name: str, text: str, hint: Any) -> None:
-    """Raise ``ValueError`` for a value of another type, which the parser says in its own words."""
-    if hint is str:
-        return
-    try:
-        parser_of(hint).parse_args([f"--value={text}"])
-    except ArgumentError:
-        example = f": {name}='[{text}]'" if get_origin(hint) is list else ""
-        raise ValueError(f"{name}={text} must be {wanted(hint)}{example}") from None
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    known = inspect.signature(function).parameters.values()
+    return [each for each in known if each.name != "console"]
 
 
-def _wanted(words: Sequence[str]) -> str | None:
-    """Return the command whose options are needed; None if it may be any, as to complete them."""
-    return None if any("completion" in word for word in words[:1]) else "".join(words[:1])
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises ``ValueError``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise ValueError(f"{self.prog}: {message}")
 
 
-def make_parser(chosen: str | None = None) -> ArgumentParser:
-    """Make the parser of the ``comera`` command.
+def _fill(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
+    """Add the parameters of a function: those without a default, or before a ``/``, have no name.
 
-    Args:
-        chosen: The command that is typed: of others that take long only the names are there. None
-            for all of all.
+    Values stay texts; :func:`_options` converts them.
     """
-    set_parsing_settings(add_print_completion_argument=True)  # comera --print_completion SHELL
-    parser = ArgumentParser(
-        prog="comera",
-        description="Train models in compressed form.",
-        version=__version__,
-        allow_abbrev=False,
+    texts = {p.arg_name: p.description or "" for p in parse(function.__doc__ or "").params}
+    for each in _parameters(function):
+        text = " ".join(texts[each.name].split()).replace("``", "").replace("%", "%%")
+        if each.default is each.empty:
+            parser.add_argument(each.name, help=text)
+        elif each.kind is each.POSITIONAL_ONLY:
+            parser.add_argument(each.name, nargs="?", default=each.default, help=text)
+        else:
+            shown = "" if each.default in (None, []) else f" [{each.default}]"
+            parser.add_argument(f"--{each.name}", default=each.default, help=text + shown)
+
+
+def _options(command: str, function: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a command's function; hyphens are as good as underscores."""
+    text = parse(function.__doc__ or "").short_description
+    parser = _Parser(prog=f"comera {command}", description=text, allow_abbrev=False)
+    _fill(parser, function)
+    found, unknown = parser.parse_known_args(
+        [with_underscores(word, parser._option_string_actions.__contains__) for word in words]
     )
-    commands = parser.add_subcommands(dest="command")
-    add_run_commands(commands, chosen is None or chosen in RUN_COMMANDS)
-    add_sweep_commands(commands)
-    init = ArgumentParser(
-        description="Print a configuration to begin with: comera init NAME > mine.yaml"
-    )
-    init.add_argument(
-        "name", type=str, nargs="?", help="Name of a configuration; without it all are listed."
-    )
-    commands.add_subcommand("init", init, help="Print a configuration to begin with, or list all.")
-    text = "Write one HTML file about a run or a sweep."
-    report = ArgumentParser(description=text)
-    report.add_argument("folder", type=str, help="Folder of the run or the sweep.")
-    commands.add_subcommand("report", report, help=text)
-    add_commands(commands)
-    add_checkpoint(commands)
-    measure = ArgumentParser(description="Time this machine and save what was found.")
-    measure.add_argument(
-        "--device", type=Literal["cpu", "cuda"], default="cpu", help="Device to measure."
-    )
-    measure.add_argument(
-        "--threads",
-        type=int,
-        help="Number of CPU threads to measure with (default: what torch chooses).",
-    )
-    commands.add_subcommand("calibrate", measure, help="Measure this machine for the planner.")
-    text = "Show what was found for CUDA kernels, and which way each operator goes."
-    commands.add_subcommand("doctor", ArgumentParser(description=text), help=text)
+    hints = typing.get_type_hints(function)
+    for word in unknown:
+        name = word.partition("=")[0]
+        known = [f"--{each.name}" for each in _parameters(function)]
+        if name.startswith("-"):
+            raise ValueError(f"comera {command} has no option {name}{did_you_mean(name, known)}")
+        raise ValueError(f"comera {command} takes no more words: {word}")
+    for name, given in vars(found).items():
+        if isinstance(given, str):
+            hint = hints[name]
+            try:
+                setattr(found, name, converted(value_of(given, hint), hint))
+            except ValueError:
+                example = f": --{name}='[{given}]'" if typing.get_origin(hint) is list else ""
+                raise ValueError(f"--{name}={given} must be {wanted(hint)}{example}") from None
+    return vars(found)
+
+
+def _options_of_all(words: Sequence[str]) -> NoReturn:
+    """Print the help, the version, or a script by which a shell completes the commands."""
+    parser = _Parser(prog="comera", usage="comera COMMAND ...", add_help=False)
+    for names in (("-h", "--help"), ("--version",)):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--print_completion", choices=("bash", "zsh", "tcsh"))
+    found = parser.parse_args(words)
+    if found.version:
+        print(f"comera {__version__}")
+    elif found.print_completion:
+        import shtab
+
+        print(shtab.complete(make_parser(), found.print_completion))
+    else:
+        print(_help_of_commands(""))
+    sys.exit(0)
+
+
+def _help_of_commands(start: str) -> str:
+    lines = [f"usage: comera {start}COMMAND ...", "", "Train models in compressed form.", ""]
+    for name in COMMANDS:
+        if name.startswith(start):
+            text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
+            lines += row(name, text or "")
+    return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser of all commands and options, by which shells complete them."""
+    parser = argparse.ArgumentParser(prog="comera")
+    commands = parser.add_subparsers()
+    groups: dict[str, Any] = {}
+    for name in COMMANDS:
+        outer, _, inner = name.rpartition(" ")
+        if outer and outer not in groups:
+            groups[outer] = commands.add_parser(outer, help=outer).add_subparsers()
+        command = groups.get(outer, commands).add_parser(inner, help=name)
+        if name in RUN_COMMANDS:
+            for key in ("config", *settings_by_name()):
+                command.add_argument(f"--{key}")
+        else:
+            _fill(command, _function(name))
     return parser
 
 
-def _carried_out(chosen: Namespace, console: Console) -> int:
-    """Carry out a command of one process; returns the exit status."""
-    command, options = chosen.command, getattr(chosen, chosen.command)
-    if command in SWEEP_COMMANDS:
-        return run_sweep_command(command, options, console)
-    if command in COMMANDS:
-        return run_command(command, options, console)
-    if command == "checkpoint":
-        return run_checkpoint(options, console)
-    if command == "init":
-        _show_configuration(options.name)
-    elif command == "report":
-        _write_report(Path(options.folder).expanduser(), console)
-    elif command == "doctor":
-        examine(console)
-    elif command == "calibrate":
-        from comera.calibrate.machine import calibrate
+def init(name: str | None = None, /, *, console: Console) -> None:
+    """Print a configuration to begin with: comera init NAME > mine.yaml
 
-        reuse_freed_memory()
-        if options.threads is not None:
-            if options.threads < 1:
-                raise ValueError(f"threads={options.threads} must be at least 1")
-            torch.set_num_threads(options.threads)
-        calibrate(options.device, console.print)
-    return 0
-
-
-def _show_configuration(name: str | None) -> None:
-    """Print as a file, not as to a terminal: no line may be broken."""
+    Args:
+        name: Name of a configuration; without it all are listed.
+    """
+    # As a file and not as to a terminal: no line may be broken.
     if name is not None:
         print(file_of(name).read_text(encoding="utf-8"), end="")
         return
@@ -254,18 +285,50 @@ def _show_configuration(name: str | None) -> None:
         print(f"{each:{width}}  {text}")
 
 
-def _write_report(folder: Path, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(f"in {folder}, {text}", markup=False, highlight=False, soft_wrap=True)
+def report(folder: str, /, *, console: Console) -> None:
+    """Write one HTML file about a run or a sweep.
 
-    of_a_sweep = (folder / "results.json").is_file()
-    if not of_a_sweep and not (folder / "metrics.jsonl").is_file() and holds_runs(folder):
+    Args:
+        folder: Folder of the run or the sweep.
+    """
+    from comera.recipes.after_training import holds_runs
+    from comera.recipes.report.run_report import write_report
+    from comera.recipes.report.sweep_report import write_sweep_report
+
+    path = Path(folder).expanduser()
+
+    def say(text: str) -> None:
+        console.print(f"in {path}, {text}", markup=False, highlight=False, soft_wrap=True)
+
+    of_a_sweep = (path / "results.json").is_file()
+    if not of_a_sweep and not (path / "metrics.jsonl").is_file() and holds_runs(path):
         raise FileNotFoundError(
-            f"{folder} is not a run but holds some: give one of those that comera list {folder} "
-            "shows"
+            f"{path} is not a run but holds some: give one of those that comera list {path} shows"
         )
-    written = write_sweep_report(folder) if of_a_sweep else write_report(folder, say)
+    written = write_sweep_report(path) if of_a_sweep else write_report(path, say)
     console.print(f"wrote {written}", markup=False)
+
+
+def calibrate(
+    device: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, *, console: Console
+) -> None:
+    """Measure this machine for the planner, and save what was found.
+
+    Args:
+        device: Device to measure.
+        threads: Number of CPU threads to measure with (default: what torch chooses).
+    """
+    import torch
+
+    from comera.allocator import reuse_freed_memory
+    from comera.calibrate.machine import calibrate as measure
+
+    reuse_freed_memory()
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
+        torch.set_num_threads(threads)
+    measure(device, console.print)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ SIGINT makes it save and stop; its exit status and its ``result.json`` say how i
 """
 
 import dataclasses
-import json
+import itertools
 import logging
 import os
 import re
@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +23,13 @@ import torch
 import yaml
 from rich.console import Console
 
+from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
 from comera.files import replacing
 from comera.recipes.data_record import DataRecord, read_record
-from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.folder import is_finished, other_data, other_settings, settings_of
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.stop_signals import PARENT, on_stop_signals
-
-INTERRUPTED = 130
-"""Exit status of a command that was stopped by a signal and can be resumed."""
 
 LOG = "log.txt"
 
@@ -43,6 +39,7 @@ _EVERY_SECONDS = 0.25
 _GRACE_SECONDS = 60.0
 _A_WEEK = 7 * 24 * 60
 
+LauncherName = Literal["local", "submitit", "ray"]
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 
@@ -94,113 +91,74 @@ def why_failed(printed: str) -> str | None:
     return (errors[-1][0] or errors[-1][1]) if errors else None
 
 
-# ── what is finished already ─────────────────────────────────────────────────────────────────────
-
-
-def find_finished(jobs: Sequence[Job]) -> list[Job]:
-    """Mark and return the waiting jobs that are finished already and not to be begun anew."""
-    found = [job for job in jobs if job.state == "waiting" and not job.config.overwrite]
-    found = [job for job in found if is_finished(job.config)]
-    for job in found:
-        job.state = "finished"
-    return found
-
-
 def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
     """Mark the jobs that are finished already, and check that the others can begin.
 
+    Finished runs must have seen the data which those that are still to be trained will see. Data
+    that no run waits for are not read.
+
     Args:
         jobs: All of them.
-        overwrite: Begin a run anew whose folder holds other settings, or that was begun with other
-            data.
+        overwrite: Begin those runs anew whose folders hold other settings, or that were begun with
+            other data.
 
     Raises:
         ValueError: If a folder holds such a run and may not be overwritten.
         FileNotFoundError: If the data of a run that was begun are not there.
     """
     for job in jobs:
-        if job.state != "waiting" or job.config.overwrite or find_finished([job]):
-            continue
-        difference = other_settings(job.config)
-        if difference is not None and not overwrite:
-            raise ValueError(
-                f"{job.folder} holds a run with other settings ({difference}); choose another "
-                "out, or start such runs again with --overwrite=true"
-            )
-        anew = difference is not None or _has_other_data(job, overwrite)
-        job.config = dataclasses.replace(job.config, overwrite=anew)
-
-
-def reopen_other_data(jobs: Sequence[Job], overwrite: bool = False) -> None:
-    """Check that finished runs saw the data which those that are still to be trained will see.
-
-    Where all are finished, or read other files, nothing is read.
-
-    Args:
-        jobs: The jobs as :func:`resolve` left them.
-        overwrite: Mark finished runs of other data as waiting, to be begun anew.
-
-    Raises:
-        ValueError: If there is one and it may not be overwritten.
-        FileNotFoundError: If the data are not there.
-    """
-
-    def data(job: Job) -> Any:
-        return getattr(job.config, job.config.task)
-
-    needed = [data(job) for job in jobs if job.state == "waiting"]
+        if is_finished(job.config):
+            job.state = "finished"
+        elif (difference := other_settings(job.config)) is not None:
+            _begin_anew(job, f"with other settings ({difference}); choose", overwrite)
+    needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.state == "finished" and data(job) in needed and _has_other_data(job, overwrite):
-            job.state = "waiting"
-            job.config = dataclasses.replace(job.config, overwrite=True)
+        if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
+            continue
+        found = DataRecord(job.config.data.digests())
+        if (difference := other_data(job.folder, found)) is not None:
+            what = f"that was begun with other data ({difference}); restore them, choose"
+            _begin_anew(job, what, overwrite)
 
 
-def _has_other_data(job: Job, overwrite: bool) -> bool:
-    """Return whether the data changed since a run was begun; raise if that may not be."""
-    if read_record(job.folder) is None:
-        return False
-    difference = other_data(job.folder, DataRecord(kind_of(job.config).data_digests(job.config)))
-    if difference is not None and not overwrite:
+def _begin_anew(job: Job, what: str, overwrite: bool) -> None:
+    if not overwrite:
         raise ValueError(
-            f"{job.folder} holds a run that was begun with other data ({difference}); restore "
-            "them, choose another out, or start such runs again with --overwrite=true"
+            f"{job.folder} holds a run {what} another out, or start such runs again with "
+            "--overwrite=true"
         )
-    return difference is not None
+    job.state, job.config = "waiting", dataclasses.replace(job.config, overwrite=True)
 
 
 # ── where runs are started ───────────────────────────────────────────────────────────────────────
 
-LauncherName = Literal["local", "submitit", "ray"]
-LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
 
-
-class Started(ABC):
-    """A run that a launcher has started, or put into a queue."""
-
-    @abstractmethod
-    def poll(self) -> int | str | None:
-        """Return its exit status, or why a cluster ended it; None until it has ended."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Make it save and stop; called again, stop at once."""
-
-
-class Launcher(ABC):
-    """Starts runs.
+@dataclass
+class Started:
+    """A run that was started, or put into a queue.
 
     Attributes:
-        at_once: Runs at a time; None leaves that to a queue.
+        poll: Returns its exit status, or why a cluster ended it; None until it has ended.
+        stop: Makes it save and stop; called again, stops it at once.
     """
 
-    at_once: int | None = 1
+    poll: Callable[[], int | str | None]
+    stop: Callable[[], object]
 
-    @abstractmethod
-    def start(self, folder: str, overwrite: bool) -> Started:
-        """Start a run by the settings beside its folder."""
 
-    def close(self) -> None:  # noqa: B027
-        """Close what was opened."""
+@dataclass
+class Launcher:
+    """A place where runs are started.
+
+    Attributes:
+        start: Starts the run of a folder by the settings beside it; the flag has it begin anew.
+        at_once: Runs at a time; None leaves that to a queue.
+        close: Closes what was opened.
+    """
+
+    start: Callable[[str, bool], Started]
+    at_once: int | None
+    close: Callable[[], object] = lambda: None
 
 
 def make_launcher(
@@ -210,12 +168,12 @@ def make_launcher(
     at_once: int | None,
     console: Console,
 ) -> Launcher:
-    """Make a launcher by its name.
+    """Make a launcher by its name; other machines see the folder of the sweep by the same name.
 
     Args:
-        name: One of ``LAUNCHERS``.
+        name: ``local``, ``submitit`` or ``ray``.
         settings: Settings of launchers by name, as the sweep's file has them.
-        out: Folder of the sweep, which every machine sees under this name.
+        out: Folder of the sweep.
         at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
         console: Receives a line about the cluster that is used.
 
@@ -223,15 +181,14 @@ def make_launcher(
         ValueError: If there is no launcher of that name, or it has no such settings.
         MissingPackageError: If its package is not installed.
     """
-    if name not in LAUNCHERS:
-        raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, LAUNCHERS)}")
-    if at_once is not None and at_once < 1:
-        raise ValueError(f"jobs={at_once} must be at least 1")
     if name == "local":
-        return Local(at_once or 1)
+        return _local(at_once or 1)
     if name == "submitit":
-        return Submitit(settings.get(name, {}), out, at_once, console)
-    return Ray(settings.get(name, {}), at_once)
+        return _submitit(settings.get(name, {}), out, at_once, console)
+    if name == "ray":
+        return _ray(settings.get(name, {}), at_once)
+    known = get_args(LauncherName)
+    raise ValueError(f"launcher={name} is no launcher{did_you_mean(name, known)}")
 
 
 def start_run(
@@ -273,26 +230,15 @@ def start_run(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Local(Launcher):
-    """Starts runs as processes of this machine, which share the threads that torch would use."""
+def _local(at_once: int) -> Launcher:
+    """Start runs as processes of this machine, which share the threads that torch would use."""
+    threads = max(1, torch.get_num_threads() // at_once)
 
-    def __init__(self, at_once: int) -> None:
-        self.at_once: int = at_once
-        self._threads = max(1, torch.get_num_threads() // at_once)
+    def start(folder: str, overwrite: bool) -> Started:
+        process = start_run(folder, overwrite, threads=threads)
+        return Started(process.poll, lambda: process.send_signal(signal.SIGINT))
 
-    def start(self, folder: str, overwrite: bool) -> Started:
-        return _Process(start_run(folder, overwrite, threads=self._threads))
-
-
-class _Process(Started):
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+    return Launcher(start, at_once)
 
 
 @dataclass
@@ -350,131 +296,91 @@ class Remote:
         return bool(self.permit) and not Path(self.permit).exists()
 
 
-class Submitit(Launcher):
-    """Hands runs to Slurm through submitit; where there is no Slurm, to processes started by it.
+def _submitit(
+    settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
+) -> Launcher:
+    """Hand runs to Slurm through submitit; where there is no Slurm, to processes started by it.
 
-    A run whose time is up saves and goes back into the queue. Every machine sees the folder of the
-    sweep and the data under the same names.
-
-    Args:
-        settings: What ``submitit.AutoExecutor.update_parameters`` takes, such as ``timeout_min``,
-            ``gpus_per_node`` and ``slurm_partition``; and ``cluster``, to be ``slurm`` or
-            ``local``.
-        out: Folder of the sweep; submitit keeps its files in ``submitit`` there.
-        at_once: Runs in the queue at a time; None for all, or for one where there is no Slurm.
-        console: Receives a line that says whether there is Slurm.
-
-    Raises:
-        ValueError: For settings that submitit does not know.
+    A run whose time is up saves and goes back into the queue. The settings are those that
+    ``submitit.AutoExecutor.update_parameters`` takes, and ``cluster``: ``slurm`` or ``local``.
     """
+    with needed_by("--launcher=submitit"):
+        from submitit import AutoExecutor
+    parameters = dict(settings)
+    cluster = parameters.pop("cluster", None)
+    try:
+        executor = AutoExecutor((out / "submitit").absolute(), cluster)
+        if executor.cluster == "local":
+            parameters.setdefault("timeout_min", _A_WEEK)
+        executor.update_parameters(**parameters)
+    except (NameError, ValueError, AssertionError) as problem:
+        raise ValueError(f"submitit={dict(settings)}: {problem}") from None
+    local = executor.cluster == "local"
+    where = "processes of this machine, as there is no Slurm" if local else "Slurm"
+    console.print(f"submitit starts the runs through {where}", markup=False)
+    # This process holds the file: runs stop when it is gone, wherever they are.
+    permit = (out / f".runs-{uuid4().hex}").absolute()
+    permit.touch()
 
-    def __init__(
-        self, settings: Mapping[str, Any], out: Path, at_once: int | None, console: Console
-    ) -> None:
-        with needed_by("--launcher=submitit"):
-            from submitit import AutoExecutor
-        parameters = dict(settings)
-        cluster = parameters.pop("cluster", None)
-        # The run of this command holds the file: runs stop when it is gone, wherever they are.
-        self._permit = (out / f".runs-{uuid4().hex}").absolute()
-        try:
-            self._executor = AutoExecutor((out / "submitit").absolute(), cluster)
-            if self._executor.cluster == "local":
-                parameters.setdefault("timeout_min", _A_WEEK)
-            self._executor.update_parameters(**parameters)
-        except (NameError, ValueError, AssertionError) as problem:
-            raise ValueError(f"submitit={dict(settings)}: {problem}") from None
-        local = self._executor.cluster == "local"
-        self.at_once = at_once or (1 if local else None)
-        where = "processes of this machine, as there is no Slurm" if local else "Slurm"
-        console.print(f"submitit starts the runs through {where}", markup=False)
-        self._permit.touch()
+    def start(folder: str, overwrite: bool) -> Started:
+        job = executor.submit(Remote(folder, overwrite, os.getcwd(), str(permit)))
 
-    def start(self, folder: str, overwrite: bool) -> Started:
-        run = Remote(folder, overwrite, os.getcwd(), str(self._permit))
-        return _Submitted(self._executor.submit(run), self._permit)
+        def poll() -> int | str | None:
+            if not permit.exists() and job.state in ("PENDING", "REQUEUED"):
+                job.cancel(check=False)
+                return INTERRUPTED
+            try:
+                return job.result() if job.done() else None
+            except Exception as problem:  # whatever the run or the cluster came to
+                return f"its job {job.job_id} ended: {str(problem).strip()}"
 
-    def close(self) -> None:
-        self._permit.unlink(missing_ok=True)
+        def stop() -> None:
+            if not permit.exists():
+                job.cancel(check=False)
+            permit.unlink(missing_ok=True)
 
+        return Started(poll, stop)
 
-class _Submitted(Started):
-    def __init__(self, job: Any, permit: Path) -> None:
-        self._job, self._permit = job, permit
-
-    def poll(self) -> int | str | None:
-        if not self._permit.exists() and self._job.state in ("PENDING", "REQUEUED"):
-            self._job.cancel(check=False)
-            return INTERRUPTED
-        if not self._job.done():
-            return None
-        try:
-            return self._job.result()
-        except Exception as problem:  # whatever the run or the cluster came to
-            return f"its job {self._job.job_id} ended: {str(problem).strip()}"
-
-    def stop(self) -> None:
-        if not self._permit.exists():
-            self._job.cancel(check=False)
-        self._permit.unlink(missing_ok=True)
+    return Launcher(
+        start, at_once or (1 if local else None), lambda: permit.unlink(missing_ok=True)
+    )
 
 
-class Ray(Launcher):
-    """Hands runs to the machines of a Ray cluster, or to a Ray of this machine.
+def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
+    """Hand runs to the machines of a Ray cluster, or to a Ray of this machine.
 
-    Every machine sees the folder of the sweep and the data under the same names.
-
-    Args:
-        settings: ``address`` of a cluster, ``auto`` for the one that this machine is part of; and
-            what a task takes, such as ``num_cpus`` and ``num_gpus``.
-        at_once: Runs that Ray knows of at a time; None for all.
-
-    Raises:
-        ValueError: For settings that Ray does not know.
+    The settings are the ``address`` of a cluster, ``auto`` for the one that this machine is part
+    of; and those that a task takes, such as ``num_cpus`` and ``num_gpus``.
     """
+    with needed_by("--launcher=ray"):
+        import ray
+    options = dict(settings)
+    address = options.pop("address", None)
+    try:
+        task: Any = ray.remote(lambda run: run()).options(**options)
+        ray.init(
+            address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (TypeError, ValueError, ConnectionError) as problem:
+        raise ValueError(f"ray={dict(settings)}: {problem}") from None
 
-    def __init__(self, settings: Mapping[str, Any], at_once: int | None) -> None:
-        with needed_by("--launcher=ray"):
-            import ray
-        options = dict(settings)
-        address = options.pop("address", None)
-        try:
-            self._task: Any = ray.remote(lambda run: run()).options(**options)
-        except (TypeError, ValueError) as problem:
-            raise ValueError(f"ray={dict(settings)}: {problem}") from None
-        self._ray, self.at_once = ray, at_once
-        try:
-            ray.init(
-                address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
-            )
-        except ConnectionError as problem:
-            raise ValueError(f"ray={dict(settings)}: {problem}") from None
+    def start(folder: str, overwrite: bool) -> Started:
+        result = task.remote(Remote(folder, overwrite, os.getcwd()))
+        force = itertools.chain([False], itertools.repeat(True))
 
-    def start(self, folder: str, overwrite: bool) -> Started:
-        return _Tasked(self._ray, self._task.remote(Remote(folder, overwrite, os.getcwd())))
+        def poll() -> int | str | None:
+            if not ray.wait([result], timeout=0)[0]:
+                return None
+            try:
+                return ray.get(result)
+            except ray.exceptions.TaskCancelledError:
+                return INTERRUPTED
+            except Exception as problem:  # whatever the run or the cluster came to
+                return f"its task ended: {str(problem).strip()}"
 
-    def close(self) -> None:
-        self._ray.shutdown()
+        return Started(poll, lambda: ray.cancel(result, force=next(force)))
 
-
-class _Tasked(Started):
-    def __init__(self, ray: Any, result: Any) -> None:
-        self._ray, self._result, self._stopping = ray, result, False
-
-    def poll(self) -> int | str | None:
-        ended, _ = self._ray.wait([self._result], timeout=0)
-        if not ended:
-            return None
-        try:
-            return self._ray.get(self._result)
-        except self._ray.exceptions.TaskCancelledError:
-            return INTERRUPTED
-        except Exception as problem:  # whatever the run or the cluster came to
-            return f"its task ended: {str(problem).strip()}"
-
-    def stop(self) -> None:
-        self._ray.cancel(self._result, force=self._stopping)
-        self._stopping = True
+    return Launcher(start, at_once, ray.shutdown)
 
 
 # ── running them ─────────────────────────────────────────────────────────────────────────────────
@@ -482,39 +388,36 @@ class _Tasked(Started):
 
 def run_jobs(
     jobs: list[Job],
-    launcher: Launcher | None = None,
-    overwrite: bool = False,
+    launcher: Launcher,
     watch: Callable[[], None] = lambda: None,
     more: Callable[[], Sequence[Job]] = lambda: (),
 ) -> bool:
-    """Run all jobs that are not finished, in their order.
+    """Run all jobs that wait, in their order.
 
     A job that fails does not stop the others. Ctrl-C, SIGTERM or a terminal that is closed is
     handed on to every running job, which saves and stops; a second one stops them at once.
 
     Args:
         jobs: The jobs as :func:`resolve` left them; their states are kept up to date.
-        launcher: Where they run; None for one after the other here.
-        overwrite: Begin a run anew whose folder holds other settings.
+        launcher: Where they run.
         watch: Called when states have changed, and several times a second.
-        more: Called when there is room for a job and none can begin; returns jobs that are added
-            to the list, or nothing if there are none now.
+        more: Called when there is room for a job and none waits; returns jobs that are added to
+            the list, or nothing if there are none now.
 
     Returns:
         Whether all jobs were run; False after a signal.
     """
-    launcher = launcher or Local(1)
     running: dict[Job, Started] = {}
     signals: list[int] = []
     handed_on = 0
-    # Only noted: what a launcher does to stop a run may not be done in the middle of anything.
+    # Only collected: a launcher must not be interrupted while it starts or stops a run.
     with on_stop_signals(signals.append):
         try:
             while True:
-                while not signals and _has_room(launcher, running):
-                    job = _next(jobs, overwrite)
+                while not signals and (launcher.at_once or len(running) + 1) > len(running):
+                    job = next((job for job in jobs if job.state == "waiting"), None)
                     if job is not None:
-                        _write_settings(job.config)
+                        write_settings(job.config)
                         running[job] = launcher.start(job.config.out, job.config.overwrite)
                         job.state = "running"
                     elif added := more():
@@ -530,8 +433,7 @@ def run_jobs(
                     for run in running.values():
                         run.stop()
                 for job, run in list(running.items()):
-                    status = run.poll()
-                    if status is not None:
+                    if (status := run.poll()) is not None:
                         del running[job]
                         _close(job, status, bool(signals))
         finally:  # there are none left, unless a callback raised
@@ -539,30 +441,13 @@ def run_jobs(
                 run.stop()
 
 
-def _has_room(launcher: Launcher, running: Mapping[Job, Started]) -> bool:
-    return launcher.at_once is None or len(running) < launcher.at_once
-
-
-def _next(jobs: Sequence[Job], overwrite: bool) -> Job | None:
-    """Return the first job that waits and can begin."""
-    for job in jobs:
-        if job.state == "waiting":
-            try:
-                resolve([job], overwrite)
-            except (ValueError, OSError) as problem:
-                job.state, job.reason = "failed", str(problem)
-            if job.state == "waiting":
-                return job
-    return None
-
-
-def _write_settings(config: RunConfig) -> None:
+def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
-    settings = dataclasses.asdict(dataclasses.replace(config, overwrite=False))
+    settings = {"out": config.out, **settings_of(config)}
     path = Path(f"{config.out}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        text = yaml.safe_dump(json.loads(json.dumps(settings)), sort_keys=False)
+        text = yaml.safe_dump(settings, sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
 
 

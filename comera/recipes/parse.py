@@ -1,20 +1,19 @@
-"""Make typed settings of a mapping, as a YAML file holds it, and name what does not fit.
+"""Settings from mappings, YAML files and the configurations that come with the package.
 
-The configurations that come with the package, found by their names.
+:func:`parse_settings` makes a dataclass of a mapping and raises an error that names the first key
+which does not fit. Words of the command line are converted in the same way.
 """
 
+import contextlib
 import copy
 import dataclasses
-import functools
 import types
 import typing
-from argparse import ArgumentError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from comera.extras import did_you_mean, listed
 from comera.files import naming_what_is_no_text
@@ -26,10 +25,10 @@ _SHORT = {"optimizer": "name"}
 
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
-    """Make an instance of a dataclass of settings, with values of the types of its fields.
+    """Return an instance of a dataclass of settings, with values of the types of its fields.
 
-    Values go through jsonargparse, as those of the command line do; sections, that is fields which
-    are dataclasses themselves, come one by one, so that an error names one key.
+    Sections are fields which are dataclasses themselves. A section with a function ``choose`` is
+    one of several dataclasses, by the values in it.
 
     Args:
         kind: The dataclass, such as ``RunConfig``.
@@ -39,7 +38,7 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
     Raises:
         ValueError: If a key is no field, or a value of another type.
     """
-    hints = hints_of(kind, all_choices=False)
+    hints = hints_of(kind)
     suited = f" for {name}" if (name := getattr(kind, "name", None)) else ""
     found = {}
     values = values if within else spelled_out(values)
@@ -49,13 +48,13 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         section, optional = section_of(hints[key])
         if section is None:
             try:
-                found[key] = parser_of(hints[key]).parse_object({"value": value}).value
-            except ArgumentError:
+                found[key] = converted(value, hints[key])
+            except ValueError:
                 raise ValueError(
                     f"{within}{key}={value!r} must be {wanted(hints[key])}{suited}"
                 ) from None
         elif isinstance(value, Mapping):
-            if hasattr(section, "choose"):  # one of several dataclasses, by what is in it
+            if hasattr(section, "choose"):
                 section, value = section.choose(value, values)
             found[key] = parse_settings(section, value, f"{within}{key}.")
         elif value is None and optional:
@@ -72,16 +71,39 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
         raise ValueError(f"{within}{problem}") from None
 
 
-@functools.cache  # a parser of all fields would look at all of them for each
-def parser_of(hint: Any) -> ArgumentParser:
-    """Return a parser of one option ``--value`` of some type; it raises ``ArgumentError``."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
-    return parser
+def converted(value: Any, hint: Any) -> Any:
+    """Return a value as one of a type: lists as tuples, whole numbers and texts as floats.
+
+    YAML reads ``1e-4`` as a text.
+
+    Raises:
+        ValueError: If it is no such value.
+    """
+    kind, inside = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        for option in inside:
+            with contextlib.suppress(ValueError):
+                return converted(value, option)
+    elif kind is typing.Literal:
+        if value in inside:
+            return value
+    elif kind is dict and isinstance(value, Mapping):
+        return {converted(k, inside[0]): converted(v, inside[1]) for k, v in value.items()}
+    elif kind is list and isinstance(value, list | tuple):
+        return [converted(each, inside[0]) for each in value]
+    elif kind is tuple and isinstance(value, list | tuple) and len(value) == len(inside):
+        return tuple(map(converted, value, inside))
+    elif hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return float(value)
+    elif hint is type(None) and value is None:
+        return None
+    elif kind is None and type(value) is hint:
+        return value
+    raise ValueError(f"{value!r} must be {wanted(hint)}")
 
 
 def check_nulls(settings: Any, within: str = "") -> None:
-    """Raise ``ValueError`` for a field that is None and may not be: parsers let some pass."""
+    """Raise ``ValueError`` for a field that is None and may not be."""
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, key = getattr(settings, field.name), f"{within}{field.name}"
@@ -178,15 +200,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def hints_of(kind: type, all_choices: bool = True) -> dict[str, Any]:
-    """Return the types of the keys of a section; of one that is chosen, those of all choices."""
+def choices_of(kind: type) -> list[type]:
+    """Return the dataclasses that a section can be, if it is one of several."""
+    return kind.choices() if "choose" in vars(kind) else []  # type: ignore[attr-defined]
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of the keys of a section, of itself alone where it is one of several."""
     hints = typing.get_type_hints(kind)
-    found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    if all_choices and hasattr(kind, "choose"):
-        kinds: list[type] = kind.__subclasses__()
-        for each in kinds:
-            found |= hints_of(each)
-    return found
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:
@@ -197,7 +219,7 @@ def section_of(hint: Any) -> tuple[type | None, bool]:
 
 
 def wanted(hint: Any) -> str:
-    """Say in words what a field of some type takes: ``a whole number or null``."""
+    """Return a description of the values of a type: ``a whole number or null``."""
     *others, last = _alternatives(hint)
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -1,32 +1,28 @@
-"""``comera train`` and ``comera plan``: one run, from the words of the command line.
+"""``comera train`` and ``comera plan``: settings of one run by the words of the command line.
 
-The settings of a run as they were typed: a file, a name or a folder, and keys beside it.
-
-What ``comera train --help`` prints: the settings that are changed first, then the sections.
+Every setting is an option by its dotted name. ``--help`` prints those that are changed first,
+``--help_all`` every one, ``--SECTION.help`` those of a section.
 """
 
 import difflib
+import functools
 import os
 import re
 import shutil
-import sys
 import textwrap
 import typing
-from argparse import SUPPRESS, Action, HelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import yaml
 from docstring_parser import parse
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from comera.allocator import reuse_freed_memory
-from comera.recipes.jobs import INTERRUPTED
+from comera._command import INTERRUPTED
 from comera.recipes.parse import (
+    choices_of,
     file_of,
     hints_of,
     merged,
@@ -34,11 +30,72 @@ from comera.recipes.parse import (
     parse_settings,
     read_yaml,
     section_of,
+    wanted,
 )
-from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import RunConfig
-from comera.train.processes import joined
-from comera.train.stop_signals import stop_with_parent
+
+RUN_COMMANDS = {
+    "train": "Train a run, or resume it.",
+    "plan": "Show what a run would train, and what it would be compressed to.",
+}
+
+FIRST = (
+    "out", "train.steps", "train.epochs", "train.batch_size", "train.precision", "optimizer.name",
+    "optimizer.lr", "tensorize.rank", "two_stage.target", "seed", "device", "twin", "overwrite",
+)  # fmt: skip
+"""Settings that ``--help`` shows."""
+
+_COLUMN, _WIDEST = 26, 100
+
+
+def run_settings(words: Sequence[str]) -> RunConfig:
+    """Return the settings of ``train`` or ``plan``; raises what :func:`typed_settings` does."""
+    settings = typed_settings(words)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they go on
+    return settings
+
+
+def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
+    """Run ``train`` or ``plan`` in one of ``count`` processes; returns the exit status."""
+    import torch
+
+    from comera.allocator import reuse_freed_memory
+    from comera.recipes.run import run
+    from comera.train.processes import joined
+    from comera.train.stop_signals import stop_with_parent
+
+    if command == "plan":
+        _show_plan(settings, console)
+        return 0
+    stop_with_parent()
+    reuse_freed_memory()
+    if count == 1:
+        return 0 if run(settings, console) else INTERRUPTED
+    cuda = settings.device != "cpu" and torch.cuda.is_available()
+    with joined(cuda, settings.parallel.timeout_minutes) as processes:
+        shown = console if processes.is_first else Console(quiet=True)
+        return 0 if run(settings, shown, processes=processes) else INTERRUPTED
+
+
+def _show_plan(config: RunConfig, console: Console) -> None:
+    from comera.recipes.run import plan, planned_memory
+
+    report, layers, target = plan(config)
+    memory = planned_memory(config)
+    console.print(str(report), soft_wrap=True, highlight=False)
+    if layers is not None:
+        console.print(str(layers), soft_wrap=True, highlight=False)
+    for table in memory:
+        console.print(str(table), soft_wrap=True, highlight=False, markup=False)
+    if target is not None:
+        cores = report.live_params
+        rest = report.params - cores
+        console.print(
+            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
+            f"the whole model then has at most {rest + target:,} parameters, "
+            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
+        )
 
 
 def typed_settings(words: Sequence[str]) -> RunConfig:
@@ -139,7 +196,11 @@ def _of_file(word: str) -> dict[str, Any]:
 
 def _value(key: str, text: str) -> Any:
     """Read a value as it would be in a file, but leave a text as it was typed."""
-    hint = _hint_of(key)
+    return value_of(text, _hint_of(key))
+
+
+def value_of(text: str, hint: Any) -> Any:
+    """Read a word as a value of YAML, unless it can only be a text."""
     if hint is str:
         return text
     try:
@@ -153,215 +214,149 @@ def _value(key: str, text: str) -> Any:
 def _check_key(word: str, key: str) -> None:
     if _is_option(key):
         return
-    known = [f"--{name}" for name in _keys(RunConfig)]
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
     raise ValueError(
         f"{word} is not a setting"
         + (f": did you mean {near[0]}?" if near else "; `comera train --help_all` lists them")
     )
 
 
-def _keys(kind: type, within: str = "") -> Iterator[str]:
-    """Yield all keys, those of sections after a dot."""
-    for name, hint in hints_of(kind).items():
-        yield within + name
-        section, _ = section_of(hint)
-        if section is not None:
-            yield from _keys(section, f"{within}{name}.")
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a run, or a section of them.
+
+    Attributes:
+        hint: Its type.
+        holder: The dataclass that has it: of several optimizers the first one.
+        name: Its name there.
+        takers: The optimizers that take it, if not all do.
+    """
+
+    hint: Any
+    holder: type
+    name: str
+    takers: list[str] = field(default_factory=list)
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it has settings of its own."""
+        return section_of(self.hint)[0] is not None
+
+    @property
+    def default(self) -> str:
+        """The default in brackets; empty where it is null, which the docstring describes."""
+        own = next(each for each in fields(self.holder) if each.name == self.name)
+        value = own.default if own.default_factory is MISSING else own.default_factory()
+        if value is None or self.is_section:
+            return ""
+        return f" [{str(value).lower() if isinstance(value, bool) else value}]"
+
+    @property
+    def text(self) -> str:
+        """The description in the docstring of the dataclass, or of the one that it extends."""
+        told = {
+            param.arg_name: param.description
+            for kind in reversed(self.holder.__mro__)
+            for param in parse(kind.__doc__ or "").params
+        }
+        text = " ".join((told[self.name] or "").replace("``", "").split())
+        return f"{text} Of {', '.join(self.takers)}." if self.takers else text
+
+
+@functools.cache
+def settings_by_name() -> dict[str, Setting]:
+    """Return all settings of a run by their dotted names, sections before what is in them."""
+    found: dict[str, Setting] = {}
+
+    def walk(kind: type, within: str, names: tuple[str, ...] = ()) -> None:
+        for name, hint in hints_of(kind).items():
+            setting = found.setdefault(within + name, Setting(hint, kind, name))
+            if "choose" not in vars(setting.holder):
+                setting.takers.extend(names)
+            section, _ = section_of(hint)
+            if section is not None:
+                walk(section, f"{within}{name}.")
+        for each in choices_of(kind):
+            walk(each, within, (str(getattr(each, "name", "")),))
+
+    walk(RunConfig, "")
+    return found
 
 
 def _hint_of(key: str) -> Any:
     """Return the type of a setting; None if there is none of that name.
 
-    What is inside of a mapping, such as ``dlrm.table_sizes.user``, can be anything.
+    Keys inside of a mapping, such as ``dlrm.table_sizes.user``, can be anything.
     """
-    section: type | None = RunConfig
-    hint: Any = None
-    for name in key.split("."):
-        if section is None:
-            options = (hint, *typing.get_args(hint))
-            holds_any = any(typing.get_origin(option) is dict for option in options)
-            return Any if holds_any else None
-        hint = hints_of(section).get(name)
-        section, _ = section_of(hint)
-    return hint
+    known = settings_by_name()
+    if key in known:
+        return known[key].hint
+    outer = key.rpartition(".")[0]
+    while outer and outer not in known:
+        outer = outer.rpartition(".")[0]
+    hint = known[outer].hint if outer else None
+    holds_any = any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
+    return Any if holds_any else None
 
 
-FIRST = (
-    "out", "train.steps", "train.epochs", "train.batch_size", "train.precision", "optimizer.name",
-    "optimizer.lr", "tensorize.rank", "two_stage.target", "seed", "device", "twin", "overwrite",
-)  # fmt: skip
+def help_of(command: str, words: Sequence[str]) -> str | None:
+    """Return the help that one of the words asks for; None if none does."""
+    known = settings_by_name()
+    for word in words:
+        if word in ("-h", "--help"):
+            return _short_help(command)
+        if re.fullmatch(r"--help[_-]all", word):
+            return _table(known)
+        section = word.removeprefix("--").removesuffix(".help")
+        if word == f"--{section}.help" and section in known:
+            return _table(key for key in known if key.startswith(f"{section}."))
+    return None
 
-_COLUMN, _WIDEST = 26, 100
 
-
-def short_help(command: str, description: str) -> str:
-    """Return the help of a command that takes the settings of a run.
-
-    Args:
-        command: ``train`` or ``plan``.
-        description: What it does.
-    """
+def _short_help(command: str) -> str:
+    known = settings_by_name()
+    sections = [name for name, setting in known.items() if setting.is_section and "." not in name]
     return "\n".join(
         [
             f"usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]",
             "",
-            description,
+            RUN_COMMANDS[command],
             "",
             "FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.",
             "What is set on the command line counts, whatever the file says.",
             "",
             "changed first, in brackets what counts where nothing is given:",
-            *(line for key in FIRST for line in _row(f"--{key}=", _text_of(key), _default_of(key))),
+            *(
+                line
+                for key in FIRST
+                for line in row(f"--{key}=", known[key].text + known[key].default)
+            ),
             "",
             "sections of settings:",
-            *(line for name in _sections() for line in _row(name, _text_of(name))),
+            *(line for name in sections for line in row(name, known[name].text)),
             "",
             f"`comera {command} --help_all` lists every key, with its type and default.",
-            "",
         ]
     )
 
 
-def _sections() -> Iterator[str]:
-    for name, hint in typing.get_type_hints(RunConfig).items():
-        if section_of(hint)[0] is not None:
-            yield name
+def _table(keys: Iterable[str]) -> str:
+    """Return the rows of settings, each with its type and default."""
+    lines = []
+    for key in keys:
+        setting = settings_by_name()[key]
+        if setting.is_section:
+            lines += ["", f"{key}: {setting.text}"]
+        else:
+            lines += row(f"--{key}=", f"{setting.text} ({wanted(setting.hint)}){setting.default}")
+    return "\n".join(lines)
 
 
-def _holder_of(key: str) -> tuple[Any, str]:
-    """Return the dataclass that holds a key, such as ``train.steps``, and its name there."""
-    holder: Any = RunConfig
-    *outer, name = key.split(".")
-    for part in outer:
-        holder = section_of(typing.get_type_hints(holder)[part])[0]
-    return holder, name
-
-
-def _default_of(key: str) -> str:
-    """Return a default in brackets; nothing where it is null, of which the docstring tells."""
-    holder, name = _holder_of(key)
-    default = next(field.default for field in fields(holder) if field.name == name)
-    if default is None:
-        return ""
-    return f" [{str(default).lower() if isinstance(default, bool) else default}]"
-
-
-def _text_of(key: str) -> str:
-    """Return what the docstrings of settings say of a key, such as ``train.steps``."""
-    holder, name = _holder_of(key)
-    told = {param.arg_name: param.description for param in parse(holder.__doc__).params}
-    return " ".join((told[name] or "").replace("``", "").split())
-
-
-def _row(name: str, text: str, default: str = "") -> list[str]:
+def row(name: str, text: str) -> list[str]:
+    """Return the lines of an entry of a help: a name, and what it is beside it."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     start = f"  {name}".ljust(_COLUMN)
-    if len(start) > _COLUMN:
-        return [start, *_row("", text, default)]
+    if len(start) > _COLUMN or (name and start[-1] != " "):
+        return [start, *row("", text)]
     below = " " * _COLUMN
-    return textwrap.wrap(text + default, width, initial_indent=start, subsequent_indent=below)
-
-
-RUN_COMMANDS = {
-    "train": "Train a run, or resume it.",
-    "plan": "Show what a run would train, and what it would be compressed to.",
-}
-
-
-def add_run_commands(commands: Any, with_settings: bool) -> None:
-    """Add the commands to those of ``comera``, for their help and what shells complete.
-
-    Their words are read by :func:`typed_settings`. Without their settings it takes less time.
-    """
-    for name, text in RUN_COMMANDS.items():
-        command = _Parser(description=text, allow_abbrev=False)
-        command.name = name
-        command.add_argument(
-            "--help_all",
-            action=_ShowEverySetting,
-            nargs=0,
-            default=SUPPRESS,
-            help="Show every setting and exit.",
-        )
-        command.add_argument(
-            "--config",
-            type=str,
-            help="YAML file that describes the run; `comera init` lists configurations that can be "
-            "given by name instead.",
-        )
-        if with_settings:
-            # Every field of a run is an option, its help the field's line in the docstring.
-            command.add_class_arguments(RunConfig, None)
-        # By itself the usage would list every key of a run.
-        command.usage = f"comera {name} FILE_OR_NAME [--KEY=VALUE ...]"
-        commands.add_subcommand(name, command, help=text)
-
-
-def asks_for_help(words: Sequence[str]) -> bool:
-    """Tell whether one of the words wants to see settings, all or those of a section."""
-    return any(
-        word in ("-h", "--help") or re.fullmatch(r"--help[_-]all|--[\w.-]+\.help", word)
-        for word in words
-    )
-
-
-def run_settings(words: Sequence[str]) -> RunConfig:
-    """Return the settings of ``train`` or ``plan``; raises what :func:`typed_settings` does."""
-    settings = typed_settings(words)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        settings.overwrite = False  # torchrun has started the processes again: they go on
-    return settings
-
-
-def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
-    """Carry one of them out, in one of ``count`` processes; returns the exit status."""
-    if command == "plan":
-        _show_plan(settings, console)
-        return 0
-    stop_with_parent()
-    reuse_freed_memory()
-    if count == 1:
-        return 0 if run(settings, console) else INTERRUPTED
-    cuda = settings.device != "cpu" and torch.cuda.is_available()
-    with joined(cuda, settings.parallel.timeout_minutes) as processes:
-        shown = console if processes.is_first else Console(quiet=True)
-        return 0 if run(settings, shown, processes=processes) else INTERRUPTED
-
-
-class _Parser(ArgumentParser):
-    """Shows what is changed first; ``--help_all`` shows every key, ``--SECTION.help`` some."""
-
-    name: str = ""
-
-    def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        """Return the text of ``--help``."""
-        if not self.name:  # jsonargparse makes one for a section
-            return super().format_help(formatter)
-        return short_help(self.name, self.description or "")
-
-
-class _ShowEverySetting(Action):
-    """Prints what argparse would, a paragraph a key."""
-
-    def __call__(self, parser: Any, *_: object) -> NoReturn:
-        print(ArgumentParser.format_help(parser), end="")
-        sys.exit(0)
-
-
-def _show_plan(config: RunConfig, console: Console) -> None:
-    report, layers, target = plan(config)
-    memory = planned_memory(config)
-    console.print(str(report), soft_wrap=True, highlight=False)
-    if layers is not None:
-        console.print(str(layers), soft_wrap=True, highlight=False)
-    for table in memory:
-        console.print(str(table), soft_wrap=True, highlight=False, markup=False)
-    if target is not None:
-        cores = report.live_params
-        rest = report.params - cores
-        console.print(
-            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
-            f"the whole model then has at most {rest + target:,} parameters, "
-            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
-        )
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=below) or [start]

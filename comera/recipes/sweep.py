@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
+from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
 from comera.recipes.data_record import missing_data, with_whole_paths
-from comera.recipes.folder import lock
+from comera.recipes.folder import is_finished, lock
 from comera.recipes.jobs import (
-    INTERRUPTED,
     Job,
     LauncherName,
-    find_finished,
     make_launcher,
-    reopen_other_data,
     resolve,
     run_jobs,
 )
@@ -41,7 +39,6 @@ from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
 _KEYS = (
@@ -253,6 +250,32 @@ def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
 # ── running ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def sweep(
+    file: str,
+    /,
+    *,
+    out: str | None = None,
+    jobs: int | None = None,
+    launcher: LauncherName = "local",
+    overwrite: bool = False,
+    console: Console,
+) -> int:
+    """Train variants of one run over seeds, and compare them. The same command resumes a sweep.
+
+    Args:
+        file: YAML file that describes the sweep, or a configuration's name.
+        out: Folder of the sweep, instead of the one that the file names.
+        jobs: Number of runs that are trained at a time (default: one on this machine, as many as
+            the queue takes elsewhere).
+        launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
+            settings of the latter are the sections submitit and ray of the file.
+        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
+            data; the others stay.
+    """
+    folder = Path(out) if out else None
+    return run_sweep(file_of(file), jobs, overwrite, console, folder, launcher)
+
+
 def run_sweep(
     path: Path,
     at_once: int | None = None,
@@ -263,16 +286,15 @@ def run_sweep(
     changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
-    """Train what is unfinished of a sweep, and compare what is finished.
+    """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
 
     Args:
         path: The sweep file.
         at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
-        overwrite: Begin the runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Begin the runs anew whose folders hold other settings or other data.
         console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
-        launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
+        launcher: Where runs are started.
         changes: Settings by dotted names that every run gets, whatever the file says.
         skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
             are finished are compared all the same.
@@ -322,7 +344,6 @@ def _carry_out(
         jobs += search.jobs
         expected += sweep.search.trials * len(sweep.seeds)
     resolve(jobs, overwrite)
-    reopen_other_data(jobs, overwrite)
     if search is not None:
         if overwrite and any(job.config.overwrite for job in search.jobs):
             console.print("the search is begun anew")
@@ -337,14 +358,21 @@ def _carry_out(
     completed = True
     if done < expected:
         starts = make_launcher(launcher, sweep.launchers, sweep.out, at_once, console)
-        more = search.more if search is not None else tuple
+
+        def more() -> list[Job]:
+            added = [] if search is None else search.more()
+            if overwrite:  # folders of a search that was begun anew
+                resolve(added, overwrite)
+            return added
+
         with (
             contextlib.closing(starts),
             show_progress(jobs, sweep.metric, console, expected) as watch,
         ):
-            completed = run_jobs(jobs, starts, overwrite, watch, more)
-    skipped = find_finished([job for job in everything if job not in jobs])
-    ordered = [job for job in everything if job in jobs or job in skipped]
+            completed = run_jobs(jobs, starts, watch, more)
+    ordered = [job for job in everything if job in jobs or is_finished(job.config)]
+    for job in ordered:
+        job.state = job.state if job in jobs else "finished"
     _report(sweep, [*ordered, *(job for job in jobs if job not in ordered)], console)
     if search is not None:
         search.tell()
@@ -362,7 +390,7 @@ def _check_data(jobs: Sequence[Job]) -> None:
         FileNotFoundError: If that is so.
     """
     waiting = [job.config for job in jobs if job.state == "waiting"]
-    by_data = {repr(getattr(config, config.task)): config for config in waiting}
+    by_data = {repr(config.data): config for config in waiting}
     lacking = [_lacking_data(config) for config in by_data.values()]
     if lacking and all(lacking):
         said = "; ".join(text for text in dict.fromkeys(lacking) if text)
@@ -375,7 +403,7 @@ def _lacking_data(config: RunConfig) -> str | None:
         named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
         return f"there is no {named}; put the data there, or say by those settings where they are"
     try:
-        kind_of(config).find_data(config)
+        config.data.find()
     except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
         return str(problem)
     return None

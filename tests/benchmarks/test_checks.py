@@ -9,7 +9,7 @@ from benchmarks.checks import (
     relative_errors,
 )
 from benchmarks.encoders import Encoders
-from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
+from comera.nn.embedding import TTEmbedding
 from comera.nn.linear import TTLinear
 
 TINY = Encoders(layers=1, width=16, ffn=32, heads=2, vocab=40, length=6, rank=4, embedding_rank=4)
@@ -38,8 +38,6 @@ def test_layers_that_are_right_pass(dtype):
     layer, x = layer.to(dtype), x.detach().to(dtype).requires_grad_()
     assert check_model("a layer", layer, (x,)).startswith("a layer agrees with dense in float64")
     check_table(TTEmbedding(90, 30, rank=5).to(dtype), torch.randint(0, 90, (64,)))
-    bags = TTEmbeddingBag(90, 30, mode="sum", rank=5).to(dtype)
-    check_table(bags, torch.randint(0, 90, (16, 4)))
 
 
 def test_every_parameter_of_a_layer_is_compared(pairs):

@@ -55,7 +55,7 @@ def test_the_hit_rate_leaves_even_points_out():
 # ── embedding ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--bag", "4"]])
+@pytest.mark.parametrize("more", [[], ["--zipf", "0"], ["--dtype", "bfloat16"]])
 def test_embedding_times_every_way_to_train_a_table(more, tmp_path):
     (result,) = measured(tmp_path, "embedding", *TABLE, *more, "--peers=none")
     assert list(result["summary"]) == [
@@ -244,7 +244,7 @@ def test_optimizers_are_timed_and_their_state_is_weighed(tmp_path, capsys):
     assert adamw["step ratio"] == 1
     assert came["step ms"] > came["update ms"] > 0
     assert {"GaLore, AdamW", "GaLore, CAME", "Muon, AdamW"} <= set(rows)
-    assert "longest / median step" in capsys.readouterr().out
+    assert all(row["longest / median step"] >= 1 for row in result["rows"])
     (result,) = measured(tmp_path, *OPTIMIZERS, "--only", "GaLore, C")
     assert [row["optimizer"] for row in result["rows"]] == ["AdamW, fused", "GaLore, CAME"]
     assert bench(*OPTIMIZERS, "--only", "Lion") == 1

@@ -11,9 +11,8 @@ from comera.calibrate.in_turn import tf32_products
 from comera.calibrate.ways import TRIALS, Trial, measure_ways
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, Times, Ways
+from comera.ops.dispatch import TABLE, Sample, Times, Ways, way_times_of
 from comera.ops.kernels import choose
-from comera.ops.way_order import way_times_of
 from comera.planning import machine
 from comera.planning.way_times import load_way_times
 from comera.recipes.cli import main
@@ -40,8 +39,9 @@ def quick(monkeypatch, tmp_path):
 def sleeping(monkeypatch):
     """An operator whose first way takes ten times as long as its second; a third refuses."""
     monkeypatch.setattr(dispatch, "TABLE", table := {})
-    for module in ("comera.ops.way_order", "comera.calibrate.ways"):
-        monkeypatch.setattr(f"{module}.TABLE", table)
+    monkeypatch.setattr(way_speed, "TABLE", table)
+    for module in (dispatch, way_speed):  # no card is needed
+        monkeypatch.setattr(module, "ORDERED", ("cpu",))
     case = lambda x: (x, x.dtype, (x.shape[0],))  # noqa: E731
     ways = Ways("sleeping", lambda new: (new(4),), Times("sleeping", case))
     ways.way("long", timed_as="long")(lambda x: time.sleep(0.01))
@@ -105,18 +105,19 @@ def test_every_group_has_a_trial():
 )
 def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
     """Cut to a few rows: what is made is what is measured, case by case."""
+    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))
     small = {"_tokens": lambda device: 512, "copies_of": lambda device, nbytes: 1}
     for name, value in small.items():
         monkeypatch.setattr(way_speed, name, value)
     first, *rest = trial.make.args
-    if trial.group in ("feed_forward", "gated_feed_forward", "lookup", "linears"):
+    if trial.group in ("feed_forward", "gated_feed_forward", "lookup"):
         first = 64
     elif trial.group == "contract_cores":
         first = 2
     run = trial.make.func(first, *rest, CPU, torch.float32)[0]
     with static_shapes():  # as in a graph: else autograd's own operations contract cores on a CPU
         gone, seen = way_speed._go(trial.group, "torch", run)
-    assert "torch" in gone or trial.group in ("attention_space", "linears")
+    assert "torch" in gone or trial.group == "attention_space"
     assert seen
     assert all(dtype == torch.float32 for _, dtype, _ in seen)
 
@@ -125,6 +126,8 @@ def test_every_trial_meets_cases_of_its_group(trial, monkeypatch):
 def test_the_command_measures_the_machine_and_doctor_tells_of_it(monkeypatch, capsys):
     monkeypatch.setattr(profile, "_ROUNDS", 1)
     monkeypatch.setattr(profile, "_LARGE", {"cpu": 1 << 20})
+    for module in (dispatch, way_speed):  # no card is needed
+        monkeypatch.setattr(module, "ORDERED", ("cpu",))
     monkeypatch.setattr(way_speed, "_tokens", lambda device: 512)
     monkeypatch.setattr(way_speed, "TRIALS", tuple(t for t in TRIALS if t.group == "attend")[:2])
     assert main(["doctor"]) == 0
@@ -165,11 +168,11 @@ def test_what_has_a_way_in_tf32_alone_is_measured_with_it_too():
     trials = {trial.group: trial for trial in TRIALS}
     found = {
         group: list(way_speed._roundings(trials[group], torch.device("cuda")))
-        for group in ("feed_forward", "gated_feed_forward", "linears")
+        for group in ("feed_forward", "gated_feed_forward")
     }
     exact = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False)]
     both = [exact[0], (torch.float32, True), *exact[1:]]
-    assert found == {"feed_forward": both, "gated_feed_forward": both, "linears": exact}
+    assert found == {"feed_forward": both, "gated_feed_forward": both}
     assert list(way_speed._roundings(trials["feed_forward"], CPU)) == exact[:1]
 
 

@@ -3,9 +3,8 @@ import contextlib
 import pytest
 import torch
 
-from comera.ops.dispatch import TABLE
+from comera.ops.dispatch import TABLE, preferring
 from comera.ops.kernels import choose, emulate
-from comera.ops.way_order import preferring
 
 ORDERS = (emulate.ASCENDING, emulate.DESCENDING, 7)
 """Of the threads of a block; the last is drawn at random."""

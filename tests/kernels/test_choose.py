@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import comera
-from comera.ops import dispatch, way_order
+from comera.ops import dispatch
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import Sample, Ways
 from comera.ops.kernels import choose, driver, nvrtc
@@ -185,7 +185,7 @@ def test_a_fallback_says_its_reason_while_compiling_too(card, compiled):
 def test_tests_on_a_card_take_kernels_of_which_no_time_is_known(name, card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(way_order, "way_times_of", lambda device: NONE)
+    monkeypatch.setattr(dispatch, "way_times_of", lambda device: NONE)
     dispatch.forget_times()
     ways, where = dispatch.TABLE[name], torch.device("cuda", 0)
     given = ways.sample(lambda *shape: Sample(shape, torch.bfloat16, where))

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
-from comera.ops.linear.gated_feed_forward import _gated_hidden
+from comera.ops.linear.feed_forward import _gated_hidden
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 from tests.kernels.thorough import some
 

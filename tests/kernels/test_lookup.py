@@ -6,12 +6,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
+from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.distinct_rows import TableFactors
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, _Given
 from comera.ops.table.lookup import lookup as lookup_op
-from comera.ops.way_order import preferring
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import comera
+from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, emulate, nvrtc, warp_lookup_kernel
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.lookup import lookup
-from comera.ops.way_order import preferring
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
 

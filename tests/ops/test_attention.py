@@ -3,17 +3,26 @@ import torch
 from torch.nn import functional as F
 
 from comera.ops import attention as module
-from comera.ops.attention import _attend, attend, score_bias
+from comera.ops.attention import (
+    _attend,
+    _dropout_add,
+    attend,
+    dropout_add,
+    head_factors,
+    keep_mask,
+    score_bias,
+)
 from comera.ops.dispatch import TABLE, Sample
 
 
-def make(heads=2, queries=6, keys=5, shared=False, width_v=7, dtype=torch.float64):
-    def random(*size):
-        return torch.randn(size, dtype=dtype, requires_grad=True)
+def random(*size, dtype=torch.float64):
+    return torch.randn(size, dtype=dtype, requires_grad=True)
 
+
+def make(heads=2, queries=6, keys=5, shared=False, width_v=7, dtype=torch.float64):
     of_keys = 1 if shared else heads
-    q = random(3, heads, queries, 4)
-    k, v = random(3, of_keys, keys, 4), random(3, of_keys, keys, width_v)
+    q = random(3, heads, queries, 4, dtype=dtype)
+    k, v = (random(3, of_keys, keys, width, dtype=dtype) for width in (4, width_v))
     keep = torch.rand(3, keys) > 0.3
     keep[:, 0] = True
     return q, k, v, keep
@@ -180,3 +189,91 @@ def test_a_mask_may_be_of_whole_numbers(dtype):
     assert not keep.all()
     want = attend(q, k, v, keep, 0.4, 0.0)
     torch.testing.assert_close(attend(q, k, v, keep.to(dtype), 0.4, 0.0), want)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("ranks", [(2, 3, 4, 5), (1, 1, 1, 1)], ids=str)
+def test_head_factors(ranks, heads):
+    width = 6 * heads
+    q, k, v = (random(rank, width) for rank in ranks[:3])
+    o = random(width, ranks[3])
+    parts = [slice(start, start + 6) for start in range(0, width, 6)]
+    scores = torch.cat([q[:, p] @ k[:, p].T for p in parts], 1)
+    values = torch.cat([v[:, p] @ o[p] for p in parts])
+    got, leaves = head_factors(q, k, v, o, heads), [q, k, v, o]
+    assert_equal(
+        torch.cat([x.flatten() for x in got]),
+        torch.cat([scores.flatten(), values.flatten()]),
+        leaves,
+    )
+
+
+@pytest.mark.slow
+def test_head_factors_are_registered_soundly():
+    halves = random(2, 6), random(3, 6), random(4, 6), random(6, 5)
+    torch.library.opcheck(head_factors.custom_op, (*halves, 2))
+
+
+def test_a_share_p_is_dropped_and_the_mean_kept():
+    """Each mask is drawn at 25 or 26 in 256; both occur, and on average it is 0.1."""
+    shares = []
+    for _ in range(300):
+        y = dropout_add(torch.ones(100, 100), None, 0.1, True)
+        assert y.unique().numel() == 2
+        assert abs(float(y.double().mean()) - 1) < 0.02
+        shares.append(float((y == 0).double().mean()))
+    assert abs(sum(shares) / len(shares) - 0.1) < 0.001
+    drawn = {float(keep_mask((8,), 0.1)[1]) for _ in range(100)}
+    assert drawn == {float(torch.tensor(256 / kept)) for kept in (230, 231)}
+
+
+def test_neighbours_are_independent():
+    """One random number serves four elements: their masks must not go together."""
+    keep, _ = keep_mask((400_000,), 0.5)
+    quads = keep.double().view(-1, 8) - 0.5
+    correlation = quads.T @ quads / quads.shape[0] / 0.25
+    assert float((correlation - torch.eye(8)).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_go_where_the_values_went(residual):
+    x = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
+    other = torch.randn(7, 9, dtype=torch.float64, requires_grad=True) if residual else None
+    y = dropout_add(x, other, 0.4, True)
+    part = y if other is None else y - other
+    scale = torch.where(part.detach().abs() > 1e-12, part.detach() / x.detach(), 0)
+    torch.testing.assert_close(scale.unique()[-1].item(), 1 / 0.6, rtol=5e-3, atol=0)
+    y.backward(torch.full_like(y, 2.0))
+    torch.testing.assert_close(x.grad, 2 * scale)
+    assert other is None or torch.equal(other.grad, torch.full_like(other, 2.0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9])
+def test_sizes_that_are_not_multiples_of_eight(count):
+    assert dropout_add(torch.ones(count), None, 0.5, True).shape == (count,)
+
+
+def test_the_ends():
+    x, residual = torch.randn(5), torch.randn(5)
+    assert dropout_add(x, None, 0.0, True) is x
+    assert dropout_add(x, None, 0.5, False) is x
+    assert torch.equal(dropout_add(x, residual, 0.5, False), x + residual)
+    assert torch.equal(dropout_add(x, residual, 1.0, True), residual)
+
+
+def test_the_same_seed_gives_the_same_mask():
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        masks.append(keep_mask((100,), 0.3)[0])
+    assert torch.equal(*masks)
+    assert not torch.equal(masks[0], keep_mask((100,), 0.3)[0])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_dropout_is_registered_soundly(residual):
+    x = torch.randn(5, 6, requires_grad=True)
+    other = torch.randn(5, 6, requires_grad=True) if residual else None
+    # A random result cannot be compared between two runs.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_dropout_add.custom_op, (x, other, 0.3), test_utils=checks)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comera.ops import product as module
 from comera.ops.product import (
@@ -24,6 +25,7 @@ def library(request, monkeypatch):
     if request.param == "onednn" and not has_onednn():
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(module, "ONEDNN_FROM", 1)
+    monkeypatch.setattr(module, "NODE_FROM", 1)
     monkeypatch.setattr(module, "prefers_onednn", lambda: request.param == "onednn")
 
 
@@ -147,6 +149,17 @@ def test_affine_follows_autocast():
 def test_registered_soundly(bias):
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
     torch.library.opcheck(_affine.custom_op, (x, weight, bias))
+
+
+def test_a_product_without_values_is_a_node_of_a_graph(monkeypatch):
+    """The library depends on sizes, which are known when the graph runs."""
+    monkeypatch.setattr(module, "prefers_onednn", lambda: True)
+    nodes = []
+    monkeypatch.setattr(module, "_product_in_a_graph", lambda a, b: nodes.append(a.shape) or a @ b)
+    with FakeTensorMode(), torch.no_grad():
+        product(torch.empty(4, 3), torch.empty(3, 2))
+        product(torch.empty(4, 3, dtype=torch.float64), torch.empty(3, 2, dtype=torch.float64))
+    assert nodes == [(4, 3)]
 
 
 @pytest.mark.skipif(not has_onednn(), reason="torch was built without oneDNN")

@@ -3,10 +3,12 @@ import math
 import pytest
 import tensorly
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from comera.ops.context import static_shapes
+from comera.ops.contract_cores import contract_layer
 from comera.ops.cores import rank_gate_reference
-from comera.ops.linear.tt_linear import _factorized_linears, plain_linear, tt_linear, tt_to_dense
+from comera.ops.linear.tt_linear import low_rank_linear, tt_linear, tt_to_dense
 from comera.shapes import TTShape
 
 SHAPES = {
@@ -30,7 +32,8 @@ def way(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setitem(globals(), "tt_linear", by_itself)
     if request.param == "operators":
-        monkeypatch.setattr("comera.ops.linear.tt_linear.is_torchs", lambda x, columns: False)
+        monkeypatch.setattr("comera.ops.product._suits_onednn", lambda *_: True)
+        monkeypatch.setattr("comera.ops.product._is_onednns", lambda *_: False)
         with static_shapes():
             yield
     else:
@@ -45,7 +48,8 @@ def by_itself(
     modes = [core.shape[1] for core in cores]
     in_features = in_features or math.prod(modes[:split])
     out_features = out_features or math.prod(modes[split:])
-    return plain_linear(x, cores, gates, bias, split, threshold, in_features, out_features)
+    factors = contract_layer(cores, gates, split, threshold, in_features, out_features)
+    return low_rank_linear(x, *factors, bias)
 
 
 class Problem:
@@ -230,17 +234,58 @@ def test_a_wrong_width_is_named():
         problem.ours(torch.zeros((), dtype=torch.float64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("batch", "bias", "count"),
-    [((), False, 1), ((2, 3), True, 1), ((2, 3), False, 3), ((), True, 3), ((0,), True, 3)],
-    ids=str,
-)
-def test_registered_soundly(batch, bias, count):
-    x = torch.randn(*batch, 6, requires_grad=True)
-    lefts = [torch.randn(6, 8, requires_grad=True) for _ in range(count)]
-    rights = [torch.randn(8, 5 + k, requires_grad=True) for k in range(count)]
-    torch.library.opcheck(_factorized_linears.custom_op, (x, lefts, rights, bias))
-    *ys, t = _factorized_linears(x, lefts, rights, bias)
-    assert [y.shape for y in ys] == [(*batch, 5 + k) for k in range(count)]
-    assert t.shape == (math.prod(batch), 8 * count)
+LAYER = (1, 2, 3), (3, 2, 2), (2, 3, 2), (2, 2, 1)
+NEAR = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
+THRESHOLD = 0.07
+CLOSED = float(torch.tensor(THRESHOLD))  # which is above it, but in the dtype of the gates
+BESIDE = float(torch.nextafter(torch.tensor(THRESHOLD), torch.tensor(1.0)))
+
+
+def layer_of(gate=1.0, seed=0):
+    """Batch, cores and gates, of which one has this number."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 4, generator=generator)
+    cores = [torch.randn(size, generator=generator) for size in LAYER]
+    gates = [torch.ones(size[2]) for size in LAYER[:-1]]
+    gates[1][0] = gate
+    return [tensor.requires_grad_() for tensor in (x, *cores, *gates)]
+
+
+def plainly(x, *params):
+    return low_rank_linear(x, *contract_layer(params[:4], params[4:], 2, THRESHOLD, 4, 6), None)
+
+
+def densely(x, *params):
+    pairs = zip(params[:3], params[4:], strict=True)
+    gated = [rank_gate_reference(core, gate, THRESHOLD) for core, gate in pairs]
+    return x @ tt_to_dense([*gated, params[3]], 2).T
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.1, BESIDE, CLOSED, 0.0, -1.0, math.nan])
+def test_every_gate_is_what_it_is_for_the_reference(gate):
+    found, wanted = layer_of(gate), layer_of(gate)
+    out, reference = plainly(*found), densely(*wanted)
+    torch.testing.assert_close(out, reference, **NEAR)
+    out.square().sum().backward()
+    reference.square().sum().backward()
+    for mine, its in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, **NEAR)
+
+
+@pytest.mark.parametrize(("gate", "asked"), [(1.0, 0), (0.1, 3)])
+def test_autograd_is_asked_only_where_a_gate_may_be_closed(gate, asked):
+    with torch.profiler.profile(acc_events=True) as profile:
+        plainly(*layer_of(gate))
+    assert sum(event.name == "aten::threshold" for event in profile.events()) == asked
+
+
+def test_what_is_recorded_closes_gates_that_were_open_then():
+    recorded = make_fx(plainly)(*layer_of())
+    torch.testing.assert_close(recorded(*layer_of(0.0)), densely(*layer_of(0.0)))
+
+
+def test_gradients_of_a_transformed_layer():
+    x, *params = layer_of(0.0)
+    found = torch.func.grad(lambda core: plainly(x, core, *params[1:]).sum())(params[0])
+    (wanted,) = torch.autograd.grad(densely(x, *params).sum(), params[0])
+    torch.testing.assert_close(found, wanted)

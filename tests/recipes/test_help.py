@@ -54,7 +54,7 @@ def test_so_is_one_section(capsys):
 
 def test_shells_can_complete_the_commands(capsys):
     pytest.importorskip("shtab")
-    text = printed(capsys, "--print_completion", "shtab-bash")
+    text = printed(capsys, "--print_completion", "bash")
     assert "calibrate" in text
     assert "--train.batch_size" in text
 

@@ -14,12 +14,12 @@ import yaml
 from rich.console import Console
 
 import comera
+from comera._command import INTERRUPTED
 from comera.checkpoint.archive import Archive
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
 from comera.recipes.after_training import runs_table
 from comera.recipes.folder import other_settings
-from comera.recipes.jobs import INTERRUPTED
 from comera.recipes.optimizers import AdamWConfig, MuonConfig, SGDConfig
 from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run import planned_memory, run

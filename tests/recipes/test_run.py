@@ -19,7 +19,7 @@ from comera.ops.linear.fp8 import why_not_fp8
 from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.optimizers import MuonConfig
-from comera.recipes.parse import hints_of, read_yaml, section_of, wanted
+from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
 from comera.recipes.run import plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
@@ -29,7 +29,6 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
-from comera.recipes.tasks.task import count_steps
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions
@@ -74,7 +73,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
     assert 0 < compressed.metrics["loss"] < 6
     folder = Path(config.out)
     saved = load_file(folder / "model.safetensors")
-    fresh = tensorize_(kind_of(config).dense_model(config, {"vocab_size": 320}), config.tensorize)
+    fresh = tensorize_(kind_of(config).dense_model({"vocab_size": 320}), config.tensorize)
     fresh.load_state_dict(saved)
     assert sum(p.numel() for p in fresh.parameters()) == compressed.params
     facts = json.loads((folder / "result.json").read_text())
@@ -396,9 +395,12 @@ def test_stages_end_with_the_run():
 
 
 def test_epochs_of_no_step_are_refused():
-    assert count_steps(RunConfig(train=TrainConfig(epochs=0.15)), 10) == 2
+    def counted(epochs):
+        return kind_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs))).count_steps(10)
+
+    assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):
-        count_steps(RunConfig(train=TrainConfig(epochs=0.04)), 10)
+        counted(0.04)
 
 
 @pytest.mark.slow
@@ -486,6 +488,8 @@ def test_a_value_that_is_never_right_is_named_with_its_section(capsys):
 
 def test_words_for_every_type_of_a_setting():
     def check(kind: type) -> None:
+        for each in choices_of(kind):
+            check(each)
         for hint in hints_of(kind).values():
             section, _ = section_of(hint)
             if section is not None:

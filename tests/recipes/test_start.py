@@ -63,7 +63,7 @@ WAYS = [["comera"], ["-m", "comera"], ["-m", "comera.recipes.cli"]]
         *((words, "torch") for words in WAYS),
         # Once that is imported, all go the same way.
         pytest.param(["comera"], "numpy", marks=pytest.mark.slow),
-        pytest.param(["comera"], "jsonargparse", marks=pytest.mark.slow),
+        pytest.param(["comera"], "yaml", marks=pytest.mark.slow),
     ],
     ids=lambda given: given if isinstance(given, str) else " ".join(given),
 )

@@ -1,8 +1,10 @@
-"""Two tensor-train layers with an activation between them, without keeping what lies between.
+"""Feed-forward parts of tensor-train layers, plain and gated, that keep no hidden activation.
 
-The wide hidden activation is the largest tensor of a transformer block. Here it exists for a few
-hundred rows at a time, which stay in the processor's cache, and is computed once more in the
-backward pass from the narrow ``t1 = x @ left1``: one narrow product more, three wide tensors less.
+The hidden activations are the largest tensors of a transformer block: one for a plain part, three
+for a gated one as LLaMA has it. Here they exist for a few hundred rows at a time, which stay in the
+processor's cache, and are computed once more in the backward pass from the narrow ``x @ left``:
+narrow products more, wide tensors less. Of a plain part one operator computes everything, of a
+gated one that between the narrow products.
 
 Shape suffixes: B = batch, I = input width, F = hidden width, O = output width, R = padded bonds.
 """
@@ -13,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
 from comera.ops.factors import Factors, set_ones_
-from comera.ops.kernels import feed_forward_kernel
+from comera.ops.kernels import choose, feed_forward_kernel, gated_kernel
+from comera.ops.linear.tt_linear import times_left
 from comera.ops.operator import operator
-from comera.ops.product import add_product, product, product_into, store_product_
+from comera.ops.product import add_product, affine, product, product_into, store_product_
 
 _aten = torch.ops.aten
 
@@ -39,11 +43,11 @@ def factorized_feed_forward_reference(
     x_BI: Tensor, factors1: Factors, factors2: Factors, activation: str
 ) -> Tensor:
     """Do the same as :func:`factorized_feed_forward` in plain products."""
-    hidden = getattr(torch.nn.functional, activation)(plainly(x_BI, factors1))
-    return plainly(hidden, factors2)
+    hidden = getattr(F, activation)(_plainly(x_BI, factors1))
+    return _plainly(hidden, factors2)
 
 
-def plainly(x: Tensor, factors: Factors) -> Tensor:
+def _plainly(x: Tensor, factors: Factors) -> Tensor:
     """Multiply by a left and a right factor, and add a bias, one after the other."""
     y = x @ factors.left @ factors.right
     return y + factors.right[-1] if factors.has_bias else y
@@ -98,10 +102,10 @@ def _case(x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, *_: Any) -> C
     bond = max(left1.shape[1], left2.shape[1])
     kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
     sizes = x.shape[0], x.shape[1], right1.shape[1], bond
-    return x, x.dtype, (*sizes, *rounding(x), *kernels)
+    return x, x.dtype, (*sizes, *_rounding(x), *kernels)
 
 
-def rounding(x: Tensor) -> tuple[str, ...]:
+def _rounding(x: Tensor) -> tuple[str, ...]:
     """Name what products round to, where that is not told by the dtype."""
     return ("tf32",) if products_are_tf32(x) else ()
 
@@ -141,9 +145,8 @@ def _by_torch(
     t1 = product(x, left1).contiguous()  # as all results are promised to be
     t2 = x.new_empty(x.shape[0], left2.shape[1])
     set_ones_(t1, bias)
-    (hidden,) = hidden_buffers(x, right1.shape[1], 1)
-    for rows in hidden_slices(x, right1.shape[1]):
-        h = product_into(hidden[: t1[rows].shape[0]], t1[rows], right1)
+    for rows, (hidden,) in _pieces(x, right1.shape[1], 1):
+        h = product_into(hidden, t1[rows], right1)
         store_product_(t2[rows], value(h, out=h), left2)
     set_ones_(t2, bias)
     return product(t2, right2), t1, t2
@@ -203,21 +206,17 @@ def _gradients_by_torch(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, grad_of = ACTIVATIONS[activation]
-    slices = list(hidden_slices(x, right1.shape[1]))
-    # What several pieces are summed up in; one is not worth a cast there and back.
-    wide = x.dtype if len(slices) == 1 else torch.promote_types(x.dtype, torch.float32)
+    wide = _dtype_of_sums(x, right1.shape[1])
     turned = on_cpu_alone(x) is None  # there a narrow gradient is made faster that way
     u2 = product(grad_y, right2.T)
     u1 = torch.empty_like(t1)
     grad_left2 = grad_right1 = None
-    hidden, active, grad = hidden_buffers(x, right1.shape[1], 3)
-    for rows in slices:
-        count = t1[rows].shape[0]
-        h = product_into(hidden[:count], t1[rows], right1)
-        a = value(h, out=active[:count])
+    for rows, (hidden, active, grad) in _pieces(x, right1.shape[1], 3):
+        h = product_into(hidden, t1[rows], right1)
+        a = value(h, out=active)
         pair = (u2[rows].T, a) if turned else (a.T, u2[rows])
         grad_left2 = add_product(grad_left2, *pair, wide)
-        ga = product_into(grad[:count], u2[rows], left2.T)
+        ga = product_into(grad, u2[rows], left2.T)
         gh = grad_of(ga, h, grad_input=ga)
         grad_right1 = add_product(grad_right1, t1[rows].T, gh, wide)
         store_product_(u1[rows], gh, right1.T)
@@ -248,30 +247,190 @@ def _backward(ctx, grad_y: Tensor | None, *_):
     if grad_y is None:
         return (None,) * 7
     x_BI, *saved = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        return *_gradients_again(ctx, grad_y, x_BI, *saved[2:]), None, None
+
+    def plainly(x: Tensor, *halves: Tensor) -> Tensor:
+        left1, right1, left2, right2 = halves
+        pairs = Factors(left1, right1, ctx.bias), Factors(left2, right2, ctx.bias)
+        return factorized_feed_forward_reference(x, *pairs, ctx.activation)
+
     with without_autocast(x_BI):
+        if torch.is_grad_enabled():
+            inputs = [x_BI, *saved[2:]]
+            return *_gradients_again(plainly, inputs, grad_y.to(x_BI.dtype)), None, None
         x = x_BI.reshape(-1, x_BI.shape[-1])
         gy = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
         grad_x, *grads = _feed_forward_backward(gy, x, *saved, ctx.activation)
     return grad_x.reshape(x_BI.shape), *grads, None, None
 
 
-def _gradients_again(ctx, grad_y: Tensor, x_BI: Tensor, *halves: Tensor) -> list[Tensor | None]:
-    def reference(
-        x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor
-    ) -> Tensor:
-        factors = Factors(left1, right1, ctx.bias), Factors(left2, right2, ctx.bias)
-        return factorized_feed_forward_reference(x, *factors, ctx.activation)
-
-    with without_autocast(x_BI):
-        return gradients_again(reference, [x_BI, *halves], grad_y.to(x_BI.dtype))
-
-
 _feed_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def gradients_again(
+def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
+    """Do the same as :func:`gated_feed_forward` in plain products."""
+    g, u = (_plainly(x_BI, factors) for factors in (gate, up))
+    return _plainly(F.silu(g) * u, down)
+
+
+def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
+    """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
+
+    Args:
+        x_BI: ``(*, I)``.
+        gate: ``(I, R)`` and ``(R, F)``, those of
+            :func:`~comera.ops.contract_cores.contract_cores`.
+        up: ``(I, R)`` and ``(R, F)``, of an R of its own.
+        down: ``(F, R)`` and ``(R, O)``.
+
+    Returns:
+        ``(*, O)``. It can be differentiated as often as one likes.
+    """
+    x_BI, lefts, rights = autocast_together(
+        x_BI, [gate.left, up.left, down.left], [gate.right, up.right, down.right]
+    )
+    t_gate, t_up = times_left(x_BI.reshape(-1, x_BI.shape[-1]), lefts[:2], gate.has_bias).split(
+        [left.shape[1] for left in lefts[:2]], 1
+    )
+    t2 = _gated_hidden(t_gate, t_up, rights[0], rights[1], lefts[2])
+    y = affine(t2, rights[2], rights[2][-1] if down.has_bias else None)
+    return y.view(*x_BI.shape[:-1], y.shape[1])
+
+
+@operator("comera::gated_hidden")
+def _gated_hidden(
+    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
+) -> Tensor:
+    """Return ``(silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2``."""
+    return _GATED_FORWARD(t_gate, t_up, right_gate, right_up, left2)
+
+
+def _sample_gated(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return new(1024, 32), new(1024, 32), new(32, 3072), new(32, 3072), new(3072, 32)
+
+
+def _case_gated(t_gate: Tensor, t_up: Tensor, right_gate: Tensor, *_: Any) -> Case:
+    """Time depends on rows, the hidden width, the bond of the first layers, and rounding."""
+    sizes = t_gate.shape[0], right_gate.shape[1], t_gate.shape[1]
+    return t_gate, t_gate.dtype, (*sizes, *_rounding(t_gate))
+
+
+_GATED_TIMES = Times("gated_feed_forward", _case_gated)
+_GATED_FORWARD = Ways("gated_hidden", _sample_gated, _GATED_TIMES)
+
+
+def _gated_kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
+    elsewhere = choose.off_card("feed_forward_gated", t_gate)
+    return elsewhere or gated_kernel.refuses(t_gate, *given[:4])
+
+
+_GATED_FORWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
+    gated_kernel.forward
+)
+
+
+@_GATED_FORWARD.way("torch")
+def _gated_by_torch(
+    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
+) -> Tensor:
+    t2 = t_gate.new_empty(t_gate.shape[0], left2.shape[1])
+    silu, _ = ACTIVATIONS["silu"]
+    for rows, (gated, wide) in _pieces(t_gate, right_gate.shape[1], 2):
+        g = product_into(gated, t_gate[rows], right_gate)
+        u = product_into(wide, t_up[rows], right_up)
+        store_product_(t2[rows], silu(g, out=g).mul_(u), left2)
+    return t2
+
+
+@_gated_hidden.register_fake
+def _(t_gate, t_up, right_gate, right_up, left2):
+    return t_gate.new_empty(t_gate.shape[0], left2.shape[1])
+
+
+@torch.library.custom_op("comera::gated_hidden_backward", mutates_args=())
+def _gated_hidden_backward(
+    t_gate: Tensor,
+    t_up: Tensor,
+    right_gate: Tensor,
+    right_up: Tensor,
+    left2: Tensor,
+    grad_t2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _GATED_BACKWARD(t_gate, t_up, right_gate, right_up, left2, grad_t2)
+
+
+def _sample_gated_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return *_sample_gated(new), new(1024, 32)
+
+
+_GATED_BACKWARD = Ways("gated_hidden_backward", _sample_gated_backward, _GATED_TIMES)
+_GATED_BACKWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
+    gated_kernel.backward
+)
+
+
+@_GATED_BACKWARD.way("torch")
+def _gated_gradients_by_torch(
+    t_gate: Tensor,
+    t_up: Tensor,
+    right_gate: Tensor,
+    right_up: Tensor,
+    left2: Tensor,
+    grad_t2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    silu, silu_back = ACTIVATIONS["silu"]
+    hidden = right_gate.shape[1]
+    dtype = _dtype_of_sums(t_gate, hidden)
+    of_gate, of_up = torch.empty_like(t_gate), torch.empty_like(t_up)
+    sums: list[Tensor | None] = [None, None, None]
+    for rows, into in _pieces(t_gate, hidden, 5):
+        t_g, t_u, dt2 = t_gate[rows], t_up[rows], grad_t2[rows]
+        g, u = product_into(into[0], t_g, right_gate), product_into(into[1], t_u, right_up)
+        dh = product_into(into[2], dt2, left2.T)
+        active = silu(g, out=into[3])
+        sums[2] = add_product(sums[2], torch.mul(active, u, out=into[4]).T, dt2, dtype)
+        du = active.mul_(dh)
+        sums[1] = add_product(sums[1], t_u.T, du, dtype)
+        store_product_(of_up[rows], du, right_up.T)
+        dg = silu_back(dh.mul_(u), g, grad_input=into[4])
+        sums[0] = add_product(sums[0], t_g.T, dg, dtype)
+        store_product_(of_gate[rows], dg, right_gate.T)
+    likes = right_gate, right_up, left2
+    grads = (
+        torch.zeros_like(like) if each is None else each.to(like.dtype).contiguous()
+        for each, like in zip(sums, likes, strict=True)
+    )
+    return of_gate, of_up, *grads  # type: ignore[return-value]
+
+
+@_gated_hidden_backward.register_fake
+def _(t_gate, t_up, right_gate, right_up, left2, grad_t2):
+    thin = (t.new_empty(t.shape) for t in (t_gate, t_up))
+    return *thin, *map(torch.empty_like, (right_gate, right_up, left2))
+
+
+def _setup_gated(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back_gated(ctx, grad_t2: Tensor):
+    saved = ctx.saved_tensors
+    with without_autocast(grad_t2):
+        grad_t2 = grad_t2.to(saved[0].dtype)
+        if torch.is_grad_enabled():
+            return tuple(_gradients_again(_plain_hidden, saved, grad_t2))
+        return _gated_hidden_backward(*saved, grad_t2)
+
+
+def _plain_hidden(
+    t_gate: Tensor, t_up: Tensor, right_gate: Tensor, right_up: Tensor, left2: Tensor
+) -> Tensor:
+    return (F.silu(t_gate @ right_gate) * (t_up @ right_up)) @ left2
+
+
+_gated_hidden.register_autograd(_back_gated, setup_context=_setup_gated)
+
+
+def _gradients_again(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated, for a backward pass that is itself.
@@ -292,16 +451,19 @@ def gradients_again(
     return [next(found) if each.requires_grad else None for each in inputs]
 
 
-def hidden_slices(x: Tensor, hidden: int) -> Iterator[slice]:
-    """Cut the rows of a batch into the pieces of which a hidden activation exists at a time."""
+def _pieces(x: Tensor, hidden: int, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield the rows of each piece of a batch, and tensors of the hidden width to compute it in."""
     rows = _rows_at_a_time(x, hidden)
-    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+    wide = [x.new_empty(rows, hidden) for _ in range(buffers)]
+    for start in range(0, x.shape[0], rows):
+        count = min(rows, x.shape[0] - start)
+        yield slice(start, start + rows), [buffer[:count] for buffer in wide]
 
 
-def hidden_buffers(x: Tensor, hidden: int, count: int) -> list[Tensor]:
-    """Return tensors of the hidden width that hold the largest of these pieces."""
-    rows = _rows_at_a_time(x, hidden)
-    return [x.new_empty(rows, hidden) for _ in range(count)]
+def _dtype_of_sums(x: Tensor, hidden: int) -> torch.dtype:
+    """Return the dtype to sum pieces in; a single one is not worth a cast there and back."""
+    one = x.shape[0] > 0 and _rows_at_a_time(x, hidden) >= x.shape[0]
+    return x.dtype if one else torch.promote_types(x.dtype, torch.float32)
 
 
 _rows_at_a_time = Ways("hidden_rows_at_a_time", lambda new: (new(1024, 768), 3072))

@@ -21,24 +21,12 @@ import torch
 from torch import Tensor
 
 from comera.ops.context import without_autocast
-from comera.ops.contract_cores import CONTRACT, contract_groups, layout_of
-from comera.ops.cores import (
-    Chains,
-    contract_chain,
-    contract_chains,
-    contract_chains_grads,
-    gate_chains,
-    gate_grads,
-    rank_gate,
-    stack_chains,
-    stack_gates,
-    unstack_chains,
-    unstack_gates,
-)
+from comera.ops.contract_cores import CONTRACT, contract_by_torch, contract_groups, layout_of
+from comera.ops.cores import Chains, contract_chain, rank_gate
 from comera.ops.dispatch import Case, Times, Ways, with_values
 from comera.ops.kernels.choose import kernel_refuses
 from comera.ops.kernels.warp_lookup_kernel import takes
-from comera.ops.operator import operator
+from comera.ops.operator import operator, recomputed_grads
 from comera.ops.table.distinct_rows import check_range
 from comera.ops.table.lookup import lookup
 
@@ -121,14 +109,16 @@ def _one_by_one(chains: Sequence[Chains], tables: Sequence[Table]) -> list[tuple
 def _contract_table(
     cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
 ) -> tuple[Tensor, Tensor]:
+    return _table_by_torch(cores, gates, threshold)
+
+
+def _table_by_torch(
+    cores: Sequence[Tensor], gates: Sequence[Tensor], threshold: float
+) -> tuple[Tensor, Tensor]:
     split = len(cores) // 2
-    with without_autocast(cores[0]):
-        gated = gate_chains(stack_chains(cores, 1), stack_gates(gates, 1, threshold)[0])
-        left, right = (
-            contract_chains(gated[:split])[0, 0],
-            contract_chains(gated[split:])[0, ..., 0],
-        )
-        return _left_apart(left, cores[:split]), _right_apart(right, cores[split:], turned=True)
+    flat = [core.flatten(1, 2) for core in cores]
+    left, right = contract_by_torch(Chains(flat, gates, [], 1, split, threshold, padded=False))
+    return _left_apart(left[0], cores[:split]), _right_apart(right[0], cores[split:], turned=True)
 
 
 @_contract_table.register_fake
@@ -145,22 +135,16 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*cores, *gates)
 
 
-def _backward(ctx, grad_left_VPR: Tensor, grad_right_WRQ: Tensor):
+def _backward(ctx, *grads: Tensor):
     saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
-    cores, gates = saved[: ctx.num_cores], saved[ctx.num_cores :]
-    split = len(cores) // 2
-    with without_autocast(grad_left_VPR):
-        stacked = stack_chains(cores, 1)
-        open_gates, live = stack_gates(gates, 1, ctx.threshold)
-        gated = gate_chains(stacked, open_gates)
-        wide = stacked[0].dtype
-        left = _left_together(grad_left_VPR.to(wide), cores[:split])
-        right = _right_together(grad_right_WRQ.to(wide), cores[split:])
-        grads = contract_chains_grads(left[None, None], gated[:split])
-        grads += contract_chains_grads(right[None, ..., None], gated[split:])
-        grads, per_gate = gate_grads(grads, stacked, open_gates)
-        grad_gates = unstack_gates(per_gate, live, gates, 1)
-        return unstack_chains(grads, cores, 1), grad_gates, None
+    count = ctx.num_cores
+
+    def run(*params: Tensor) -> tuple[Tensor, Tensor]:
+        return _table_by_torch(params[:count], params[count:], ctx.threshold)
+
+    with without_autocast(grads[0]):
+        found = list(recomputed_grads(run, saved, grads))
+    return found[:count], found[count:], None
 
 
 _contract_table.register_autograd(_backward, setup_context=_setup_context)
@@ -179,14 +163,6 @@ def _left_apart(contracted: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return _new(contracted.view(*modes, rank).permute(order), cores).view(*_sizes(cores), rank)
 
 
-def _left_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo :func:`_left_apart`."""
-    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
-    order = [k for i in range(count) for k in (i, count + i)]
-    split = apart.view(*rows, *columns, apart.shape[2])
-    return split.permute(*order, 2 * count).reshape(math.prod(_sizes(cores)), apart.shape[2])
-
-
 def _right_apart(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool) -> Tensor:
     """Permute ``(R, w1 q1 w2 q2)`` to ``(W, R, Q)``, in memory ``(W, Q, R)`` if turned."""
     count, modes = len(cores), _modes(cores)
@@ -195,15 +171,6 @@ def _right_apart(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool) -
     rank, (W, Q) = contracted.shape[0], _sizes(cores)
     made = _new(contracted.view(rank, *modes).permute(order), cores)
     return made.view(W, Q, rank).mT if turned else made.view(W, rank, Q)
-
-
-def _right_together(apart: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """Undo :func:`_right_apart`, however it lies."""
-    rows, columns, count = _modes(cores)[::2], _modes(cores)[1::2], len(cores)
-    order = [k for i in range(count) for k in (i, count + 1 + i)]
-    rank = apart.shape[1]
-    split = apart.unflatten(2, columns).unflatten(0, rows)
-    return split.permute(count, *order).reshape(rank, math.prod(_sizes(cores)))
 
 
 def _modes(cores: Sequence[Tensor]) -> list[int]:
