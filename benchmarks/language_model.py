@@ -26,8 +26,8 @@ from comera.compress.sensitivity import LayerSensitivity, Sensitivity
 from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by
 from comera.files import replacing
-from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import TTLinear
+from comera.params import model_size
 from comera.planning.printing import Table
 
 METHODS = {

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from comera.compress.compress_folder import compress_folder as compress_folder
     from comera.compress.heal import heal_ as heal_
     from comera.compress.sensitivity import sensitivity as sensitivity
-    from comera.nn.attention_init import init_keys_as_queries_ as init_keys_as_queries_
     from comera.nn.batched_contraction import BatchedContraction as BatchedContraction
     from comera.nn.block_linear import BTTLinear as BTTLinear
     from comera.nn.collection import TTEmbeddingBagCollection as TTEmbeddingBagCollection
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from comera.nn.embedding import TTEmbedding as TTEmbedding
     from comera.nn.embedding import TTEmbeddingBag as TTEmbeddingBag
     from comera.nn.forms import register_layer as register_layer
+    from comera.nn.init import init_keys_as_queries_ as init_keys_as_queries_
     from comera.nn.linear import TTLinear as TTLinear
     from comera.nn.targets import TTConfig as TTConfig
     from comera.optim.came import CAME as CAME
@@ -83,7 +83,7 @@ _HOMES = {
     "comera.compress.compress_folder": ("compress_folder",),
     "comera.compress.heal": ("heal_",),
     "comera.compress.sensitivity": ("sensitivity",),
-    "comera.nn.attention_init": ("init_keys_as_queries_",),
+    "comera.nn.init": ("init_keys_as_queries_",),
     "comera.nn.block_linear": ("BTTLinear",),
     "comera.nn.collection": ("TTEmbeddingBagCollection",),
     "comera.nn.targets": ("TTConfig",),

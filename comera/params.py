@@ -1,13 +1,10 @@
-"""What a parameter is: given other contents while it stays the same object, whole or sharded.
-
-Notice that tensors are written to while they are saved, as by a thread that trains on.
-"""
+"""Parameters: new data for the same object, sharded ones, writes during a save, and their count."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera.extras import listed
 
@@ -63,3 +60,16 @@ class Undisturbed:
                 "mixture of before and after; save between two steps, or save a copy that was made "
                 "between them: copy.deepcopy(model)"
             )
+
+
+class ModelSize(NamedTuple):
+    """Parameters of a model, shared ones counted once, and their bytes."""
+
+    params: int
+    bytes: int
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """Count the parameters of a model, on any device, ``meta`` too."""
+    params = list(model.parameters())
+    return ModelSize(sum(param.numel() for param in params), sum(param.nbytes for param in params))

@@ -28,7 +28,8 @@ from comera.compress.linear_targets import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
 from comera.files import replacing
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called, model_size
+from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
+from comera.params import model_size
 from comera.saved.description import describe
 from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
 from comera.saved.shards import INDEX, Shards, write_by_tensor

@@ -22,7 +22,7 @@ from comera.compress.layer_moments import LossFn, gather_moments
 from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
-from comera.nn.evaluation_mode import model_size
+from comera.params import model_size
 from comera.planning.printing import Report, Table, empty_figure, show_bytes
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class BTTLinear(CompressedLinear):
     is_chain = False
     shape: BTTShape  # type: ignore[assignment]
     _modes: BTTShape  # type: ignore[assignment]
-    _shape_class = BTTShape
+    _shapes = BTTShape
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Swap the layers of an existing model for tensor-train layers, and back."""
+"""Swap the layers of an existing model for tensor-train layers, and back.
+
+Shape suffixes: N = rows, I = input width, O = output width.
+"""
 
 import logging
 import statistics
@@ -6,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
-from comera.nn.evaluation_mode import input_moments, output_error
+from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
 from comera.nn.init import Init
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
@@ -209,9 +212,9 @@ def _say_what_is_off(
         )
         return
     watched = {name: old[name] for name in linear}
-    moments = input_moments(model, watched, batches)  # type: ignore[arg-type]
+    moments = _input_moments(model, watched, batches)  # type: ignore[arg-type]
     errors = [
-        output_error(layer.weight, made[name].dense_weight(), moments[name])  # type: ignore[operator]
+        _output_error(layer.weight, made[name].dense_weight(), moments[name])  # type: ignore[operator]
         for name, layer in linear.items()
     ]
     worst = list(linear)[errors.index(max(errors))]
@@ -221,6 +224,61 @@ def _say_what_is_off(
         "errors where they do least harm",
         names, 100 * statistics.median(errors), 100 * max(errors), worst,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def _input_moments(
+    model: nn.Module, layers: Mapping[str, nn.Linear], batches: Iterable[Any]
+) -> dict[str, Tensor]:
+    """Run batches forward and sum ``x x^T`` of what each layer is given, ``(I, I)``, by name.
+
+    Args:
+        model: Is in evaluation mode meanwhile.
+        layers: Those of it to watch.
+        batches: What the model takes: a mapping as keywords, a tuple or list as arguments, anything
+            else as the only one.
+
+    Raises:
+        ValueError: If there is no batch, or a layer is given nothing.
+    """
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str):
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            x_NI = args[0].flatten(0, -2).to(torch.promote_types(args[0].dtype, torch.float32))
+            found[name] = found[name] + x_NI.T @ x_NI if name in found else x_NI.T @ x_NI
+
+        return before
+
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    count = 0
+    try:
+        with evaluation_mode(model), every_layer_called():
+            for batch in batches:
+                count += 1
+                if isinstance(batch, Mapping):
+                    model(**batch)
+                elif isinstance(batch, tuple | list):
+                    model(*batch)
+                else:
+                    model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    idle = [name for name in layers if name not in found]
+    if not count or idle:
+        what = f"reaches no {', '.join(idle[:3])}" if count else "has no batch"
+        raise ValueError(f"calibration {what}: the error of outputs cannot be told")
+    return found
+
+
+@torch.no_grad()
+def _output_error(old_OI: Tensor, new_OI: Tensor, moments_II: Tensor) -> float:
+    """Return the relative Frobenius error of outputs whose inputs have these second moments."""
+    wide, moments = old_OI.to(moments_II.dtype), moments_II
+    error = new_OI.to(wide) - wide
+    off, whole = ((one @ moments * one).sum().clamp_min(0) for one in (error, wide))
+    return float((off / whole).sqrt()) if whole > 0 else 0.0
 
 
 def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:

@@ -2,22 +2,15 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from comera.nn.init import Init
-from comera.nn.module import (
-    PRUNE_BELOW,
-    TensorTrainModule,
-    dtype_of,
-    may_share,
-    params_of,
-    whole_numbers,
-)
+from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_of
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import on_this_machine
@@ -46,7 +39,7 @@ class CompressedLinear(TensorTrainModule):
     out_features: int
     bias: nn.Parameter | None
     shape: LinearShape  # type: ignore[assignment]
-    _shape_class: ClassVar[type[Any]]
+    _settings: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "bias", "prune_below")
 
     def _build_linear(
         self,
@@ -151,39 +144,7 @@ class CompressedLinear(TensorTrainModule):
         return layer.train(linear.training)
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the layer of again, without its numbers."""
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "in_modes": list(self.shape.in_modes),
-            "out_modes": list(self.shape.out_modes),
-            **super().config(),
-        }
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a layer on the ``meta`` device.
-
-        Args:
-            config: What :meth:`config` has returned.
-            lead: The layer whose cores and gates it works on, of one that is tied.
-
-        Raises:
-            ValueError: If no layer is described so, or it cannot work on these cores.
-        """
-        layer: Any = cls(
-            config["in_features"],
-            config["out_features"],
-            config["bias"],
-            "meta",
-            dtype_of(config),
-            shape=cls._shape_class(
-                *(whole_numbers(config, key) for key in ("in_modes", "out_modes", "ranks"))
-            ),
-            prune_below=config["prune_below"],
-        )
-        return layer._configured(config, lead)
+        return {**super().config(), "bias": self.bias is not None}
 
     def extra_repr(self) -> str:
         widths = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -237,7 +198,7 @@ class TTLinear(CompressedLinear):
     shared_factors: tuple[Tensor, Tensor] | None = None
     shape: TTShape  # type: ignore[assignment]
     _modes: TTShape
-    _shape_class = TTShape
+    _shapes = TTShape
 
     def __init__(
         self,
@@ -443,23 +404,16 @@ class TTPointwise(TTLinear):
         where the input is.
     """
 
+    _settings = (*TTLinear._settings, "feature_dim")
+
     def __init__(self, *linear: Any, feature_dim: int = -1, **more: Any) -> None:
         super().__init__(*linear, **more)
+        if type(feature_dim) is not int or feature_dim >= 0:
+            raise ValueError(f"feature_dim={feature_dim!r} must be a whole number below 0")
         self.feature_dim = feature_dim
 
     def forward(self, input: Tensor) -> Tensor:
         return along(self.feature_dim, super().forward, input)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "feature_dim": self.feature_dim}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        layer = super().from_config(config, lead)
-        layer.feature_dim = config["feature_dim"]
-        if type(layer.feature_dim) is not int or layer.feature_dim >= 0:
-            raise ValueError(f"feature_dim={layer.feature_dim!r} must be a whole number below 0")
-        return layer
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_dim={self.feature_dim}"

@@ -3,8 +3,8 @@
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,10 @@ class TensorTrainModule(WeightByAssignment):
     shared_gates: SharedGates | None = None
     shared: Shared | None = None
     _modes: Shape
+    _shapes: ClassVar[type[Any]]
+    """Class of the modes and ranks."""
+    _settings: ClassVar[tuple[str, ...]] = ("prune_below",)
+    """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
         """Check that the cores have numbers: torch computes with whatever memory holds.
@@ -342,23 +346,40 @@ class TensorTrainModule(WeightByAssignment):
         self.cores, self.gates = lead.cores, lead.gates
 
     def config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes the layer of again, without its numbers, as JSON."""
+        """Return what :meth:`from_config` makes the layer of again, in what JSON can hold."""
+        shape: Any = self.shape
         return {
-            "ranks": list(self.ranks),
+            **{key: getattr(self, key) for key in self._settings},
+            **{key: list(value) for key, value in asdict(shape).items()},
             "start_ranks": list(self.start_ranks),
-            "prune_below": self.prune_below,
             "dtype": dtype_name(self.cores[0]),
             "dense_form": self.dense_form,
         }
 
-    def _configured(self, config: Mapping[str, Any], lead: nn.Module | None) -> Self:
-        """Set what no constructor takes, and share the parameters of the layer it is tied to."""
-        self.start_ranks = whole_numbers(config, "start_ranks")
-        form = config["dense_form"]
-        self.dense_form = None if form is None else str(form)
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
+        """Make a layer on the ``meta`` device.
+
+        Args:
+            config: What :meth:`config` has returned.
+            lead: The layer whose cores and gates it works on, of one that is tied.
+
+        Raises:
+            ValueError: If no layer is described so, or it cannot work on these cores.
+        """
+        modes = {field.name: whole_numbers(config, field.name) for field in fields(cls._shapes)}
+        made: Any = cls
+        layer = made(
+            **{key: config[key] for key in cls._settings},
+            shape=cls._shapes(**modes),
+            device="meta",
+            dtype=dtype_of(config),
+        )
+        layer.start_ranks = whole_numbers(config, "start_ranks")
+        layer.dense_form = None if config["dense_form"] is None else str(config["dense_form"])
         if lead is not None:
-            self.share_parameters_(lead)
-        return self
+            layer.share_parameters_(lead)
+        return layer
 
     def freeze_like_(self, dense: Any) -> None:
         """Copy ``requires_grad`` of a dense layer's weight and bias."""

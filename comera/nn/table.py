@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.nn.decompose import decompose_at, decompose_table, widened
 from comera.nn.init import Init
-from comera.nn.module import TensorTrainModule, dtype_of, whole_numbers
+from comera.nn.module import TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
@@ -102,8 +102,10 @@ class TTTable(TensorTrainModule):
     hot: nn.Parameter | HotRows | None
     shape: TTMShape  # type: ignore[assignment]
     _modes: TTMShape
+    _shapes = TTMShape
     _settings: ClassVar[tuple[str, ...]] = (
-        "padding_idx", "sparse", "hot_rows", "hot_rank", "scatter_rows", "prune_below",
+        "num_embeddings", "embedding_dim", "padding_idx", "sparse", "hot_rows", "hot_rank",
+        "scatter_rows", "prune_below",
     )  # fmt: skip
 
     def _build_table(
@@ -312,46 +314,19 @@ class TTTable(TensorTrainModule):
         return (self.num_embeddings - self.hot_rows) * self.embedding_dim
 
     def config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes the table of again, without its numbers."""
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            **{key: getattr(self, key) for key in self._settings},
-            "row_order": self.row_order is not None,
-            "row_modes": list(self.shape.row_modes),
-            "col_modes": list(self.shape.col_modes),
-            **super().config(),
-            "hot": self.hot.config() if isinstance(self.hot, HotRows) else None,
-        }
+        hot = self.hot.config() if isinstance(self.hot, HotRows) else None
+        return {**super().config(), "row_order": self.row_order is not None, "hot": hot}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        """Make a table on the ``meta`` device.
-
-        Args:
-            config: What :meth:`config` has returned.
-            lead: The table whose cores and hot rows it reads, of one that is tied.
-
-        Raises:
-            ValueError: If no table is described so, or it cannot read those cores.
-        """
-        layer: Any = cls(
-            config["num_embeddings"],
-            config["embedding_dim"],
-            **{key: config[key] for key in cls._settings},
-            shape=TTMShape(
-                *(whole_numbers(config, key) for key in ("row_modes", "col_modes", "ranks"))
-            ),
-            device="meta",
-            dtype=dtype_of(config),
-        )
+        table = super().from_config(config, lead)
         if config["row_order"]:
-            layer.row_order = torch.empty(layer.num_embeddings, dtype=torch.int32, device="meta")
-        if isinstance(layer.hot, HotRows):
-            layer.hot.resize_ranks_(whole_numbers(config["hot"], "ranks"))
-            layer.hot.prune_below = config["hot"]["prune_below"]
-            layer.hot._configured(config["hot"], None)
-        return layer._configured(config, lead)
+            table.row_order = torch.empty(table.num_embeddings, dtype=torch.int32, device="meta")
+        if isinstance(table.hot, HotRows):
+            table.hot.resize_ranks_(whole_numbers(config["hot"], "ranks"))
+            table.hot.start_ranks = whole_numbers(config["hot"], "start_ranks")
+            table.hot.prune_below = config["hot"]["prune_below"]
+        return table
 
     @classmethod
     @torch.no_grad()

@@ -22,7 +22,7 @@ from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import METRICS
-from comera.recipes.tasks.task_kinds import kind_of, prepare_task
+from comera.recipes.tasks.task_kinds import prepare_task
 from comera.recipes.trained import export, load_run, predictions
 from comera.train.log import last_logged
 
@@ -123,7 +123,7 @@ def evaluation(
     config = with_places(run.config, places)
     data = named_data(config)
     try:
-        digests = kind_of(config).data_digests(config)
+        digests = config.data.digests()
     except FileNotFoundError as problem:
         key = next(iter(missing_data(config)), None)
         if key is None:

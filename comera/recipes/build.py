@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from comera.nn.attention_init import init_keys_as_queries_
 from comera.nn.convert import tensorize_
+from comera.nn.init import init_keys_as_queries_
 from comera.optim.in_backward import OptimizerInBackward
 from comera.recipes.optimizers import OptimizerConfig
 from comera.recipes.run_config import RunConfig

@@ -40,8 +40,8 @@ from comera.train.step import NonFiniteLossError
 COMMANDS = {
     "train": "",
     "plan": "",
-    "sweep": "comera.recipes.sweep_commands:sweep",
-    "reproduce": "comera.recipes.sweep_commands:reproduce",
+    "sweep": "comera.recipes.sweep:sweep",
+    "reproduce": "comera.recipes.reproduce:reproduce",
     "init": "comera.recipes.cli:init",
     "report": "comera.recipes.cli:report",
     "list": "comera.recipes.after_training:list_runs",

@@ -1,7 +1,7 @@
 """``comera doctor``: what there is for CUDA kernels here, which way each operator goes and why."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 
 import torch
@@ -34,36 +34,71 @@ def examine(console: Console) -> None:
 
 
 def _found() -> Table:
-    table = Table(title="found", title_justify="left", show_header=False)
-    table.add_row("comera", __version__)
-    table.add_row("Python", platform.python_version())
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    table.add_row("torch", f"{torch.__version__}, {cuda}")
-    table.add_row("CUDA devices", _devices())
-    table.add_row("CUDA driver", _driver())
-    table.add_row("cuda-bindings", _version("cuda-bindings") or _not_installed())
-    table.add_row("NVRTC", _nvrtc())
-    table.add_row("g++", emulate.compiler() or "none: no emulation of kernels")
-    table.add_row("kernels", str(nvrtc.folder()))
-    table.add_row("compiled kernels", _cache())
-    table.add_row("COMERA_KERNELS", choose.mode())
+    cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    cached = list(nvrtc.cubin_folder().glob("*.cubin"))
+    size = sum(file.stat().st_size for file in cached) / 1e6
+    rows = {
+        "comera": __version__,
+        "Python": platform.python_version(),
+        "torch": f"{torch.__version__}, {cuda}",
+        "CUDA devices": "\n".join(
+            f"{card.name}, compute capability {card.major}.{card.minor}, "
+            f"{card.total_memory / 2**30:.0f} GiB"
+            for card in cards
+            if torch.cuda.is_available()
+        ),
+        "CUDA driver": _or_problem(
+            lambda: "for CUDA up to {}.{}".format(*divmod(driver.version() // 10, 100))
+        ),
+        "cuda-bindings": _version("cuda-bindings"),
+        "NVRTC": _or_problem(lambda: "{}.{}".format(*nvrtc.nvrtc_version())),
+        "g++": emulate.compiler() or "none: no emulation of kernels",
+        "kernels": str(nvrtc.folder()),
+        "compiled kernels": f"{nvrtc.cubin_folder()}: {len(cached)} files, {size:.1f} MB",
+        "COMERA_KERNELS": choose.mode(),
+    }
+    table = Table(title="found", title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value or "none")
     return table
 
 
+def _or_problem(call: Callable[[], str]) -> str:
+    """Return what a function returns, or why a library cannot be used."""
+    try:
+        return call()
+    except (KernelError, RuntimeError) as problem:
+        return str(problem)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed (pip install 'comera[cuda]'): no kernels on a card"
+
+
 def _kernels() -> Table:
-    table = Table(title="kernels", title_justify="left")
-    for column in ("file", "functions", "compiled for"):
-        table.add_column(column)
+    table = Table("file", "functions", "compiled for", title="kernels", title_justify="left")
     for file in nvrtc.files():
         table.add_row(f"{file}.cu", "\n".join(nvrtc.entries(file)), ", ".join(_made(file)) or "-")
     return table
 
 
+def _made(file: str) -> list[str]:
+    """Return the architectures for which the source as it is now has been compiled."""
+    archs = {path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")}
+    try:
+        return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())
+    except (KernelError, RuntimeError):
+        return []
+
+
 def _ways(device: torch.device) -> Table:
-    """Tell the ways of each operator, in order, and what is said against those before the taken."""
-    table = Table(title=f"which way tensors on {device} go", title_justify="left")
-    for column in ("operator", "dtype", "way", "ways before it", "ways after it"):
-        table.add_column(column)
+    """List the ways of each operator in order, with the reasons against those before the taken."""
+    columns = ("operator", "dtype", "way", "ways before it", "ways after it")
+    table = Table(*columns, title=f"which way tensors on {device} go", title_justify="left")
     for name in sorted(TABLE):
         rows: dict[tuple[str, str, str], list[str]] = {}
         for dtype in _DTYPES:
@@ -80,7 +115,7 @@ def _ways(device: torch.device) -> Table:
 
 
 def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
-    """Name the way taken, those refused before it with the reasons, and those behind it."""
+    """Return the way taken, those refused before it with the reasons, and those behind it."""
 
     def new(*shape: int) -> Sample:
         return Sample(shape, dtype, device)
@@ -94,12 +129,11 @@ def _cells(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
 
 
 def _times(device: torch.device) -> Table:
-    """Tell the times by which operators choose their ways, and which of these is tried first."""
+    """List the times by which operators choose their ways, and which of these is tried first."""
     known = way_times_of(device)
     title = f"times of the ways on {device}, {known.origin}"
-    table = Table(title=title, title_justify="left")
-    for column in ("operators", "sizes", "dtype", "", "first", "times"):
-        table.add_column(column)
+    columns = ("operators", "sizes", "dtype", "", "first", "times")
+    table = Table(*columns, title=title, title_justify="left")
     for group in sorted({ways.times.group for ways in TABLE.values() if ways.times}):
         timings = [timing for timing in known.timings if timing.group == group]
         for timing in timings:
@@ -119,7 +153,7 @@ def _ascending(seconds: Mapping[str, float]) -> str:
 
 
 def _linears(device: torch.device) -> Table:
-    """Tell from how many rows on linear layers are multiplied by their dense weight."""
+    """List the rows from which on linear layers are multiplied by their dense weight."""
     title = f"linear layers of {_WIDTH} x {_WIDTH} on {device}: factorized, but reconstructed from"
     table = Table(title=title, title_justify="left")
     for column in ("rank", *(str(dtype).removeprefix("torch.") for dtype in _DTYPES)):
@@ -138,58 +172,6 @@ def _reconstructed_from(rank: int, dtype: torch.dtype, device: torch.device) -> 
     if not is_reconstructed(_MOST_ROWS):
         return "-"
     return f"{first_where(is_reconstructed, _MOST_ROWS):,} rows"
-
-
-def _devices() -> str:
-    if not torch.cuda.is_available():
-        return "none"
-    cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
-    return "\n".join(
-        f"{card.name}, compute capability {card.major}.{card.minor}, "
-        f"{card.total_memory / 2**30:.0f} GiB"
-        for card in cards
-    )
-
-
-def _driver() -> str:
-    try:
-        number = driver.version()
-    except (KernelError, RuntimeError) as problem:
-        return str(problem)
-    return f"for CUDA up to {number // 1000}.{number % 1000 // 10}"
-
-
-def _nvrtc() -> str:
-    try:
-        return "{}.{}".format(*nvrtc.nvrtc_version())
-    except (KernelError, RuntimeError) as problem:
-        return str(problem)
-
-
-def _not_installed() -> str:
-    return "not installed (pip install 'comera[cuda]'): no kernels on a card"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cache() -> str:
-    files = list(nvrtc.cubin_folder().glob("*.cubin"))
-    size = sum(file.stat().st_size for file in files)
-    return f"{nvrtc.cubin_folder()}: {len(files)} files, {size / 1e6:.1f} MB"
-
-
-def _made(file: str) -> list[str]:
-    """Return the architectures for which the source as it is now has been compiled."""
-    archs = {path.stem.split("-")[1] for path in nvrtc.cubin_folder().glob(f"{file}-*.cubin")}
-    try:
-        return sorted(arch for arch in archs if nvrtc.cubin_path(file, arch).is_file())
-    except (KernelError, RuntimeError):
-        return []
 
 
 if __name__ == "__main__":  # without the packages of the command line

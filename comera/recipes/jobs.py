@@ -6,7 +6,6 @@ SIGINT makes it save and stop; its exit status and its ``result.json`` say how i
 
 import dataclasses
 import itertools
-import json
 import logging
 import os
 import re
@@ -28,9 +27,8 @@ from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
 from comera.files import replacing
 from comera.recipes.data_record import DataRecord, read_record
-from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.folder import is_finished, other_data, other_settings, settings_of
 from comera.recipes.run_config import RunConfig
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.stop_signals import PARENT, on_stop_signals
 
 LOG = "log.txt"
@@ -113,15 +111,11 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
             job.state = "finished"
         elif (difference := other_settings(job.config)) is not None:
             _begin_anew(job, f"with other settings ({difference}); choose", overwrite)
-
-    def data(job: Job) -> Any:
-        return getattr(job.config, job.config.task)
-
-    needed = [data(job) for job in jobs if job.state == "waiting"]
+    needed = [job.config.data for job in jobs if job.state == "waiting"]
     for job in jobs:
-        if job.config.overwrite or data(job) not in needed or read_record(job.folder) is None:
+        if job.config.overwrite or job.config.data not in needed or read_record(job.folder) is None:
             continue
-        found = DataRecord(kind_of(job.config).data_digests(job.config))
+        found = DataRecord(job.config.data.digests())
         if (difference := other_data(job.folder, found)) is not None:
             what = f"that was begun with other data ({difference}); restore them, choose"
             _begin_anew(job, what, overwrite)
@@ -423,7 +417,7 @@ def run_jobs(
                 while not signals and (launcher.at_once or len(running) + 1) > len(running):
                     job = next((job for job in jobs if job.state == "waiting"), None)
                     if job is not None:
-                        _write_settings(job.config)
+                        write_settings(job.config)
                         running[job] = launcher.start(job.config.out, job.config.overwrite)
                         job.state = "running"
                     elif added := more():
@@ -447,13 +441,13 @@ def run_jobs(
                 run.stop()
 
 
-def _write_settings(config: RunConfig) -> None:
+def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
-    settings = dataclasses.asdict(dataclasses.replace(config, overwrite=False))
+    settings = {"out": config.out, **settings_of(config)}
     path = Path(f"{config.out}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        text = yaml.safe_dump(json.loads(json.dumps(settings)), sort_keys=False)
+        text = yaml.safe_dump(settings, sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
 
 

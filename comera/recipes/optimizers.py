@@ -21,6 +21,9 @@ from comera.optim.muon import MuonAdamW
 
 Groups = list[dict[str, Any]]
 
+_ADAFACTOR_EPS = (1e-15, 1e-3)
+"""As of ``comera.GaLoreAdafactor``: torch's own keeps no scale for small gradients."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -176,16 +179,20 @@ def _muon(groups: Groups, **settings: Any) -> Optimizer:
     return MuonAdamW(groups, fused=_can_fuse(groups), **settings)
 
 
-def _adafactor(groups: Groups, clip_threshold: float, **settings: Any) -> Optimizer:
-    return torch.optim.Adafactor(groups, d=clip_threshold, **settings)
+def _adafactor(groups: Groups) -> Optimizer:
+    return torch.optim.Adafactor(groups, eps=_ADAFACTOR_EPS)
+
+
+def _came(groups: Groups, **settings: Any) -> Optimizer:
+    return CAME(groups, bias_correction=True, **settings)
 
 
 def _galore_adamw(groups: Groups, **settings: Any) -> Optimizer:
     return GaLore(groups, torch.optim.AdamW, fused=_can_fuse(groups), **settings)
 
 
-def _galore_adafactor(groups: Groups, clip_threshold: float, **settings: Any) -> Optimizer:
-    return GaLore(groups, torch.optim.Adafactor, d=clip_threshold, **settings)
+def _galore_adafactor(groups: Groups) -> Optimizer:
+    return GaLore(groups, torch.optim.Adafactor, eps=_ADAFACTOR_EPS)
 
 
 def _can_fuse(groups: Groups) -> bool:
@@ -250,20 +257,11 @@ class AdamW8bitConfig(AdamWConfig):
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    """torch's Adafactor.
-
-    Args:
-        eps: Two numbers, see ``comera.GaLoreAdafactor``.
-        clip_threshold: Largest root mean square of an update.
-        beta2_decay: Power of the step by which the moments slow down.
-    """
+    """torch's Adafactor."""
 
     default_lr = 1e-2
     make = staticmethod(_adafactor)
     name: str | None = "adafactor"
-    eps: tuple[float | None, float] = (1e-15, 1e-3)
-    clip_threshold: float = 1.0
-    beta2_decay: float = -0.8
 
 
 @dataclass(kw_only=True)
@@ -282,23 +280,17 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class CAMEConfig(OptimizerConfig):
-    """``comera.CAME``.
+    """``comera.CAME``, with bias correction.
 
     Args:
         betas: Decay rates of the moments and of the confidence, which is 0.9999 where two are
             given.
-        eps: Two numbers, see ``comera.CAME``.
-        clip_threshold: Largest root mean square of an update.
-        bias_correction: Take steps of the size of the rate from the first on.
     """
 
     default_lr = 5e-4
-    make = staticmethod(CAME)
+    make = staticmethod(_came)
     name: str | None = "came"
     betas: tuple[float, float] | tuple[float, float, float] = (0.9, 0.999, 0.9999)
-    eps: tuple[float, float] = (1e-30, 1e-16)
-    clip_threshold: float = 1.0
-    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         if len(self.betas) == 2:
@@ -314,7 +306,7 @@ class CAMEConfig(OptimizerConfig):
 class CAME8bitConfig(CAMEConfig):
     """``comera.CAME`` with its state in eight bits."""
 
-    make = staticmethod(partial(CAME, state_dtype="8bit"))
+    make = staticmethod(partial(_came, state_dtype="8bit"))
     name: str | None = "came8bit"
 
 
@@ -327,14 +319,12 @@ class GaLoreConfig(OptimizerConfig):
             authors take.
         update_proj_gap: Steps between two subspaces.
         scale: Factor of every projected step.
-        proj_type: How to project; see ``comera.GaLore``.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
     rank: int | None = None
     update_proj_gap: int = 200
     scale: float = 0.25
-    proj_type: str = "std"
     target_modules: str | list[str] = "all-linear"
 
     def filled_in(self, width: int) -> Self:

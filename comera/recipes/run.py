@@ -88,7 +88,7 @@ def run(
         f"run folder {folder}, device {device}{_count(processes)}: preparing data",
         soft_wrap=True, markup=False,
     )  # fmt: skip
-    digests = processes.in_turn(lambda: kind_of(config).data_digests(config))
+    digests = processes.in_turn(lambda: config.data.digests())
     # Before anything is made of the data, and before anything is written.
     processes.from_first(lambda: _check_content(config, DataRecord(digests), processes.count))
     with contextlib.ExitStack() as held:
@@ -128,10 +128,10 @@ def _shown_if_finished(
 
 def _check_settings(config: RunConfig, found: Begun | None, count: int) -> None:
     """Make the checks that need no data to be read."""
-    if not kind_of(config).is_told_by_data(config):
+    if not kind_of(config).is_told_by_data:
         planned_memory(config, count)
     try:
-        kind_of(config).find_data(config)
+        config.data.find()
     except FileNotFoundError as problem:
         key = next(iter(missing_data(config)), None)
         if key is None or found is None:
@@ -146,7 +146,7 @@ def _check_settings(config: RunConfig, found: Begun | None, count: int) -> None:
 def _check_content(config: RunConfig, record: DataRecord, count: int) -> None:
     """Make the checks that need the data, before they are prepared and the folder is locked."""
     check_data(config, record)
-    if kind_of(config).is_told_by_data(config):
+    if kind_of(config).is_told_by_data:
         planned_memory(config, count)
 
 

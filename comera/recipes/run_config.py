@@ -316,11 +316,6 @@ class CheckpointConfig:
             smaller, from which it is resumed nearly.
         bits: Bits of codes, 2 to 8, in lossy checkpoints.
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
-        alpha: Factor of ExCP's rule for small changes of weights; 0 leaves that to the rate.
-        beta: Moments smaller than so many means are left out.
-        key_every: How many checkpoints build on each other; null for 20 of lossy ones, and none of
-            lossless ones.
-        key_bits: Bits of codes of weights where a lossy checkpoint stands alone.
         keep_last: Older checkpoints are deleted; null keeps all.
         keep_every: Steps divisible by it are kept for good; null for none.
     """
@@ -328,10 +323,6 @@ class CheckpointConfig:
     mode: Literal["lossless", "lossy"] = "lossless"
     bits: int = Quality.bits
     rate: float = Quality.rate
-    alpha: float = Quality.alpha
-    beta: float = Quality.beta
-    key_every: int | None = None
-    key_bits: int = Quality.key_bits
     keep_last: int | None = 2
     keep_every: int | None = None
 
@@ -341,8 +332,8 @@ class CheckpointConfig:
         Raises:
             ValueError: If a setting makes no sense.
         """
-        every = self.key_every or (1 if self.mode == "lossless" else KEY_EVERY)
-        return CheckpointChain(folder, **{**asdict(self), "key_every": every})
+        every = 1 if self.mode == "lossless" else KEY_EVERY
+        return CheckpointChain(folder, key_every=every, **asdict(self))
 
 
 @dataclass
@@ -450,6 +441,11 @@ class RunConfig:
     def task(self) -> str:
         """Return the name of the section that describes the data."""
         return next(name for name in METRICS if getattr(self, name) is not None)
+
+    @property
+    def data(self) -> TextData | NliData | ClickData:
+        """The section that describes the data."""
+        return getattr(self, self.task)
 
     @property
     def text(self) -> TextData | NliData | None:

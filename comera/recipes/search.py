@@ -139,6 +139,7 @@ class Search:
             "sampler": config.sampler, "seed": config.seed, "extends": config.extends,
             "metric": metric, "seeds": list(seeds),
         }  # fmt: skip
+        self._of: dict[int, list[Job]] = {}
         self._open()
         before = self._study.user_attrs.get("asked", self._asked)
         if before != self._asked and not anew:
@@ -149,10 +150,8 @@ class Search:
                 "again with --overwrite=true"
             )
         if before != self._asked:
-            self._path.unlink()
-            self._open()
+            self.begin_anew()
         self._study.set_user_attr("asked", self._asked)
-        self._of: dict[int, list[Job]] = {}
         for trial in self._study.trials:
             if trial.state.name in ("COMPLETE", "RUNNING"):
                 self._add(trial)
@@ -191,14 +190,15 @@ class Search:
             if any(job.state == "failed" for job in jobs):
                 self._fail(number, next(job.reason for job in jobs if job.state == "failed"))
             elif all(job.state == "finished" for job in jobs):
-                value = statistics.mean(self._value(job) for job in jobs)
+                runs = [read_trained(job.variant, job.seed, job.folder) for job in jobs]
+                value = statistics.mean(run.metrics[self._metric] for run in runs)
                 if math.isfinite(value):
                     self._study.tell(number, value)
                 else:
                     self._fail(number, f"its {self._metric} is {value}")
 
     def summary(self) -> str:
-        """Say which trial is best so far, and how many failed."""
+        """Return a line with the best trial so far and the number of those that failed."""
         trials = self._study.trials
         done = [trial for trial in trials if trial.state.name == "COMPLETE"]
         failed = [trial for trial in trials if trial.state.name == "FAIL"]
@@ -209,7 +209,8 @@ class Search:
             text += f", {len(failed)} failed (the last one, {trial_name(number)}: {reason})"
         if done:
             best = self._study.best_trial
-            settings = ", ".join(f"{key}={_shown(value)}" for key, value in best.params.items())
+            shown = {k: v if isinstance(v, str) else f"{v:.6g}" for k, v in best.params.items()}
+            settings = ", ".join(f"{key}={value}" for key, value in shown.items())
             text += (
                 f"; best: {trial_name(best.number)}, {self._metric} {best.value:.6g}: {settings}"
             )
@@ -256,21 +257,14 @@ class Search:
         self._study.set_user_attr(f"failed {number}", reason)
         self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)
 
-    def _value(self, job: Job) -> float:
-        return read_trained(job.variant, job.seed, job.folder).metrics[self._metric]
-
 
 def trial_name(number: int) -> str:
     """Return the name of a trial as a variant."""
     return f"trial-{number:03d}"
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
-
-
 def _drop_torn_line(path: Path) -> None:
-    """Cut what was being written to a journal when its machine went down: Optuna reads no more."""
+    """Cut the last line of a journal if its machine went down while it was written."""
     if not path.is_file():
         return
     content = path.read_bytes()

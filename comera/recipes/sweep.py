@@ -39,7 +39,6 @@ from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.train.log import last_logged, progress_bar
 
 _KEYS = (
@@ -251,6 +250,32 @@ def _metric(given: Any, variants: Mapping[str, RunConfig]) -> str:
 # ── running ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def sweep(
+    file: str,
+    /,
+    *,
+    out: str | None = None,
+    jobs: int | None = None,
+    launcher: LauncherName = "local",
+    overwrite: bool = False,
+    console: Console,
+) -> int:
+    """Train variants of one run over seeds, and compare them. The same command resumes a sweep.
+
+    Args:
+        file: YAML file that describes the sweep, or a configuration's name.
+        out: Folder of the sweep, instead of the one that the file names.
+        jobs: Number of runs that are trained at a time (default: one on this machine, as many as
+            the queue takes elsewhere).
+        launcher: Where runs are started: as processes here, through submitit (Slurm), or by Ray;
+            settings of the latter are the sections submitit and ray of the file.
+        overwrite: Begin those runs anew whose folders hold other settings or were begun with other
+            data; the others stay.
+    """
+    folder = Path(out) if out else None
+    return run_sweep(file_of(file), jobs, overwrite, console, folder, launcher)
+
+
 def run_sweep(
     path: Path,
     at_once: int | None = None,
@@ -261,16 +286,15 @@ def run_sweep(
     changes: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
 ) -> int:
-    """Train what is unfinished of a sweep, and compare what is finished.
+    """Train what is unfinished of a sweep, and compare what is finished; see :func:`sweep`.
 
     Args:
         path: The sweep file.
         at_once: Runs at a time; None for one here, and as many as a queue takes elsewhere.
-        overwrite: Begin the runs anew whose folders hold other settings or were begun with other
-            data; the others stay.
+        overwrite: Begin the runs anew whose folders hold other settings or other data.
         console: The console that progress and the table go to.
         out: Folder of everything, instead of the one that the file names.
-        launcher: Where runs are started: ``local``, ``submitit`` or ``ray``.
+        launcher: Where runs are started.
         changes: Settings by dotted names that every run gets, whatever the file says.
         skip: Variants, or runs as ``VARIANT/seed-K``, that are not trained this time; those that
             are finished are compared all the same.
@@ -366,7 +390,7 @@ def _check_data(jobs: Sequence[Job]) -> None:
         FileNotFoundError: If that is so.
     """
     waiting = [job.config for job in jobs if job.state == "waiting"]
-    by_data = {repr(getattr(config, config.task)): config for config in waiting}
+    by_data = {repr(config.data): config for config in waiting}
     lacking = [_lacking_data(config) for config in by_data.values()]
     if lacking and all(lacking):
         said = "; ".join(text for text in dict.fromkeys(lacking) if text)
@@ -379,7 +403,7 @@ def _lacking_data(config: RunConfig) -> str | None:
         named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
         return f"there is no {named}; put the data there, or say by those settings where they are"
     try:
-        kind_of(config).find_data(config)
+        config.data.find()
     except (FileNotFoundError, ValueError) as problem:  # as of a pattern that no file matches
         return str(problem)
     return None

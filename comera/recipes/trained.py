@@ -21,7 +21,8 @@ from comera.data.click_files import CATEGORIES, ClickRows
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
-from comera.nn.evaluation_mode import model_size
+from comera.params import model_size
+from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
 from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
@@ -132,7 +133,7 @@ def load_run(
             f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it again"
         )
     with torch.device("meta"):
-        dense = kind_of(config).dense_model(config, result["sizes"])
+        dense = kind_of(config).dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
     categories = None if config.clicks is None else ClickRows.load(known)
     tokenizer, path = None, place / "tokenizer.json"
@@ -200,7 +201,7 @@ def export(run: TrainedRun, path: Path) -> str:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
         model = _Positional(to_plain_(run.model)).eval()
-        inputs = kind_of(run.config).example_inputs(run.config, run.result["sizes"])
+        inputs = kind_of(run.config).example_inputs(run.result["sizes"])
         auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
         sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
         shapes = (tuple(sizes),)

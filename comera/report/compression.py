@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from comera.nn.block_linear import BTTLinear
-from comera.nn.evaluation_mode import model_size
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import TensorTrainModule, tensor_trains
 from comera.nn.table import HotRows, TTTable
+from comera.params import model_size
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
 from comera.planning.planner import plan_embedding, plan_linear

@@ -22,11 +22,11 @@ from comera.compress.compress import measured
 from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.block_linear import BTTLinear
-from comera.nn.evaluation_mode import model_size
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
 from comera.nn.table import TTTable
+from comera.params import model_size
 from comera.planning.printing import (
     Report,
     Table,

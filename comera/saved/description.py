@@ -22,7 +22,7 @@ from comera.nn.swap import swap_layers_
 from comera.nn.targets import TTConfig
 from comera.nn.tied import TiedTTLinear, rename_tied_weights_
 from comera.serving.freeze import refuses_training
-from comera.serving.layers import FactoredEmbedding, FactoredEmbeddingBag, FactoredHead, ThinLinear
+from comera.serving.layers import FactoredHead, FactoredTable, ThinLinear
 
 Entry = Mapping[str, Any]
 """The description of one layer: its ``kind``, its ``config()`` and the layer it ``works_on``."""
@@ -52,7 +52,7 @@ def register_kind(name: str, layer_class: type[nn.Module]) -> None:
 
 for _class in (
     TTLinear, BTTLinear, TTPointwise, TTEmbedding, TTEmbeddingBag, TiedTTLinear,
-    ThinLinear, FactoredEmbedding, FactoredEmbeddingBag, FactoredHead,
+    ThinLinear, FactoredTable, FactoredHead,
 ):  # fmt: skip
     register_kind(_class.__name__, _class)
 

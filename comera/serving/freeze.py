@@ -21,8 +21,6 @@ from comera.nn.swap import swap_layers_
 from comera.nn.table import HotRows, TTTable
 from comera.nn.tied import TiedTTLinear
 from comera.serving.layers import (
-    FactoredEmbedding,
-    FactoredEmbeddingBag,
     FactoredHead,
     FactoredTable,
     ThinLinear,
@@ -169,7 +167,9 @@ def to_plain_(model: nn.Module) -> nn.Module:
     contracted = _contracted(model, None)
     plain: dict[int, nn.Module] = {}
     for layer in list(model.modules()):
-        _forget_guard_(layer)
+        for key, hook in list(layer._forward_pre_hooks.items()):
+            if hook is _refuse_training:
+                del layer._forward_pre_hooks[key]
         if id(layer) in contracted:
             trained = any(param.requires_grad for param in layer.parameters())
             plain[id(layer)] = _plain(contracted[id(layer)]).requires_grad_(trained)
@@ -203,12 +203,6 @@ def refuse_training_(model: nn.Module) -> None:
 def refuses_training(model: nn.Module) -> bool:
     """Check that a module is a model which :func:`freeze_` was given."""
     return _refuse_training in model._forward_pre_hooks.values()
-
-
-def _forget_guard_(model: nn.Module) -> None:
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _refuse_training:
-            del model._forward_pre_hooks[key]
 
 
 # ── contraction ──────────────────────────────────────────────────────────────────────────────────
@@ -319,12 +313,10 @@ class _Contraction:
                 more["hot"], more["basis"] = thin_factors(table.hot)
             elif table.hot is not None:
                 more["hot"] = table.hot.detach().clone()
-            sizes = table.num_embeddings, table.embedding_dim, left, right
-            is_bag = isinstance(table, TTEmbeddingBag)
-            factored = FactoredEmbeddingBag if is_bag else FactoredEmbedding
-            new = factored(*sizes, **more, padding_idx=table.padding_idx)
-            if is_bag:
-                new.mode, new.include_last_offset = table.mode, table.include_last_offset
+            if isinstance(table, TTEmbeddingBag):
+                more |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
+            sizes = table.num_embeddings, table.embedding_dim
+            new = FactoredTable(*sizes, left, right, **more, padding_idx=table.padding_idx)
             new.share_(self._shared.setdefault(id(table.cores), new))
             new.train(table.training)
         self._shared[id(table)] = new

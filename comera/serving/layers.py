@@ -78,7 +78,10 @@ class ThinLinear(nn.Sequential):
 
 
 class FactoredTable(nn.Module):
-    """A table of which row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
+    """A table whose row ``v * W + w`` is ``left[v] @ right[w]``, its first rows kept apart.
+
+    It is called as :class:`torch.nn.Embedding` is or, of a ``mode``, as
+    :class:`torch.nn.EmbeddingBag`.
 
     Args:
         num_embeddings: Number of rows.
@@ -91,9 +94,14 @@ class FactoredTable(nn.Module):
         padding_idx: A row that reads as zeros.
         row_order: ``(num_embeddings,)``, the row at which each index is kept.
         step: Instead: index ``i`` is kept at row ``i * step`` modulo the number of rows.
+        mode: ``"sum"``, ``"mean"`` or ``"max"`` of bags; None for lookups.
+        include_last_offset: Whether the last offset is the end of the last bag.
     """
 
     row_order: Tensor | None
+    _SETTINGS = (
+        "num_embeddings", "embedding_dim", "padding_idx", "step", "mode", "include_last_offset",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -106,9 +114,12 @@ class FactoredTable(nn.Module):
         padding_idx: int | None = None,
         row_order: Tensor | None = None,
         step: int | None = None,
+        mode: str | None = None,
+        include_last_offset: bool = False,
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx, self.step = padding_idx, step
         self.inner = tuple(left.shape[1:]), tuple(right.shape[1:])
         self.left = nn.Embedding.from_pretrained(left.flatten(1))
@@ -139,39 +150,60 @@ class FactoredTable(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` makes the table of again, without its numbers."""
+        hot, basis = None if self.hot is None else self.hot.weight, self.basis
         return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
+            **{key: getattr(self, key) for key in self._SETTINGS},
             "left": [self.left.num_embeddings, *self.inner[0]],
             "right": [self.right.num_embeddings, *self.inner[1]],
-            "hot": None if self.hot is None else list(self.hot.weight.shape),
-            "basis": self.basis is not None,
-            "padding_idx": self.padding_idx,
+            "hot": None if hot is None else list(hot.shape),
+            "basis": None if basis is None else list(basis.shape),
             "row_order": self.row_order is not None,
-            "step": self.step,
             "dtype": dtype_name(self.left.weight),
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
         """Make a table on the ``meta`` device of what :meth:`config` has returned."""
-        dtype = dtype_of(config)
+        settings: dict[str, Any] = {key: config[key] for key in cls._SETTINGS}
+        for key in ("left", "right", "hot", "basis"):
+            shape = None if config[key] is None else whole_numbers(config, key)
+            settings[key] = shape and torch.empty(shape, dtype=dtype_of(config), device="meta")
+        if config["row_order"]:
+            rows = config["num_embeddings"]
+            settings["row_order"] = torch.empty(rows, dtype=torch.int32, device="meta")
+        return cls(**settings)
 
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        rows, width, hot = config["num_embeddings"], config["embedding_dim"], config["hot"]
-        return cls(
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        if self.mode is None:
+            return self._without_padding(self.rows(input), input)
+        flat = input.reshape(-1)
+        entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
+        rows, mode = self.rows(flat), self.mode
+        if self.padding_idx is not None:
+            # Not left to torch's padding_idx, by which an exported program is one of fixed sizes.
+            counted = (flat != self.padding_idx).unsqueeze(-1)
+            rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
+            rows = torch.cat([rows, counted.to(rows.dtype)], -1)
+            mode = "max" if mode == "max" else "sum"
+        bags = F.embedding_bag(
+            entries,
             rows,
-            width,
-            empty(*whole_numbers(config, "left")),
-            empty(*whole_numbers(config, "right")),
-            hot=None if hot is None else empty(*whole_numbers(config, "hot")),
-            basis=empty(hot[1], width) if config["basis"] else None,
-            padding_idx=config["padding_idx"],
-            row_order=empty(rows, dtype=torch.int32) if config["row_order"] else None,
-            step=config["step"],
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
         )
+        if self.padding_idx is None or self.mode == "sum":
+            return bags[:, : self.embedding_dim]
+        bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
+        if self.mode == "mean":
+            return bags / count.clamp(min=1)
+        return torch.where(count > 0, bags, 0)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
@@ -226,65 +258,6 @@ class FactoredTable(nn.Module):
         if self.padding_idx is not None:
             whole = torch.where(every == self.padding_idx, 0, whole)
         return whole
-
-
-class FactoredEmbedding(FactoredTable):
-    """Lookups in a factored table: integers of any shape to ``(*, embedding_dim)``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._without_padding(self.rows(input), input)
-
-
-class FactoredEmbeddingBag(FactoredTable):
-    """Bags of rows of a factored table, called as :class:`torch.nn.EmbeddingBag` is.
-
-    Attributes:
-        mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        include_last_offset: Whether the last offset is the end of the last bag.
-    """
-
-    mode: str = "mean"
-    include_last_offset: bool = False
-
-    def config(self) -> dict[str, Any]:
-        own = {"mode": self.mode, "include_last_offset": self.include_last_offset}
-        return super().config() | own
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], lead: nn.Module | None = None) -> Self:
-        bag = super().from_config(config)
-        bag.mode, bag.include_last_offset = config["mode"], config["include_last_offset"]
-        return bag
-
-    def forward(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
-        flat = input.reshape(-1)
-        entries = (torch.ones_like(flat).cumsum(0) - 1).reshape(input.shape)
-        rows, mode = self.rows(flat), self.mode
-        if self.padding_idx is not None:
-            # Not left to torch's padding_idx, by which an exported program is one of fixed sizes.
-            counted = (flat != self.padding_idx).unsqueeze(-1)
-            rows = torch.where(counted, rows, 0 if mode != "max" else -torch.inf)
-            rows = torch.cat([rows, counted.to(rows.dtype)], -1)
-            mode = "max" if mode == "max" else "sum"
-        bags = F.embedding_bag(
-            entries,
-            rows,
-            offsets,
-            mode=mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-        )
-        if self.padding_idx is None or self.mode == "sum":
-            return bags[:, : self.embedding_dim]
-        bags, count = bags[:, : self.embedding_dim], bags[:, self.embedding_dim :]
-        if self.mode == "mean":
-            return bags / count.clamp(min=1)
-        return torch.where(count > 0, bags, 0)
 
 
 class FactoredHead(nn.Module):

@@ -1,11 +1,4 @@
-"""What a run writes down: JSON lines, TensorBoard curves, a progress bar.
-
-Seconds spent in training steps: on a GPU those of running them, not those of launching them.
-
-How fast a run is and how much memory it has needed, for its progress bar.
-
-Figures as JSON that every program reads: NaN and infinities are no numbers there.
-"""
+"""The log of a run: seconds of its steps, speed, JSON lines, TensorBoard curves, progress bar."""
 
 import collections
 import contextlib
@@ -16,9 +9,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,27 +31,11 @@ from comera.extras import needed_by
 from comera.files import replacing
 
 
-class Mark(Protocol):
-    """A moment in the course of a device, which comes when all that was asked of it before is done.
-
-    Marks are compared with marks of the same device.
-    """
-
-    def has_come(self) -> bool:
-        """Say whether the device has got there; waits for nothing."""
-
-    def wait(self) -> None:
-        """Wait until the device has got there."""
-
-    def seconds_since(self, before: Self) -> float:
-        """Return the seconds between an earlier mark and this one; both must have come."""
-
-
 class StepClock:
     """Sums the seconds of training steps; nothing in between waits for the device.
 
-    A GPU runs behind what launches its work. So each step is put between two marks, which say
-    later when the device began with it and when it was through; what it does between two steps,
+    A GPU runs behind the calls that launch its work. So each step is put between two events, which
+    tell later when the device began with it and when it was through; the work between two steps,
     an evaluation for one, is in no step.
 
     Args:
@@ -66,16 +43,22 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._mark, self._seconds = _marks_of(device), 0.0
-        self._open: collections.deque[tuple[Mark, Mark]] = collections.deque()
+        self._device, self._seconds = device, 0.0
+        self._open: collections.deque[tuple[torch.cuda.Event, torch.cuda.Event]]
+        self._open = collections.deque()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Count the seconds of what is done inside; none if it raises."""
-        began = self._mark()
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        start = self._event()
         yield
-        self._open.append((began, self._mark()))
-        while self._open and self._open[0][1].has_come():
+        self._open.append((start, self._event()))
+        while self._open and self._open[0][1].query():
             self._close()
 
     def add(self, seconds: float) -> None:
@@ -85,51 +68,18 @@ class StepClock:
     def seconds(self) -> float:
         """Return the seconds of all steps so far; waits until the device is through with them."""
         while self._open:
-            self._open[0][1].wait()
+            self._open[0][1].synchronize()
             self._close()
         return self._seconds
 
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
     def _close(self) -> None:
-        began, ended = self._open.popleft()
-        self._seconds += ended.seconds_since(began)
-
-
-def _marks_of(device: torch.device) -> Callable[[], Mark]:
-    """Return a function that marks the end of everything asked of a device by then."""
-    return (lambda: _CudaMark(device)) if device.type == "cuda" else _HostMark
-
-
-class _HostMark:
-    """A mark on a CPU, where all is done when a call returns."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def has_come(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def seconds_since(self, before: "_HostMark") -> float:
-        return self._at - before._at
-
-
-class _CudaMark:
-    """A mark on a GPU: an event on the present stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
-
-    def has_come(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def seconds_since(self, before: "_CudaMark") -> float:
-        return before._event.elapsed_time(self._event) / 1e3
+        start, end = self._open.popleft()
+        self._seconds += start.elapsed_time(end) / 1e3
 
 
 _MIB = 1 << 20

@@ -27,14 +27,14 @@ def stop_with_parent() -> None:
 
 @contextlib.contextmanager
 def on_stop_signals(heard: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Call ``heard`` with the number of every signal that asks to stop, instead of ending by it.
+    """Call ``heard`` with the number of each signal that asks the process to stop, and go on.
 
-    SIGHUP is among them, unless it is ignored, as under nohup. It is no second signal after
-    another, since the system and the shell both send it; and what is printed from then on to the
-    terminal, which is gone, goes nowhere.
+    These are SIGINT, SIGTERM and SIGHUP, unless the latter is ignored, as under nohup. A SIGHUP
+    after another signal does not count, since the system and the shell both send it. After it,
+    output to the terminal, which is gone, is dropped.
 
-    Yields what gives Ctrl-C and SIGTERM back what they did before. Other threads than the main one
-    hear nothing.
+    Yields a function that restores the handlers of SIGINT and SIGTERM. Threads other than the main
+    one receive no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

@@ -79,7 +79,7 @@ def test_what_the_system_refuses_is_said_without_its_number(tmp_path, capsys):
         ("--optimizer=came", ("optimizer.name", "came")),
         ("--optimizer={name: came}", ("optimizer.name", "came")),
         ("--optimizer.eps=1e-8", ("optimizer.eps", 1e-8)),
-        ("--optimizer=came --optimizer.eps=[1e-30,1e-3]", ("optimizer.eps", (1e-30, 1e-3))),
+        ("--optimizer.betas=[9e-1,1e-3]", ("optimizer.betas", (0.9, 1e-3))),
         ("--tensorize.exclude_modules=[fc1,fc2]", ("tensorize.exclude_modules", ["fc1", "fc2"])),
         (r"--tensorize.exclude_modules=fc\d", ("tensorize.exclude_modules", r"fc\d")),
         ("--tensorize.exclude_modules=null", ("tensorize.exclude_modules", None)),

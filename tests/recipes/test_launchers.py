@@ -13,7 +13,7 @@ from rich.console import Console
 
 import comera
 from comera._command import INTERRUPTED
-from comera.recipes.jobs import Remote, _write_settings, make_launcher
+from comera.recipes.jobs import Remote, make_launcher, write_settings
 from comera.recipes.sweep import make_jobs
 from comera.train.log import last_logged
 from tests.peers import peer
@@ -98,7 +98,7 @@ def test_a_run_whose_time_is_up_saves_and_goes_on_from_there(content, tmp_path):
     peer("submitit")
     content["variants"] = {"dense": {"tensorize": None, "train.steps": 100_000}}
     (job,) = make_jobs(sweep_of(content, tmp_path))
-    _write_settings(job.config)
+    write_settings(job.config)
     said = {}
 
     def started(name, remote):

@@ -29,7 +29,6 @@ from comera.recipes.run_config import (
     TrainConfig,
     TwoStageConfig,
 )
-from comera.recipes.tasks.task import count_steps
 from comera.recipes.tasks.task_kinds import kind_of, prepare_task
 from comera.train.log import read_metrics
 from tests.texts import write_functions
@@ -74,7 +73,7 @@ def test_a_run_ends_small_and_beside_its_twin(config):
     assert 0 < compressed.metrics["loss"] < 6
     folder = Path(config.out)
     saved = load_file(folder / "model.safetensors")
-    fresh = tensorize_(kind_of(config).dense_model(config, {"vocab_size": 320}), config.tensorize)
+    fresh = tensorize_(kind_of(config).dense_model({"vocab_size": 320}), config.tensorize)
     fresh.load_state_dict(saved)
     assert sum(p.numel() for p in fresh.parameters()) == compressed.params
     facts = json.loads((folder / "result.json").read_text())
@@ -396,9 +395,12 @@ def test_stages_end_with_the_run():
 
 
 def test_epochs_of_no_step_are_refused():
-    assert count_steps(RunConfig(train=TrainConfig(epochs=0.15)), 10) == 2
+    def counted(epochs):
+        return kind_of(RunConfig(nli=NliData(), train=TrainConfig(epochs=epochs))).count_steps(10)
+
+    assert counted(0.15) == 2
     with pytest.raises(ValueError, match=r"train\.epochs=0\.04 is no step: an epoch has 10"):
-        count_steps(RunConfig(train=TrainConfig(epochs=0.04)), 10)
+        counted(0.04)
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def test_a_description_beside_weights_that_others_wrote_counts(folder):
         ({"layers": {"1": 3}}, "every layer must be a dict"),
         ({"layers": {"1": {"kind": "TTConv"}}}, "kind 'TTConv' are not known here, only TTLinear"),
         ({"layers": {"1": {"kind": ["TTLinear"]}}}, "are not known here"),
+        ({"served": [3]}, "served must be a list of names"),
         ({"tied": {"a": "b"}}, "'b' is tied and not there"),
         ({"tied": {"a": 3}}, "3 is tied and not there"),
         ({"tensors": {}}, "does not hold the tensors that it says"),

@@ -1,8 +1,10 @@
-"""What is loaded is what was saved, bit for bit."""
+"""What is loaded is what was saved, bit for bit, and so is what is uploaded."""
 
 import copy
 import json
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import comera
+from comera.extras import MissingPackageError
 from comera.nn.tied import TiedTTLinear
 from comera.saved.model_folder import read_description
 from tests.mixtures import CONFIGS, DTYPES, ROWS, TIES, Mixture, draw_mixture
@@ -155,3 +158,41 @@ def test_a_model_saved_twice_is_the_same_bytes(tmp_path):
     model.register_buffer("größe", torch.ones(2))
     files = [comera.save_model(model, tmp_path / f"{k}") / "model.safetensors" for k in range(6)]
     assert len({file.read_bytes() for file in files}) == 1
+
+
+# ── uploads go through huggingface_hub, which is not talked to here ──────────────────────────────
+
+
+def test_a_model_is_uploaded_as_its_folder(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    model = comera.tensorize_(nn.Linear(64, 64), comera.TTConfig(rank=2, init="orthogonal"))
+    seen = {}
+
+    class Api:
+        def __init__(self, token):
+            seen["token"] = token
+
+        def create_repo(self, repo_id, private, exist_ok):
+            seen["private"] = private
+            assert exist_ok
+            return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+        def upload_folder(self, repo_id, folder_path, commit_message, revision):
+            seen.update(repo=repo_id, message=commit_message, revision=revision)
+            seen["model"] = comera.load_model(folder_path, nn.Linear(64, 64))
+            return "the address"
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    address = comera.push_to_hub(model, "small", private=True, token="t", revision="next")
+    assert address == "the address"
+    assert torch.equal(seen.pop("model").weight, model.weight)
+    assert seen == {
+        "token": "t", "private": True, "repo": "me/small", "message": "Upload model",
+        "revision": "next",
+    }  # fmt: skip
+
+
+def test_without_huggingface_hub_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackageError, match=r"push_to_hub\(\) needs huggingface_hub: pip"):
+        comera.push_to_hub(nn.Linear(2, 2), "me/small")

@@ -137,6 +137,16 @@ def test_training_a_frozen_layer_is_refused(ways):
     assert x.grad is not None
 
 
+def test_a_frozen_model_that_is_loaded_is_not_trained_and_a_plain_one_is(ways, tmp_path):
+    dense, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), torch.randn(2, 64)
+    folder = comera.save_model(comera.freeze_(small()), tmp_path)
+    loaded = comera.load_model(folder, dense).train()
+    with pytest.raises(RuntimeError, match="no cores left to train"):
+        loaded(x)
+    assert not comera.to_plain_(loaded)(x).requires_grad
+    assert loaded.training
+
+
 def test_inside_the_context_a_model_evaluates_and_trains_on_afterwards(ways):
     model = small().train()
     model[1].eval()
@@ -184,12 +194,13 @@ def test_an_output_layer_reads_the_table_it_is_tied_to(monkeypatch):
     model = nn.ModuleDict({"embed": nn.Embedding(300, 64), "head": nn.Linear(64, 300)})
     model["head"].weight = model["embed"].weight
     config = comera.TTConfig(rank=4, tied="share", init="orthogonal")
-    comera.tensorize_(model, config)
+    dense = comera.tensorize_(model, config)["embed"].dense_weight()
     for ratio in (10.0, 0.1):
         monkeypatch.setattr(freeze, "time_ratio", lambda *_, ratio=ratio: ratio)
         with comera.frozen(model) as served:
             assert type(served["head"]) is (nn.Linear if ratio > 1 else FactoredHead)
-            assert torch.allclose(served["head"].weight, served["embed"].weight, atol=1e-6)
+            for layer in served.values():
+                assert torch.allclose(layer.weight, dense, atol=1e-6)
         assert all(param.requires_grad for param in model.parameters())
     served = comera.freeze_(model)
     assert type(served["head"]) is FactoredHead

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comera.train import log as clock_module
 from comera.train import loop, run_under_way
 from comera.train.log import StepClock, read_metrics
 
@@ -136,7 +135,7 @@ def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
 @pytest.fixture
 def slow(device, monkeypatch):
     """Settings of a run whose steps, evaluations and checkpoints take that device's time."""
-    monkeypatch.setattr(clock_module, "_marks_of", lambda on: lambda: clock_module._CudaMark(CUDA))
+    monkeypatch.setattr(run_under_way, "StepClock", lambda on: StepClock(CUDA))
     save = run_under_way.save_checkpoint
 
     def saves(*given, **options):

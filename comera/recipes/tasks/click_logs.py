@@ -15,7 +15,6 @@ from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
 from comera.recipes.data_record import DataRecord
-from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task import (
     Batch,
     Digests,
@@ -23,7 +22,6 @@ from comera.recipes.tasks.task import (
     Task,
     TaskKind,
     Trained,
-    count_steps,
     logits_of,
 )
 
@@ -37,21 +35,37 @@ class ClicksKind(TaskKind):
     inputs = ("continuous", "fields")
     lean = True
 
-    def is_told_by_data(self, config: RunConfig) -> bool:
-        return config.dlrm.table_sizes is None
+    @property
+    def is_told_by_data(self) -> bool:
+        return self.config.dlrm.table_sizes is None
 
-    def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
-        if self.is_told_by_data(config):
+    def planned_sizes(self) -> Mapping[str, Any]:
+        if self.is_told_by_data:
             with torch.device("cpu"):
-                return _sizes(config, Clicks.prepare(self.data(config)))
-        data, given = self.data(config), config.dlrm.table_sizes
+                return self._sizes(Clicks.prepare(self.data))
+        data, given = self.data, self.config.dlrm.table_sizes
         assert given is not None, "else the data tell them"
         _check_fields(given, fields_named(data.format, data.fields) or list(given))
         continuous = CRITEO_CONTINUOUS if data.format == "criteo" else data.continuous
         return {"table_sizes": given, "num_continuous": len(continuous)}
 
-    def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
-        model = config.dlrm
+    def _sizes(self, data: Clicks) -> dict[str, Any]:
+        """Return the checked table sizes of the settings; those of the data if none are given."""
+        found = dict(zip(data.field_names, data.table_sizes, strict=True))
+        given = self.config.dlrm.table_sizes
+        if given is not None:
+            _check_fields(given, list(found))
+            for name, size in found.items():
+                if given[name] < size:
+                    raise ValueError(
+                        f"dlrm.table_sizes has {given[name]} for {name}, whose "
+                        f"categories in {data.settings.file} take {size} rows"
+                    )
+            found = {name: given[name] for name in found}
+        return {"table_sizes": found, "num_continuous": data.num_continuous}
+
+    def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
+        model = self.config.dlrm
         made = DLRM(
             sizes["table_sizes"],
             sizes["num_continuous"],
@@ -66,11 +80,11 @@ class ClicksKind(TaskKind):
                 raise ValueError(f"dlrm.small_tables.{problem}") from None
         return made
 
-    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = Clicks.prepare(self.data(config), digests)
-        size = config.train.batch_size
-        limit = config.train.eval_batches and config.train.eval_batches * size
-        sizes = _sizes(config, data)
+    def prepare(self, place: Place, digests: Digests) -> Task:
+        data = Clicks.prepare(self.data, digests)
+        train, size = self.config.train, self.config.train.batch_size
+        limit = train.eval_batches and train.eval_batches * size
+        sizes = self._sizes(data)
 
         def evaluate(batches: Iterable[Batch], model: nn.Module) -> dict[str, float]:
             found = [
@@ -85,14 +99,14 @@ class ClicksKind(TaskKind):
             return evaluate(data.test_batches(_EVALUATED), model)
 
         return Task(
-            make_model=lambda: self.dense_model(config, sizes),
-            get_batch=lambda step: place.share_of(data.batch(step, size, config.seed)),
+            make_model=lambda: self.dense_model(sizes),
+            get_batch=lambda step: place.share_of(data.batch(step, size, self.config.seed)),
             loss_fn=self.loss,
             evaluate=lambda model: evaluate(data.valid_batches(_EVALUATED, limit), model),
-            steps=count_steps(config, data.steps_per_epoch(size)),
+            steps=self.count_steps(data.steps_per_epoch(size)),
             record=DataRecord(data.digests, data.prepared),
             per_step=(size, "clicks"),
-            test=test if self.data(config).test else None,
+            test=test if self.data.test else None,
             categories=lambda: data.categories,
             sizes=sizes,
             lean=self.lean,
@@ -101,10 +115,7 @@ class ClicksKind(TaskKind):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(self.logits(model, batch), batch["labels"])
 
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
-        sizes = sizes or self.planned_sizes(config)
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         fields = [torch.randint(size, (rows,)) for size in sizes["table_sizes"].values()]
         return {
             "continuous": torch.randn(rows, sizes["num_continuous"]),
@@ -126,22 +137,6 @@ class ClicksKind(TaskKind):
         probability = float(logits_of(run, *inputs)[0].sigmoid())
         found: dict[str, Any] = {"probability": round(probability, 4)}
         return found | ({"unknown": unknown[0]} if unknown[0] else {})
-
-
-def _sizes(config: RunConfig, data: Clicks) -> dict[str, Any]:
-    """Return the table sizes of the settings, or of the data where none are given; check them."""
-    found = dict(zip(data.field_names, data.table_sizes, strict=True))
-    given = config.dlrm.table_sizes
-    if given is not None:
-        _check_fields(given, list(found))
-        for name, size in found.items():
-            if given[name] < size:
-                raise ValueError(
-                    f"dlrm.table_sizes has {given[name]} for {name}, whose "
-                    f"categories in {data.settings.file} take {size} rows"
-                )
-        found = {name: given[name] for name in found}
-    return {"table_sizes": found, "num_continuous": data.num_continuous}
 
 
 def _check_fields(given: Mapping[str, int], fields: Sequence[str]) -> None:

@@ -90,8 +90,6 @@ class Trained(Protocol):
     """The part of :class:`~comera.recipes.trained.TrainedRun` that predictions use."""
 
     @property
-    def config(self) -> RunConfig: ...
-    @property
     def model(self) -> nn.Module: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -103,10 +101,11 @@ class TaskKind(ABC):
     """One kind of task: its data, its model and its loss.
 
     A new kind is a section of ``RunConfig``, whose class has ``check``, ``find`` and ``digests`` as
-    those of ``comera.data`` have, and a subclass of this, which ``KINDS`` lists. Methods take the
-    settings of a run of this kind.
+    those of ``comera.data`` have, and a subclass of this, which ``KINDS`` lists.
 
     Attributes:
+        config: The settings of a run of this kind.
+        data: Their section that describes the data.
         inputs: Names of the parts of a batch that the model takes, in its order.
         lean: See :class:`Task`.
     """
@@ -114,28 +113,21 @@ class TaskKind(ABC):
     inputs: tuple[str, ...]
     lean = False
 
-    def data(self, config: RunConfig) -> Any:
-        """Return the section of the settings that describes the data."""
-        return getattr(config, config.task)
-
-    def find_data(self, config: RunConfig) -> None:
-        """Raise ``FileNotFoundError`` if a file of a run is missing, before one is read."""
-        self.data(config).find()
-
-    def data_digests(self, config: RunConfig) -> dict[str, str]:
-        """Return digests of all that a run reads, by name; raises what the readers raise."""
-        return self.data(config).digests()
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.data: Any = config.data
 
     @abstractmethod
-    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        """Read the data of a run; raises what the readers raise."""
+    def prepare(self, place: Place, digests: Digests) -> Task:
+        """Read the data; raises what the readers raise."""
 
-    def is_told_by_data(self, config: RunConfig) -> bool:
-        """Return whether the data determine the sizes of the model."""
+    @property
+    def is_told_by_data(self) -> bool:
+        """Whether the data determine the sizes of the model."""
         return False
 
     @abstractmethod
-    def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
+    def planned_sizes(self) -> Mapping[str, Any]:
         """Return the sizes of the dense model; data are read only if they alone tell them.
 
         Raises:
@@ -143,14 +135,31 @@ class TaskKind(ABC):
         """
 
     @abstractmethod
-    def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
-        """Make the dense model of a run, on torch's default device.
+    def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
+        """Make the dense model, on torch's default device.
 
         Args:
-            config: The run.
-            sizes: What its data tell: ``vocab_size``; of a click log ``table_sizes`` by the names
-                of fields, and ``num_continuous``.
+            sizes: Those that the data tell: ``vocab_size``; of a click log ``table_sizes`` by the
+                names of fields, and ``num_continuous``.
         """
+
+    def count_steps(self, per_epoch: int) -> int:
+        """Count the optimizer steps of a run over data with an end.
+
+        Raises:
+            ValueError: If there is not one.
+        """
+        train = self.config.train
+        if not per_epoch:
+            raise ValueError(f"train.batch_size={train.batch_size} exceeds the training rows")
+        if train.steps is not None:
+            return train.steps
+        steps = round((train.epochs or 0) * per_epoch)
+        if steps < 1:
+            raise ValueError(
+                f"train.epochs={train.epochs} is no step: an epoch has {per_epoch} of them"
+            )
+        return steps
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Run the model on the inputs of a batch; float32."""
@@ -161,20 +170,17 @@ class TaskKind(ABC):
         """Return the mean loss of a batch."""
 
     @abstractmethod
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
         """Draw a batch without data, on torch's default device.
 
         Args:
-            config: The run.
             rows: Rows of the batch.
-            sizes: As of :meth:`dense_model`; by default :meth:`planned_sizes`.
+            sizes: As of :meth:`dense_model`.
         """
 
-    def example_inputs(self, config: RunConfig, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def example_inputs(self, sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Make the tensors that the model takes, of two rows."""
-        batch = self.drawn_batch(config, 2, sizes)
+        batch = self.drawn_batch(2, sizes)
         return tuple(batch[name] for name in self.inputs if isinstance(batch[name], Tensor))
 
     @abstractmethod
@@ -184,24 +190,6 @@ class TaskKind(ABC):
         Raises:
             ValueError: If the line is not what is expected.
         """
-
-
-def count_steps(config: RunConfig, per_epoch: int) -> int:
-    """Count the optimizer steps of a run over data with an end.
-
-    Raises:
-        ValueError: If there is not one.
-    """
-    if not per_epoch:
-        raise ValueError(f"train.batch_size={config.train.batch_size} exceeds the training rows")
-    if config.train.steps is not None:
-        return config.train.steps
-    steps = round((config.train.epochs or 0) * per_epoch)
-    if steps < 1:
-        raise ValueError(
-            f"train.epochs={config.train.epochs} is no step: an epoch has {per_epoch} of them"
-        )
-    return steps
 
 
 def say_padding(batch: dict[str, Tensor]) -> Batch:

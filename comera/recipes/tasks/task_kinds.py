@@ -11,17 +11,17 @@ from comera.recipes.tasks.task import Digests, Place, Task, TaskKind
 from comera.recipes.tasks.text_tasks import CausalTextKind, MaskedTextKind, NliKind
 from comera.train.processes import Processes
 
-KINDS: Mapping[str, TaskKind] = {
-    "masked_text": MaskedTextKind(),
-    "causal_text": CausalTextKind(),
-    "nli": NliKind(),
-    "clicks": ClicksKind(),
+KINDS: Mapping[str, type[TaskKind]] = {
+    "masked_text": MaskedTextKind,
+    "causal_text": CausalTextKind,
+    "nli": NliKind,
+    "clicks": ClicksKind,
 }
 
 
 def kind_of(config: RunConfig) -> TaskKind:
     """Return the kind of task that a run trains."""
-    return KINDS[config.task]
+    return KINDS[config.task](config)
 
 
 def prepare_task(
@@ -35,12 +35,12 @@ def prepare_task(
     Args:
         config: The run.
         device: The device that batches go to.
-        digests: What :meth:`TaskKind.data_digests` has just found, so as not to read it once more.
+        digests: Those of ``config.data.digests()``, if they are known already.
         processes: Those that train the model together; None for this one alone.
     """
     alone = config.parallel.kind == "ddp"
     place = Place(device, processes or Processes(), alone)
-    return kind_of(config).prepare(config, place, digests)
+    return kind_of(config).prepare(place, digests)
 
 
 def planned_dense_model(config: RunConfig) -> nn.Module:
@@ -50,4 +50,4 @@ def planned_dense_model(config: RunConfig) -> nn.Module:
         ValueError: If data are needed and not there.
     """
     kind = kind_of(config)
-    return kind.dense_model(config, kind.planned_sizes(config))
+    return kind.dense_model(kind.planned_sizes())

@@ -17,7 +17,6 @@ from comera.data.vocabulary import CLS, MASK
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
 from comera.recipes.data_record import DataRecord
-from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task import (
     Batch,
     Digests,
@@ -25,7 +24,6 @@ from comera.recipes.tasks.task import (
     Task,
     TaskKind,
     Trained,
-    count_steps,
     logits_of,
     say_padding,
 )
@@ -39,39 +37,56 @@ _FIRST_WORD = 5
 class OfText(TaskKind):
     """A kind of task whose model is a transformer."""
 
-    def planned_sizes(self, config: RunConfig) -> Mapping[str, Any]:
-        return {"vocab_size": self.data(config).vocab_size}
+    def planned_sizes(self) -> Mapping[str, Any]:
+        return {"vocab_size": self.data.vocab_size}
 
-    def dense_model(self, config: RunConfig, sizes: Mapping[str, Any]) -> nn.Module:
+    def dense_model(self, sizes: Mapping[str, Any]) -> nn.Module:
         try:
-            return self._transformer(config, int(sizes["vocab_size"]))
+            return self._transformer(int(sizes["vocab_size"]))
         except ValueError as problem:  # it begins with the name of a setting
             raise ValueError(f"model.{problem}") from None
 
     @abstractmethod
-    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
+    def _transformer(self, vocab_size: int) -> nn.Module:
         """Make the dense model."""
 
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
-        shape = rows, self.data(config).length
-        return {"tokens": torch.randint(_FIRST_WORD, self.data(config).vocab_size, shape)}
+    def _encoder(self, vocab_size: int, segments: int = 0) -> Encoder:
+        model = self.config.model
+        return Encoder(
+            vocab_size,
+            model.d_model,
+            model.num_layers,
+            model.num_heads,
+            model.ffn_dim,
+            self.data.length,
+            model.dropout,
+            segments,
+            model.norm,
+            model.qk_norm,
+            model.position_std,
+        )
+
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
+        shape = rows, self.data.length
+        return {"tokens": torch.randint(_FIRST_WORD, int(sizes["vocab_size"]), shape)}
 
 
 class OfStreams(OfText):
     """A kind of task on text without end, judged by its loss on held-out batches."""
 
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = self.logits(model, batch)  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
     def _task(
         self,
-        config: RunConfig,
         place: Place,
         get_batch: Callable[[int], Batch],
         valid: Sequence[Batch],
         test: Sequence[Batch],
         data: TextStreams,
     ) -> Task:
-        assert config.train.steps is not None, "RunConfig.check asks for steps here"
+        assert self.config.train.steps is not None, "RunConfig.check asks for steps here"
 
         def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
             own = place.own(batches)
@@ -82,40 +97,17 @@ class OfStreams(OfText):
 
         sizes = {"vocab_size": data.vocab_size}
         return Task(
-            make_model=lambda: self.dense_model(config, sizes),
+            make_model=lambda: self.dense_model(sizes),
             get_batch=lambda step: place.share_of(get_batch(step)),
             loss_fn=self.loss,
             evaluate=partial(evaluate, valid),
-            steps=config.train.steps,
+            steps=self.config.train.steps,
             record=DataRecord(data.digests, data.prepared),
-            per_step=(config.train.batch_size * data.settings.length, "tokens"),
+            per_step=(self.config.train.batch_size * data.settings.length, "tokens"),
             test=partial(evaluate, test) if test else None,
             sizes=sizes,
             tokenizer=data.tokenizer,
         )
-
-
-def make_encoder(config: RunConfig, vocab_size: int, length: int, segments: int) -> Encoder:
-    """Make the encoder that the settings of a run describe."""
-    model = config.model
-    return Encoder(
-        vocab_size,
-        model.d_model,
-        model.num_layers,
-        model.num_heads,
-        model.ffn_dim,
-        length,
-        model.dropout,
-        segments,
-        model.norm,
-        model.qk_norm,
-        model.position_std,
-    )
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of tokens, ``logits`` of ``(B, T, V)``."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def tokens_of(run: Trained, text: str) -> np.ndarray:
@@ -145,35 +137,29 @@ class MaskedTextKind(OfStreams):
 
     inputs = ("tokens", "positions", "padded")
 
-    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
-        length = self.data(config).length
-        return MaskedLanguageModel(make_encoder(config, vocab_size, length, 0), vocab_size)
+    def _transformer(self, vocab_size: int) -> nn.Module:
+        return MaskedLanguageModel(self._encoder(vocab_size), vocab_size)
 
-    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = MaskedText(TextStreams.prepare(self.data(config), digests))
-        size, evaluated = config.train.batch_size, config.train.eval_batches or _EVALUATED
+    def prepare(self, place: Place, digests: Digests) -> Task:
+        data = MaskedText(TextStreams.prepare(self.data, digests))
+        size = self.config.train.batch_size
+        evaluated = self.config.train.eval_batches or _EVALUATED
         return self._task(
-            config,
             place,
-            lambda step: say_padding(data.batch(step, size, config.seed)),
+            lambda step: say_padding(data.batch(step, size, self.config.seed)),
             list(map(say_padding, data.valid_batches(evaluated, size))),
             list(map(say_padding, data.test_batches(_TESTED, size))),
             data.streams,
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return token_loss(self.logits(model, batch), batch["targets"])
-
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
-        batch = super().drawn_batch(config, rows)
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
+        batch = super().drawn_batch(rows, sizes)
         positions = torch.arange(0, batch["tokens"].shape[1], _DRAWN_EVERY).expand(rows, -1)
         targets = batch["tokens"].gather(1, positions)
         return batch | {"positions": positions, "targets": targets, "padded": False}
 
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
-        row = np.concatenate([[CLS], tokens_of(run, line)])[: self.data(run.config).length]
+        row = np.concatenate([[CLS], tokens_of(run, line)])[: self.data.length]
         positions = np.flatnonzero(row == MASK)
         if not len(positions):
             raise ValueError(f"{line!r} has no [MASK] in its first {len(row) - 1} tokens")
@@ -196,8 +182,8 @@ class CausalTextKind(OfStreams):
 
     inputs = ("tokens",)
 
-    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
-        model = config.model
+    def _transformer(self, vocab_size: int) -> nn.Module:
+        model = self.config.model
         decoder = Decoder(
             vocab_size,
             model.d_model,
@@ -209,25 +195,19 @@ class CausalTextKind(OfStreams):
         )
         return CausalLanguageModel(decoder, vocab_size)
 
-    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = CausalText(TextStreams.prepare(self.data(config), digests))
-        size = config.train.batch_size
+    def prepare(self, place: Place, digests: Digests) -> Task:
+        data = CausalText(TextStreams.prepare(self.data, digests))
+        size = self.config.train.batch_size
         return self._task(
-            config,
             place,
-            lambda step: data.batch(step, size, config.seed),
-            data.valid_batches(config.train.eval_batches, size),
+            lambda step: data.batch(step, size, self.config.seed),
+            data.valid_batches(self.config.train.eval_batches, size),
             data.test_batches(None, size),
             data.streams,
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return token_loss(self.logits(model, batch), batch["targets"])
-
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
-        batch = super().drawn_batch(config, rows)
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
+        batch = super().drawn_batch(rows, sizes)
         return batch | {"targets": batch["tokens"].roll(-1, 1)}
 
     def predict(self, run: Trained, line: str, new_tokens: int) -> dict[str, Any]:
@@ -235,12 +215,9 @@ class CausalTextKind(OfStreams):
         if not tokens:
             raise ValueError("there is no text to go on from")
         for _ in range(new_tokens):
-            seen = torch.tensor([tokens[-self.data(run.config).length :]])
+            seen = torch.tensor([tokens[-self.data.length :]])
             tokens.append(int(logits_of(run, seen)[0, -1].argmax()))
         return {"text": text_of(run, tokens)}
-
-
-_SEGMENTS = 2
 
 
 class NliKind(OfText):
@@ -248,19 +225,19 @@ class NliKind(OfText):
 
     inputs = ("tokens", "segments", "padded")
 
-    def _transformer(self, config: RunConfig, vocab_size: int) -> nn.Module:
-        encoder = make_encoder(config, vocab_size, self.data(config).length, _SEGMENTS)
-        return SequenceClassifier(encoder, len(LABELS), config.model.dropout)
+    def _transformer(self, vocab_size: int) -> nn.Module:
+        encoder = self._encoder(vocab_size, segments=2)
+        return SequenceClassifier(encoder, len(LABELS), self.config.model.dropout)
 
-    def prepare(self, config: RunConfig, place: Place, digests: Digests) -> Task:
-        data = NliPairs.prepare(self.data(config), digests)
-        size = config.train.batch_size
-        limit = config.train.eval_batches and config.train.eval_batches * size
+    def prepare(self, place: Place, digests: Digests) -> Task:
+        data = NliPairs.prepare(self.data, digests)
+        train, size = self.config.train, self.config.train.batch_size
+        limit = train.eval_batches and train.eval_batches * size
         dev = list(map(say_padding, data.dev_batches(4 * size, limit)))
         test = list(map(say_padding, data.test_batches(4 * size)))
         # A CUDA graph takes batches of one shape alone.
-        graph = place.device.type == "cuda" and config.train.graph is not False
-        length = self.data(config).length if graph else None
+        graph = place.device.type == "cuda" and train.graph is not False
+        length = self.data.length if graph else None
 
         def evaluate(batches: Sequence[Batch], model: nn.Module) -> dict[str, float]:
             right, loss, rows = 0.0, 0.0, 0.0
@@ -274,13 +251,13 @@ class NliKind(OfText):
 
         sizes = {"vocab_size": data.vocab_size}
         return Task(
-            make_model=lambda: self.dense_model(config, sizes),
+            make_model=lambda: self.dense_model(sizes),
             get_batch=lambda step: place.share_of(
-                say_padding(data.batch(step, size, config.seed, length))
+                say_padding(data.batch(step, size, self.config.seed, length))
             ),
             loss_fn=self.loss,
             evaluate=partial(evaluate, dev),
-            steps=count_steps(config, data.steps_per_epoch(size)),
+            steps=self.count_steps(data.steps_per_epoch(size)),
             record=DataRecord(data.digests, data.prepared),
             per_step=(size, "pairs"),
             test=partial(evaluate, test) if test else None,
@@ -291,10 +268,8 @@ class NliKind(OfText):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["labels"])
 
-    def drawn_batch(
-        self, config: RunConfig, rows: int, sizes: Mapping[str, Any] | None = None
-    ) -> Batch:
-        batch = super().drawn_batch(config, rows)
+    def drawn_batch(self, rows: int, sizes: Mapping[str, Any]) -> Batch:
+        batch = super().drawn_batch(rows, sizes)
         length = batch["tokens"].shape[1]
         segments = (torch.arange(length) >= length // 2).long().expand(rows, length)
         labels = torch.randint(len(LABELS), (rows,))
@@ -305,7 +280,7 @@ class NliKind(OfText):
         if not tab:
             raise ValueError(f"{line!r} must be a premise, a tab and a hypothesis")
         sides = tokens_of(run, premise), tokens_of(run, hypothesis)
-        row, start = joined(*sides, self.data(run.config).length)
+        row, start = joined(*sides, self.data.length)
         tokens = torch.from_numpy(row)[None]
         segments = (torch.arange(len(row)) >= start).long()[None]
         logits = logits_of(run, tokens, segments, False)[0]
