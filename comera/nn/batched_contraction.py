@@ -191,7 +191,7 @@ def _unbind_factors(
     graphs are captured or functions transformed; else it gets none, as it does by itself.
 
     Args:
-        groups: The layers, all of which were contracted in one call.
+        groups: The layers that were contracted in one call.
         factors: The left factors ``(G, I, R)`` and the right factors ``(G, R, O)`` of the first
             group of G layers, then those of the second, and so on.
     """

@@ -14,8 +14,8 @@ from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_o
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import on_this_machine
-from comera.ops.factors import Factors
 from comera.ops.linear.tt_linear import (
+    Factors,
     factorized_linears,
     low_rank_linear,
     reconstructed_linear,
