@@ -24,8 +24,8 @@ from comera.recipes.parse import parse_settings, read_yaml
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.log import progress_bar, read_metrics
+from comera.train.loop import evaluated
 from comera.train.run_state import load_checkpoint
-from comera.train.run_under_way import evaluated
 
 _KINDS = {
     "changes of weights": ("model/gaps", "model/codes", "model/books"),

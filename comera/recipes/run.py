@@ -36,9 +36,8 @@ from comera.report.memory_use import MemoryReport, memory_report
 from comera.report.model_plan import ModelPlan
 from comera.report.model_plan import plan as plan_model
 from comera.saved.model_folder import save_state
-from comera.train.loop import train
+from comera.train.loop import LoopResult, evaluated, train
 from comera.train.processes import Processes
-from comera.train.run_under_way import LoopResult, evaluated
 from comera.train.sharded import whole_state
 
 _log = logging.getLogger("comera")

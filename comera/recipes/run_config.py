@@ -183,7 +183,7 @@ class ModelConfig:
 class SmallTablesConfig:
     """Small tables of another kind, to compare tensor trains with.
 
-    See ``comera.models.small_tables``.
+    See ``comera.models.dlrm``.
 
     Args:
         kind: ``hashed``: rows share fewer ones, by the remainder of their index;
