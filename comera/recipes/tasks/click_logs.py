@@ -14,7 +14,7 @@ from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
 from comera.models.dlrm import DLRM, click_metrics
 from comera.models.small_tables import replace_tables_
-from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import DataRecord
 from comera.recipes.tasks.task import (
     Batch,
     Digests,
