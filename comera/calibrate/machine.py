@@ -1,81 +1,20 @@
-"""The profile of this machine, from which the planner predicts times.
+"""The profile of this machine, from which the planner predicts times."""
 
-Inputs of several runs are used in turn, so that none is found in a cache; on a GPU the runs are
-captured in one CUDA graph.
-"""
-
-import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
 import torch
 from torch import nn
 
+from comera.calibrate.in_turn import in_turn
 from comera.calibrate.ways import check_choice, measure_ways
 from comera.nn.linear import TTLinear
 from comera.ops.product import by_onednn, has_onednn
 from comera.planning.machine import Machine, default_machine, processor_name, save_machine
 from comera.planning.planner import plan_linear
-
-_ROTATED = 128 << 20
-"""Bytes of all inputs of an operator on a GPU together: twice the cache of an H200."""
-
-_WARM_UP = 3
-_MOST_COPIES = 16
-
-
-def copies_of(device: torch.device, nbytes: float) -> int:
-    """Return how many inputs of so many bytes are worth taking in turn."""
-    if device.type != "cuda":
-        return 2
-    return min(_MOST_COPIES, max(2, math.ceil(_ROTATED / nbytes)))
-
-
-def in_turn(runs: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], object]:
-    """Return a call that runs all of them, on a GPU as one CUDA graph: the host costs no time."""
-    if device.type != "cuda":
-        return lambda: [run() for run in runs]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
-            for run in runs:
-                run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for run in runs:
-            run()
-    return _Replayed(graph, runs)
-
-
-@dataclass(frozen=True)
-class _Replayed:
-    """A graph, and the runs it captured: the graph alone keeps no tensor that it reads."""
-
-    graph: torch.cuda.CUDAGraph
-    runs: Sequence[Callable[[], object]]
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
-@contextlib.contextmanager
-def tf32_products(on: bool) -> Iterator[None]:
-    """Enable or disable tf32 for products of float32 on a card."""
-    before = torch.backends.cuda.matmul.fp32_precision  # the older name raises after a newer one
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")
-        torch.backends.cuda.matmul.fp32_precision = before
-
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}

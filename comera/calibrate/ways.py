@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.calibrate.machine import copies_of, in_turn, tf32_products
+from comera.calibrate.in_turn import copies_of, in_turn, tf32_products
 from comera.nn.batched_contraction import BatchedContraction
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.fused import self_attention

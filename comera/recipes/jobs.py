@@ -26,8 +26,14 @@ from rich.console import Console
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
 from comera.files import replacing
-from comera.recipes.data_record import DataRecord, read_record
-from comera.recipes.folder import is_finished, other_data, other_settings, settings_of
+from comera.recipes.folder import (
+    DataRecord,
+    is_finished,
+    other_data,
+    other_settings,
+    read_record,
+    settings_of,
+)
 from comera.recipes.run_config import RunConfig
 from comera.train.stop_signals import PARENT, on_stop_signals
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
-    from comera.recipes.outcome import read_result
+    from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run_config import RunConfig
     from comera.recipes.tasks.task_kinds import kind_of

@@ -7,7 +7,7 @@ import torch
 
 from comera.calibrate import machine as profile
 from comera.calibrate import ways as way_speed
-from comera.calibrate.machine import tf32_products
+from comera.calibrate.in_turn import tf32_products
 from comera.calibrate.ways import TRIALS, Trial, measure_ways
 from comera.ops import dispatch
 from comera.ops.context import static_shapes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import comera
-from comera.calibrate.machine import tf32_products
+from comera.calibrate.in_turn import tf32_products
 from comera.ops.contract_cores import (
     CONTRACT,
     _contract_groups,
