@@ -14,7 +14,7 @@ from comera.nn.fused import is_as_noted, passes_of
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
-from comera.ops.table.table_factors import Request, read_factors_of
+from comera.ops.table.table_factors import Request, read_factors
 from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
@@ -118,7 +118,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         parts = {
             name: TableBags(read.indices_N, starts, weights, read.left_VPR, read.right_WRQ, hot)
             for name, read, (starts, weights, hot) in zip(
-                names, read_factors_of(reads), bags, strict=True
+                names, read_factors(reads), bags, strict=True
             )
         }
         sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))

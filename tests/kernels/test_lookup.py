@@ -10,7 +10,7 @@ from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.distinct_rows import TableFactors
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, _Given
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, Lookup
 from comera.ops.table.lookup import lookup as lookup_op
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -379,9 +379,9 @@ def test_times_of_one_kernel_say_nothing_of_another(hot, bags, dtype):
     rows = torch.empty(3, 64, dtype=dtype) if hot else None
     offsets = torch.zeros(1, dtype=torch.int64) if bags else None
     factors, indices = TableFactors(left, right, rows, None), torch.zeros(7, dtype=torch.int64)
-    given = _Given(torch.empty(7, 64), indices, indices, indices, offsets, 20, False)
-    found = LOOKUP.times.case(indices, factors, None, offsets, 20, 64)
-    assert found == LOOKUP_BACKWARD.times.case(factors, None, given)
+    given = Lookup(indices, factors, None, offsets, 20, 64)
+    found = LOOKUP.times.case(given)
+    assert found == LOOKUP_BACKWARD.times.case(given, None)
     by_warps = dtype == torch.bfloat16 and not (hot or bags)
     kinds = [] if by_warps else ["a block a row"] + ["hot rows"] * hot + ["bags"] * bags
     assert found[1:] == (dtype, (7, *kinds))

@@ -73,12 +73,9 @@ KERNEL_OR_TORCH = (T, T, T, T, K, K, T, K, T, K)
 CACHE, ALL = "as many as stay in the cache", "all"
 CPU_OR_NOT = {
     "hidden_rows_at_a_time": (CACHE, ALL),
-    "groups_at_a_time": (CACHE, ALL),
-    "add_sorted": ("to the rows between the first and the last", "to all rows"),
     "dropout_add": ("a mask of bytes", T),
 }
 ONE = "torch, all queries in one head"
-READ, WHOLE = "the slices that are read", "whole"
 EXPECTED = {
     "factorized_feed_forward": (T,) * 10,
     "factorized_feed_forward_backward": (T,) * 10,
@@ -86,16 +83,12 @@ EXPECTED = {
     "gated_hidden_backward": (T,) * 10,
     "contract_cores": KERNEL_OR_TORCH,
     "contract_cores_backward": KERNEL_OR_TORCH,
-    # In a graph for a card it is left to the operator, which is asked when the graph runs.
-    "contract_tables": ("one by one",) * 4 + ("all at once, as layers",) * 2
-    + ("one by one", "all at once, as layers", "one by one", "all at once, as layers"),
     "ttm_lookup": tuple("distinct rows" if way == T else way for way in KERNEL_OR_TORCH),
     "ttm_lookup_backward": (
         "by slots", "by slots", "by slots", "by slots", K, K, "by slots",
         "sort what a kernel may have read, then by slots", "by slots", K,
     ),
     "rows_of_a_table": ("lookup", "every row for itself", *("lookup",) * 8),
-    "factor_of_a_table": (READ, WHOLE, READ, WHOLE, *(WHOLE,) * 6),
     "attend": ("in pieces", ONE, "in pieces", ONE, T, T, T, T, "in pieces", T),
     "self_attention": ("in the space of ranks",) * 10,
     **{

@@ -28,7 +28,7 @@ def few_slices(monkeypatch):
 
 def asked(problem, indices):
     hot = 0 if problem.hot is None else problem.hot.shape[0]
-    return Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot, False)
+    return [Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot, False)]
 
 
 @pytest.mark.usefixtures("few_slices")
@@ -71,7 +71,7 @@ def test_weighted_bags():
 def test_no_more_slices_than_are_read():
     problem = Problem("4 cores")
     assert problem.shape.row_modes == (2, 3, 2, 2)
-    read = read_factors(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
+    [read] = read_factors(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
     assert read.left_VPR.shape[0] == 2
     assert read.right_WRQ.shape[0] == 2
 
@@ -89,14 +89,10 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     cores = problem.cores[2 * side : 2 * side + 2]
     shapes = {tuple(core.shape) for core in cores}
 
-    def choose(_, half):
-        return (
-            table_factors._in_slices
-            if {tuple(c.shape) for c in half} == shapes
-            else table_factors._whole
-        )
+    def why_whole(_, half):
+        return None if {tuple(c.shape) for c in half} == shapes else "the other half is asked for"
 
-    monkeypatch.setattr(table_factors._FACTOR, "choose", choose)
+    monkeypatch.setattr(table_factors, "why_whole", why_whole)
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
 
@@ -105,9 +101,8 @@ def test_large_tables_and_small_batches(rows):
     """What is read costs memory and time, not what is there."""
     table = comera.TTEmbedding(rows, 64, rank=32)
     indices = torch.tensor([0, rows - 1, 12345, rows // 2])
-    read = read_factors(
-        Request(indices, list(table.cores), list(table.gates), table.prune_below, rows, 0, False)
-    )
+    train = list(table.cores), list(table.gates), table.prune_below
+    [read] = read_factors([Request(indices, *train, rows, 0, False)])
     assert read.left_VPR.shape[0] <= 4
     with static_shapes():
         want = table(indices)
@@ -126,7 +121,8 @@ def test_both_halves_as_a_whole(why, monkeypatch):
     V = math.prod(table.shape.row_modes[:2])
 
     def left_slices(cores, indices):
-        return read_factors(Request(indices, cores, [], 0.01, rows, 0, False)).left_VPR.shape[0]
+        [read] = read_factors([Request(indices, cores, [], 0.01, rows, 0, False)])
+        return read.left_VPR.shape[0]
 
     cores = list(table.cores)
     assert left_slices(cores, indices) == 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.table.table_factors import _contract_table, contract_table
+from comera.ops.table.table_factors import contract_table
 from comera.shapes import TTMShape
 
 SHAPES = {
@@ -87,13 +87,3 @@ def test_halves_are_new_and_have_their_bonds_innermost(name):
     assert right.mT.is_contiguous()
     for half in (left, right):
         assert not half.numel() or all(half.data_ptr() != core.data_ptr() for core in cores)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "gated"),
-    [("2 cores", False), ("2 cores", True), ("5 cores", True), ("no columns", False)],
-)
-def test_registered_soundly(name, gated):
-    cores, gates = make(name, gated, torch.float32)
-    torch.library.opcheck(_contract_table.custom_op, (cores, gates, 0.01))

@@ -1,18 +1,15 @@
-"""The rows of a table made from its two factors, each distinct one once, and their gradients.
+"""Rows of a table made from its two factors, each distinct one once, and their gradients.
+
+A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
+are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
+their right slice form groups, which are one product each. Each distinct row gets a slot. The rows
+of entries are gathered from the slots, and the gradient of a slot is a sum over a segment of the
+sorted entries.
 
 Shape suffixes: N = entries, B = bags, S = slots (distinct rows), T = groups of slots that share a
 right slice, V = left and W = right part of a row's number, P and Q = left and right part of the
 width, R = the bond between them, D = width, H = hot rows, K = their coordinates: D where they are
 dense, fewer where they are coordinates in a basis.
-
-Find places for the distinct rows of a lookup, so that each is made once and made in groups.
-
-A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
-are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
-their right slice form groups, which are one product each. What is wanted of entries is a gather
-from these slots, and a gradient of slots a sum over segments of the sorted entries.
-
-Shape suffixes: N = entries, S = slots, T = groups, V and W = slices of the left and right factor.
 """
 
 from collections.abc import Iterator
@@ -25,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import Ways, is_eager, may_read_values, on_cpu_alone
+from comera.ops.dispatch import is_eager, may_read_values, on_cpu_alone
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
@@ -249,25 +246,14 @@ def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor
     left_VPR, turned_WQR = factors.left_VPR, factors.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P
-    at_once = _groups_at_a_time(left_VPR, count, (tall + turned_WQR.shape[1]) * R)
+    at_once = max(1, count)
+    if on_cpu_alone(left_VPR) is None:
+        at_once = max(1, _PIECE // max(1, (tall + turned_WQR.shape[1]) * R))
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
         left_S = slots.left_S[piece.start * slots.group : piece.stop * slots.group]
         left = left_VPR.index_select(0, left_S).view(piece.stop - piece.start, tall, R)
         yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
-
-
-_groups_at_a_time = Ways("groups_at_a_time", lambda new: (new(320, 8, 32), 1024, 512))
-
-
-@_groups_at_a_time.way("as many as stay in the cache", lambda left, *_: on_cpu_alone(left))
-def _groups_in_cache(left_VPR: Tensor, count: int, numbers_each: int) -> int:
-    return max(1, _PIECE // max(1, numbers_each))
-
-
-@_groups_at_a_time.way("all")
-def _all_groups(left_VPR: Tensor, count: int, numbers_each: int) -> int:
-    return max(1, count)
 
 
 def make_rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
@@ -302,18 +288,11 @@ def factor_grads(slots: Slots, grad_TGQ: Tensor, factors: TableFactors) -> tuple
     return grad_left.view_as(left_VPR), turned_WQR.mT
 
 
-_add_sorted_ = Ways("add_sorted", lambda new: (new(100, 256), new(64, 256), new(64)))
-
-
-@_add_sorted_.way("to the rows between the first and the last", lambda _, v, __: on_cpu_alone(v))
-def _add_between_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
+def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     """Add each value to the row that it is of; these rise."""
-    first, last = int(of_values[0]), int(of_values[-1])
-    _add_to_all_(sums[first : last + 1], values, of_values - first)
-
-
-@_add_sorted_.way("to all rows")
-def _add_to_all_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
+    if on_cpu_alone(values) is None:  # to the rows between the first and the last
+        first, last = int(of_values[0]), int(of_values[-1])
+        sums, of_values = sums[first : last + 1], of_values - first
     each = torch.arange(values.shape[0], device=values.device)
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 

@@ -1,8 +1,8 @@
 """The operator that reads rows of a table from its two factors, and sums of rows over bags.
 
 Two redundancies go: every distinct row is made once however often it is read, and cores are
-contracted to factors once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Of a bag no row is
-ever laid out beside the distinct ones.
+contracted to factors once for all rows (CoMERA, arXiv 2405.14377, section 4.2). Bags are summed
+from the distinct rows, without a row for each of their entries.
 
 Shape suffixes: N = entries, B = bags (or entries, where there are none), V = left and W = right
 part of a row's number, P and Q = left and right part of the width, R = the bond between them, D =
@@ -17,16 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import without_autocast
+from comera.ops.context import shapes_are_static, without_autocast
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.kernels import warp_lookup_kernel
-from comera.ops.kernels.lookup_kernel import (
-    read,
-    refuses,
-    refuses_backward,
-    row_grads,
-    weight_grads,
-)
+from comera.ops.kernels import lookup_kernel, warp_lookup_kernel
 from comera.ops.operator import operator
 from comera.ops.table.distinct_rows import (
     TableFactors,
@@ -44,8 +37,91 @@ from comera.ops.table.distinct_rows import (
     sum_by_sorted,
 )
 
-TIMED_TOGETHER = "lookup"
-"""The group of operators whose ways are chosen together."""
+
+class Lookup(NamedTuple):
+    """Rows to read, or sums of rows over bags.
+
+    Attributes:
+        indices_N: Rows to read.
+        factors: Factors of the table.
+        weights_N: Weight of every entry in its bag; None for ones.
+        offsets_B: First entry of each bag; None for rows instead of bags.
+        num_embeddings: Rows of the table.
+        embedding_dim: D.
+    """
+
+    indices_N: Tensor
+    factors: TableFactors
+    weights_N: Tensor | None
+    offsets_B: Tensor | None
+    num_embeddings: int
+    embedding_dim: int
+
+
+def _sample(new: Callable[..., Any]) -> Lookup:
+    factors = TableFactors(new(320, 8, 32), new(100, 32, 8), None, None)
+    return Lookup(new(1024), factors, None, None, 32_000, 64)
+
+
+def _warps_refuse(given: Lookup, *_: Any) -> str | None:
+    return warp_lookup_kernel.refuses(*_of_warps(given))
+
+
+def _of_warps(given: Lookup) -> tuple[Any, ...]:
+    left_VPR, right_WRQ, *hot = given.factors
+    return left_VPR, right_WRQ, given.embedding_dim, *hot, given.weights_N, given.offsets_B
+
+
+def _kernel_refuses(given: Lookup, *_: Any) -> str | None:
+    return lookup_kernel.refuses(*given.factors, given.weights_N)
+
+
+def _kernel_refuses_back(given: Lookup, *_: Any) -> str | None:
+    return lookup_kernel.refuses_backward(*given.factors, given.weights_N)
+
+
+def _case(given: Lookup, *_: Any) -> Case:
+    """Return what times depend on: the number of entries, and which kernel there is for them."""
+    left_VPR, kinds = given.factors.left_VPR, list[str]()
+    if warp_lookup_kernel.unfit(*_of_warps(given)) is not None:
+        kinds.append("a block a row")
+        kinds += ["hot rows"] if given.factors.hot_HK is not None else []
+        kinds += ["bags"] if given.offsets_B is not None else []
+    return left_VPR, left_VPR.dtype, (given.indices_N.shape[0], *kinds)
+
+
+def _case_if_static(given: Lookup, checked: bool) -> Case | None:
+    """Where shapes are static torch makes every row for itself, elsewhere distinct rows."""
+    return _case(given) if shapes_are_static(given.indices_N) else None
+
+
+ROWS = Ways("rows_of_a_table", lambda new: (_sample(new), True), Times("lookup", _case_if_static))
+"""Read rows, or sums of rows over bags; takes a :class:`Lookup`, and whether it was checked."""
+
+
+def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
+    """Refuse them where shapes are static; with kernels no size depends on the rows."""
+    if not shapes_are_static(given.indices_N) or _warps_refuse(given) is None:
+        return None
+    return _kernel_refuses_back(given)
+
+
+@ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
+def _looked_up(given: Lookup, checked: bool) -> Tensor:
+    indices_N, factors, *rest = given
+    return lookup(indices_N, *factors, *rest, checked)[0]
+
+
+@ROWS.way("every row for itself")
+def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
+    indices_N = given.indices_N
+    rows = every_row(indices_N, given.factors, given.embedding_dim)
+    if given.offsets_B is None:
+        return rows
+    each = torch.arange(indices_N.shape[0], device=indices_N.device)
+    return F.embedding_bag(
+        each, rows, given.offsets_B, mode="sum", per_sample_weights=given.weights_N
+    )
 
 
 @operator("comera::ttm_lookup")
@@ -61,19 +137,10 @@ def lookup(
     embedding_dim: int,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows, or sums over bags of rows.
+    """Read rows, or sums over bags of rows, as :class:`Lookup` and its factors name them.
 
     Args:
-        indices_N: Rows to read.
-        left_VPR: Left factor.
-        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
-        hot_HK: Rows before those of the train.
-        basis_KD: Basis of the hot rows.
-        weights_N: Weight of every entry in its bag; None for ones.
-        offsets_B: First entry of each bag; None for rows instead of bags.
-        num_embeddings: Rows of the table.
-        embedding_dim: D.
-        checked: Whether the indices have been looked at, and need not be once more.
+        checked: Whether the indices were checked before.
 
     Returns:
         ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)`` each.
@@ -85,118 +152,38 @@ def lookup(
     if not checked:
         check_range(indices_N, num_embeddings)
     factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
-    return LOOKUP(indices_N, factors, weights_N, offsets_B, num_embeddings, embedding_dim)
+    given = Lookup(indices_N, factors, weights_N, offsets_B, num_embeddings, embedding_dim)
+    return LOOKUP(given)
 
 
-def _sample(new: Callable[..., Any]) -> tuple[Any, ...]:
-    factors = TableFactors(new(320, 8, 32), new(100, 32, 8), None, None)
-    return new(1024), factors, None, None, 32_000, 64
-
-
-def _warps_refuse(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> str | None:
-    left_VPR, right_WRQ, *hot = factors
-    others = *hot, weights_N, offsets_B
-    return warp_lookup_kernel.refuses(left_VPR, right_WRQ, embedding_dim, *others)
-
-
-def sizes_depend_on_values(
-    indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *rest: Any
-) -> str | None:
-    """Say why no kernel reads rows and sums gradients, whose sizes are known before; or None.
-
-    Args:
-        indices_N: Rows to read.
-        factors: What they are read from.
-        weights_N: Weight of every entry in its bag.
-        rest: Offsets of the bags, rows and width of the table.
-    """
-    if _warps_refuse(indices_N, factors, weights_N, *rest) is None:
-        return None
-    return refuses_backward(*factors, weights_N)
-
-
-def _kernel_refuses(indices_N: Tensor, factors: TableFactors, weights_N: Tensor | None, *_: Any
-                    ) -> str | None:  # fmt: skip
-    return refuses(*factors, weights_N)
-
-
-def case_of_rows(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-    *_: Any,
-) -> Case:
-    """Time depends on the number of entries, and on which kernel there is for them."""
-    left_VPR, right_WRQ, *hot = factors
-    others = *hot, weights_N, offsets_B
-    kinds: list[str] = []
-    if warp_lookup_kernel.unfit(left_VPR, right_WRQ, embedding_dim, *others) is not None:
-        kinds.append("a block a row")
-        kinds += ["hot rows"] if factors.hot_HK is not None else []
-        kinds += ["bags"] if offsets_B is not None else []
-    return left_VPR, left_VPR.dtype, (indices_N.shape[0], *kinds)
-
-
-LOOKUP = Ways("ttm_lookup", _sample, Times(TIMED_TOGETHER, case_of_rows))
+LOOKUP = Ways("ttm_lookup", lambda new: (_sample(new),), Times("lookup", _case))
 
 
 @LOOKUP.way("kernel, a warp a row", _warps_refuse, kernel="ttm_warps")
-def _by_warps(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return warp_lookup_kernel.read(
-        indices_N.long().contiguous(), factors.left_VPR, factors.right_WRQ, num_embeddings,
-        embedding_dim,
-    )  # fmt: skip
+def _by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
+    left_VPR, right_WRQ, *_ = given.factors
+    indices_N = given.indices_N.long().contiguous()
+    sizes = given.num_embeddings, given.embedding_dim
+    return warp_lookup_kernel.read(indices_N, left_VPR, right_WRQ, *sizes)
 
 
 @LOOKUP.way("kernel", _kernel_refuses, kernel="ttm_lookup")
-def _by_kernel(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_kernel(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
+    indices_N, factors, *rest = given
     indices_N, right_WRQ = indices_N.long().contiguous(), factors.right_WRQ.contiguous()
-    return read(
-        indices_N, factors.left_VPR, right_WRQ, factors.dense_hot(), weights_N, offsets_B,
-        num_embeddings, embedding_dim,
-    )  # fmt: skip
+    return lookup_kernel.read(indices_N, factors.left_VPR, right_WRQ, factors.dense_hot(), *rest)
 
 
 @LOOKUP.way("distinct rows")
-def _by_slots(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys_N, order_N = sorted_rows(indices_N, *factors.sizes)
+def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
+    factors, offsets_B = given.factors, given.offsets_B
+    keys_N, order_N = sorted_rows(given.indices_N, *factors.sizes)
     slots = make_slots(keys_N, *factors.sizes)
-    made_SD = make_rows(slots, factors, embedding_dim)
+    made_SD = make_rows(slots, factors, given.embedding_dim)
     at_N = slots.of_entries(order_N)
     if offsets_B is None:
         return made_SD.index_select(0, at_N), keys_N, order_N
-    return sum_bags(made_SD, at_N, offsets_B, weights_N), keys_N, order_N
+    return sum_bags(made_SD, at_N, offsets_B, given.weights_N), keys_N, order_N
 
 
 @lookup.register_fake
@@ -223,70 +210,46 @@ def lookup_backward(
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
-    given = _Given(grad_BD, indices_N, keys_N, order_N, offsets_B, num_embeddings, with_weights)
-    return LOOKUP_BACKWARD(factors, weights_N, given)
+    given = Lookup(indices_N, factors, weights_N, offsets_B, num_embeddings, grad_BD.shape[1])
+    return LOOKUP_BACKWARD(given, _Sorted(grad_BD, keys_N, order_N, with_weights))
 
 
-class _Given(NamedTuple):
-    """What the backward pass is given beside factors and weights, as :func:`lookup` names it."""
+class _Sorted(NamedTuple):
+    """What the backward pass is given beside what was looked up."""
 
     grad_BD: Tensor
-    indices_N: Tensor
     keys_N: Tensor
     order_N: Tensor
-    offsets_B: Tensor | None
-    num_embeddings: int
     with_weights: bool
 
 
 _Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of both factors, hot rows, their basis and the weights; empty for what there is not."""
 
-
-def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    each, factors, *_ = _sample(new)
-    return factors, None, _Given(new(1024, 64), each, each, each, None, 32_000, False)
-
-
-def _back_case(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> Case:
-    rest = given.offsets_B, given.num_embeddings, given.grad_BD.shape[1]
-    return case_of_rows(given.indices_N, factors, weights_N, *rest)
+LOOKUP_BACKWARD = Ways(
+    "ttm_lookup_backward",
+    lambda new: (_sample(new), _Sorted(new(1024, 64), new(1024), new(1024), False)),
+    Times("lookup", _case),
+)
 
 
-LOOKUP_BACKWARD = Ways("ttm_lookup_backward", _sample_backward, Times(TIMED_TOGETHER, _back_case))
-
-
-def _warps_refuse_back(
-    factors: TableFactors, weights_N: Tensor | None, given: _Given
-) -> str | None:
-    width = given.grad_BD.shape[1]
-    return _warps_refuse(
-        given.indices_N, factors, weights_N, given.offsets_B, given.num_embeddings, width
-    )
-
-
-@LOOKUP_BACKWARD.way("kernel, a warp a row", _warps_refuse_back, kernel="ttm_warps")
-def _back_by_warps(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
-    left_VPR, right_WRQ, *_ = factors
-    grad_BD = given.grad_BD.to(left_VPR.dtype)
-    indices_N = given.indices_N.long().contiguous()
+@LOOKUP_BACKWARD.way("kernel, a warp a row", _warps_refuse, kernel="ttm_warps")
+def _back_by_warps(given: Lookup, back: _Sorted) -> _Grads:
+    left_VPR, right_WRQ, *_ = given.factors
+    grad_BD, indices_N = back.grad_BD.to(left_VPR.dtype), given.indices_N.long().contiguous()
     left, right = warp_lookup_kernel.row_grads(grad_BD, indices_N, left_VPR, right_WRQ)
     nothing = [empty_like(None, grad_BD) for _ in range(3)]
     return lying_as(left_VPR, left), lying_as(right_WRQ, right), *nothing  # type: ignore[return-value]
 
 
-def _back_refuses(factors: TableFactors, weights_N: Tensor | None, *_: Any) -> str | None:
-    return refuses_backward(*factors, weights_N)
-
-
-@LOOKUP_BACKWARD.way("kernel", _back_refuses, kernel="ttm_lookup")
-def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
+@LOOKUP_BACKWARD.way("kernel", _kernel_refuses_back, kernel="ttm_lookup")
+def _back_by_kernel(given: Lookup, back: _Sorted) -> _Grads:
+    indices_N, factors, weights_N, offsets_B, num_embeddings, _ = given
     left_VPR, right_WRQ, hot_HK, basis_KD = factors
-    offsets_B, num_embeddings = given.offsets_B, given.num_embeddings
-    grad_BD = given.grad_BD.to(left_VPR.dtype).contiguous()
+    grad_BD = back.grad_BD.to(left_VPR.dtype).contiguous()
     hot_HD, dense_WRQ = factors.dense_hot(), right_WRQ.contiguous()
-    left, right, hot = row_grads(
-        grad_BD, given.keys_N, given.order_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B,
+    left, right, hot = lookup_kernel.row_grads(
+        grad_BD, back.keys_N, back.order_N, left_VPR, dense_WRQ, hot_HD, weights_N, offsets_B,
         num_embeddings,
     )  # fmt: skip
     hot = None if hot is None else hot.to(grad_BD.dtype)
@@ -295,9 +258,9 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
         with without_autocast(hot):
             hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
     to_weights = None
-    if given.with_weights and offsets_B is not None:
-        indices_N = given.indices_N.long().contiguous()
-        to_weights = weight_grads(
+    if back.with_weights and offsets_B is not None:
+        indices_N = indices_N.long().contiguous()
+        to_weights = lookup_kernel.weight_grads(
             grad_BD, indices_N, left_VPR, dense_WRQ, hot_HD, offsets_B, num_embeddings
         )
     hot, basis, to_weights = (
@@ -306,29 +269,30 @@ def _back_by_kernel(factors: TableFactors, weights_N: Tensor | None, given: _Giv
     return lying_as(left_VPR, left), lying_as(right_WRQ, right), hot, basis, to_weights
 
 
-def _after_torch(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> str | None:
+def _after_torch(given: Lookup, *_: Any) -> str | None:
     """Refuse where no kernel can have read the rows: torch's keys are sorted already."""
-    return refuses(*factors, weights_N) and _warps_refuse_back(factors, weights_N, given)
+    return _kernel_refuses(given) and _warps_refuse(given)
 
 
 @LOOKUP_BACKWARD.way("sort what a kernel may have read, then by slots", _after_torch)
-def _back_sorted(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
-    keys_N, at_N = given.keys_N.sort(stable=True)  # torch has sorted them, if it has read the rows
-    given = given._replace(keys_N=keys_N, order_N=given.order_N.index_select(0, at_N))
-    return _back_by_slots(factors, weights_N, given)
+def _back_sorted(given: Lookup, back: _Sorted) -> _Grads:
+    keys_N, at_N = back.keys_N.sort(stable=True)  # torch has sorted them, if it has read the rows
+    order_N = back.order_N.index_select(0, at_N)
+    return _back_by_slots(given, back._replace(keys_N=keys_N, order_N=order_N))
 
 
 @LOOKUP_BACKWARD.way("by slots")
-def _back_by_slots(factors: TableFactors, weights_N: Tensor | None, given: _Given) -> _Grads:
+def _back_by_slots(given: Lookup, back: _Sorted) -> _Grads:
+    _, factors, weights_N, offsets_B, *_ = given
     left_VPR, right_WRQ, *_ = factors
-    grad_BD, order_N, offsets_B = given.grad_BD, given.order_N, given.offsets_B
-    slots = make_slots(given.keys_N, *factors.sizes)
+    grad_BD, order_N = back.grad_BD, back.order_N
+    slots = make_slots(back.keys_N, *factors.sizes)
     width = left_VPR.shape[1] * right_WRQ.shape[2]
     from_N, grad_weights = order_N, empty_like(None, grad_BD)
     if offsets_B is not None:
         bag_N = bag_of_entries(offsets_B, order_N.shape[0])
         from_N = bag_N.index_select(0, order_N)
-        if given.with_weights:
+        if back.with_weights:
             made = make_rows(slots, factors, grad_BD.shape[1])
             at_N = slots.of_entries(order_N)
             grad_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(

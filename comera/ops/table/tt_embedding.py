@@ -9,22 +9,14 @@ coordinates: D where they are dense, fewer where they are coordinates in a basis
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Case, Times, Ways, is_eager
-from comera.ops.table.distinct_rows import TableFactors, check_range, every_row
-from comera.ops.table.lookup import (
-    LOOKUP,
-    TIMED_TOGETHER,
-    case_of_rows,
-    lookup,
-    sizes_depend_on_values,
-)
+from comera.ops.dispatch import is_eager
+from comera.ops.table.distinct_rows import TableFactors, check_range
+from comera.ops.table.lookup import ROWS, Lookup
 from comera.ops.table.table_factors import Request, contract_table, read_factors
 
 
@@ -66,7 +58,7 @@ def tt_embedding(
         hot_HK: Rows that stand before the tensor train: row ``i < H`` is ``hot_HK[i]``, row
             ``i >= H`` is row ``i - H`` of the train.
         basis_KD: Basis of the hot rows, where row ``i < H`` is ``hot_HK[i] @ basis_KD``.
-        checked: Whether the indices have been looked at, and need not be once more.
+        checked: Whether the indices were checked before.
 
     Returns:
         ``(*indices.shape, embedding_dim)`` in the dtype of the cores.
@@ -75,18 +67,16 @@ def tt_embedding(
         IndexError: If an index is out of range (checked on the CPU).
     """
     checked = checked or check_range(indices, num_embeddings)  # it still has its shape here
-    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
-    read = read_factors(
-        Request(indices.reshape(-1), cores, gates, threshold, num_embeddings, num_hot, checked)
-    )
-    factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
-    rows = ROWS(read.indices_N, factors, None, None, read.num_embeddings, embedding_dim, checked)
+    rows = tt_embedding_bag(
+        indices.reshape(-1), None, None, cores, num_embeddings, embedding_dim,
+        gates=gates, threshold=threshold, hot_HK=hot_HK, basis_KD=basis_KD, checked=checked,
+    )  # fmt: skip
     return rows.reshape(*indices.shape, embedding_dim)
 
 
 def tt_embedding_bag(
     indices_N: Tensor,
-    offsets_B: Tensor,
+    offsets_B: Tensor | None,
     weights_N: Tensor | None,
     cores: Sequence[Tensor],
     num_embeddings: int,
@@ -102,7 +92,7 @@ def tt_embedding_bag(
 
     Args:
         indices_N: Integers, bag after bag.
-        offsets_B: First entry of each bag, rising from 0.
+        offsets_B: First entry of each bag, rising from 0; None for rows, each a bag of one.
         weights_N: Weight of every entry, in the dtype of the cores; None for ones.
         cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
         num_embeddings: True number of rows; the row modes may multiply to more.
@@ -111,7 +101,7 @@ def tt_embedding_bag(
         threshold: A gate at or below it is a pruned rank.
         hot_HK: Rows that stand before those of the tensor train, as in :func:`tt_embedding`.
         basis_KD: Basis of the hot rows; None where they are whole.
-        checked: Whether the indices have been looked at, and need not be once more.
+        checked: Whether the indices were checked before.
 
     Returns:
         ``(B, embedding_dim)`` in the dtype of the cores.
@@ -121,53 +111,11 @@ def tt_embedding_bag(
     """
     checked = checked or check_range(indices_N, num_embeddings)
     num_hot = 0 if hot_HK is None else hot_HK.shape[0]
-    read = read_factors(
-        Request(indices_N, cores, gates, threshold, num_embeddings, num_hot, checked)
-    )
-    factors = TableFactors(read.left_VPR, read.right_WRQ, hot_HK, basis_KD)
-    return ROWS(
-        read.indices_N, factors, weights_N, offsets_B.long(), read.num_embeddings, embedding_dim,
-        checked,
-    )  # fmt: skip
-
-
-def _case(indices_N: Tensor, *given: Any) -> Case | None:
-    """Where shapes are static torch makes every row for itself, elsewhere distinct rows."""
-    return case_of_rows(indices_N, *given) if shapes_are_static(indices_N) else None
-
-
-ROWS = Ways(
-    "rows_of_a_table", lambda new: (*LOOKUP.sample(new), True), Times(TIMED_TOGETHER, _case)
-)
-
-
-def _refuses_distinct_rows(indices_N: Tensor, factors: TableFactors, *rest: Any) -> str | None:
-    """Refuse them where shapes are static; with kernels no size depends on the rows."""
-    if not shapes_are_static(indices_N):
-        return None
-    return sizes_depend_on_values(indices_N, factors, *rest[:-1])
-
-
-@ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
-def _looked_up(indices_N: Tensor, factors: TableFactors, *rest: Any) -> Tensor:
-    return lookup(indices_N, *factors, *rest)[0]
-
-
-@ROWS.way("every row for itself")
-def _each_by_itself(
-    indices_N: Tensor,
-    factors: TableFactors,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
-    num_embeddings: int,
-    embedding_dim: int,
-    checked: bool,
-) -> Tensor:
-    rows = every_row(indices_N, factors, embedding_dim)
-    if offsets_B is None:
-        return rows
-    each = torch.arange(indices_N.shape[0], device=indices_N.device)
-    return F.embedding_bag(each, rows, offsets_B, mode="sum", per_sample_weights=weights_N)
+    table = Request(indices_N, cores, gates, threshold, num_embeddings, num_hot, checked)
+    [(rows_N, left_VPR, right_WRQ, num_rows)] = read_factors([table])
+    factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
+    offsets_B = None if offsets_B is None else offsets_B.long()
+    return ROWS(Lookup(rows_N, factors, weights_N, offsets_B, num_rows, embedding_dim), checked)
 
 
 def ttm_to_dense(
@@ -219,15 +167,15 @@ def tt_embedding_bags(
     right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
     hot = [table.hot_HD for table in tables if table.hot_HD is not None]
     num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
-    sums_BD = ROWS(
+    whole = Lookup(
         _rows_of_the_whole(tables, places_5T, num_hot, all_W),
         TableFactors(left_VPR, right_WRQ, torch.cat(hot) if hot else None, None),
         _weights(tables),
         _offsets(tables),
         num_hot + left_VPR.shape[0] * all_W,
         embedding_dim,
-        is_eager(),
     )
+    sums_BD = ROWS(whole, is_eager())
     return list(sums_BD.split([table.offsets_B.shape[0] for table in tables]))
 
 
