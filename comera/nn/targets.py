@@ -99,8 +99,8 @@ class TTConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            value = getattr(self, name) or "orthogonal"
-            if value not in allowed:
+            value = getattr(self, name)
+            if value not in allowed and not (name == "init" and value is None):
                 choices = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name}={value!r} must be one of {choices}")
         if self.linear_format == "btt" and self.order != type(self).order:

@@ -131,7 +131,9 @@ class Ways:
         if self.times is None or torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.times.case(*args)
-        if found is None or found[0].device.type not in ORDERED or not is_concrete(found[0]):
+        if found is None or not is_concrete(found[0]):
+            return self.ways
+        if found[0].device.type not in ORDERED and self.times.group not in _preferred:
             return self.ways
         like, dtype, sizes = found
         listed = tuple(dict.fromkeys(map(known_as, self.ways)))
