@@ -14,8 +14,9 @@ from comera.nn.fused import is_as_noted, passes_of
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
+from comera.ops.table.lookup import Lookup
 from comera.ops.table.table_factors import Request, read_factors
-from comera.ops.table.tt_embedding import TableBags, places, tt_embedding_bags
+from comera.ops.table.tt_embedding import places, tt_embedding_bags
 
 _RANKS_ALIKE = 8
 """Ranks within so many of each other are padded to one."""
@@ -67,8 +68,11 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
 
     def forward(self, bags: Bags) -> dict[str, Tensor]:
         request = self._by_name(bags)
+        groups: dict[Any, list[str]] = {}
+        for name, table in self.items():
+            groups.setdefault(_kind(table) or name, []).append(name)
         found: dict[str, Tensor] = {}
-        for names in self._groups():
+        for names in groups.values():
             if len(names) == 1:
                 with _named(names[0]):
                     found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
@@ -95,43 +99,31 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             for name, given in bags.items()
         }
 
-    def _groups(self) -> list[list[str]]:
-        """Group the names of tables that can be read together."""
-        groups: dict[Any, list[str]] = {}
-        for name, table in self.items():
-            groups.setdefault(_kind(table) or name, []).append(name)
-        return list(groups.values())
-
     def _together(
         self, names: list[str], request: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Tensor]:
-        tables = [table for name in names if isinstance(table := self[name], TTEmbeddingBag)]
-        reads, bags = [], []
-        for name, table in zip(names, tables, strict=True):
+        """Read tables that :func:`_kind` groups together."""
+        requests = []
+        for name in names:
+            table = self[name]
+            assert isinstance(table, TTEmbeddingBag)
             with _named(name):
                 flat, starts, weights = table._request(*request[name])
-            assert not isinstance(table.hot, HotRows)
-            train = list(table.cores), table.bond_gates(), table.prune_below
-            sizes = table.num_embeddings, table.hot_rows
-            reads.append(Request(table._kept_at(flat), *train, *sizes, is_eager()))
-            bags.append((starts, weights, table.hot))
-        parts = {
-            name: TableBags(read.indices_N, starts, weights, read.left_VPR, read.right_WRQ, hot)
-            for name, read, (starts, weights, hot) in zip(
-                names, read_factors(reads), bags, strict=True
-            )
-        }
-        sums = tt_embedding_bags(list(parts.values()), tables[0].embedding_dim, self._places(parts))
+            bags: dict[str, Any] = {"weights_N": weights, "offsets_B": starts}
+            bags["checked"] = is_eager()
+            requests.append(Request(table._kept_at(flat), **table._train(), **bags))
+        parts = dict(zip(names, read_factors(requests), strict=True))
+        sums = tt_embedding_bags(list(parts.values()), self._places(parts))
         return dict(zip(names, sums, strict=True))
 
-    def _places(self, parts: Mapping[str, TableBags]) -> Tensor:
+    def _places(self, parts: Mapping[str, Lookup]) -> Tensor:
         """Return the rows at which each table stands among all of them, as a tensor.
 
         It is kept from batch to batch, for a CUDA graph can hold no copy from the host. Tables of
         which slices are contracted stand elsewhere with every batch; that is on a CPU alone.
         """
         at, names = places(list(parts.values())), tuple(parts)
-        device = parts[names[0]].left_VPR.device
+        device = parts[names[0]].factors.left_VPR.device
         kept_at, kept = self._at.get(names, (None, None))
         if kept is not None and kept_at == (at, device):
             return kept

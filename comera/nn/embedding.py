@@ -1,7 +1,4 @@
-"""Lookups in a table held as a tensor-train matrix with trainable ranks.
-
-Sums, means and maxima over bags of rows of a table held as a tensor-train matrix.
-"""
+"""Lookups in a table held as a tensor-train matrix with trainable ranks, and bags of them."""
 
 from collections.abc import Sequence
 
@@ -12,6 +9,7 @@ from comera.nn.module import PRUNE_BELOW
 from comera.nn.table import TTTable
 from comera.ops.dispatch import is_eager, may_read_values
 from comera.ops.table.distinct_rows import check_integers, check_range
+from comera.ops.table.tt_embedding import tt_embedding_bag
 from comera.shapes import TTMShape
 
 
@@ -239,7 +237,8 @@ class TTEmbeddingBag(TTTable):
         flat, starts, weights = self._request(input, offsets, per_sample_weights)
         if self.mode == "max":
             return self._maxima(flat, starts)
-        return self._bags(flat, starts, weights)
+        rows, train = self._kept_at(flat), self._train()
+        return tt_embedding_bag(rows, starts, weights, **train, checked=is_eager())
 
     def _request(
         self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
@@ -249,7 +248,18 @@ class TTEmbeddingBag(TTTable):
         flat, starts = self._laid_out(input, offsets)
         check_range(input if input.dim() == 2 else flat, self.num_embeddings)
         if weights is not None:
-            self._check_weights(input, weights)
+            if self.mode != "sum":
+                raise NotImplementedError(
+                    f"per_sample_weights need mode='sum', this bag has mode={self.mode!r}"
+                )
+            if weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights have shape {tuple(weights.shape)}, "
+                    f"the input {tuple(input.shape)}"
+                )
+            dtype = self.cores[0].dtype
+            if weights.dtype != dtype:
+                raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
             weights = weights.reshape(-1)[: flat.shape[0]]
         return flat, starts, None if self.mode == "max" else self._weights(flat, starts, weights)
 
@@ -302,20 +312,6 @@ class TTEmbeddingBag(TTTable):
         return nn.functional.embedding_bag(
             entries, rows, starts.long(), mode="max", padding_idx=padding
         )
-
-    def _check_weights(self, input: Tensor, weights: Tensor) -> None:
-        if self.mode != "sum":
-            raise NotImplementedError(
-                f"per_sample_weights need mode='sum', this bag has mode={self.mode!r}"
-            )
-        if weights.shape != input.shape:
-            raise ValueError(
-                f"per_sample_weights have shape {tuple(weights.shape)}, "
-                f"the input {tuple(input.shape)}"
-            )
-        dtype = self.cores[0].dtype
-        if weights.dtype != dtype:
-            raise ValueError(f"per_sample_weights are {weights.dtype}, the table {dtype}")
 
     @classmethod
     def from_embedding_bag(

@@ -16,7 +16,7 @@ from comera.nn.module import TensorTrainModule, whole_numbers
 from comera.ops.cores import rank_gate
 from comera.ops.dispatch import is_eager
 from comera.ops.table.distinct_rows import check_range
-from comera.ops.table.tt_embedding import tt_embedding, tt_embedding_bag, ttm_to_dense
+from comera.ops.table.tt_embedding import tt_embedding, ttm_to_dense
 from comera.shapes import TTMShape, TTShape, only_one
 
 
@@ -128,10 +128,22 @@ class TTTable(TensorTrainModule):
     ) -> None:
         if num_embeddings < 1:
             raise ValueError(f"num_embeddings={num_embeddings} must be at least 1")
-        _refuse(type(self).__name__, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
+        for name, value in refused.items():
+            if value not in (None, False):
+                raise NotImplementedError(
+                    f"{type(self).__name__} does not support {name}={value}: rows share their "
+                    "cores, so one row cannot be scaled by itself"
+                )
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(
+                    f"padding_idx={padding_idx} is outside a table of {num_embeddings} rows"
+                )
+            padding_idx %= num_embeddings
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.padding_idx = padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.hot_rows = hot_rows
@@ -167,13 +179,18 @@ class TTTable(TensorTrainModule):
     def _rows(self, indices: Tensor) -> Tensor:
         """Look rows up, ``(*indices.shape, embedding_dim)``, the padding row like any other."""
         checked = check_range(indices, self.num_embeddings)
-        rows = self._kept_at(indices)
-        return tt_embedding(rows, *self._sizes(), **self._parts(), checked=checked)
+        return tt_embedding(self._kept_at(indices), **self._train(), checked=checked)
 
-    def _bags(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Look up bags of checked indices as weighted sums of rows, ``(bags, embedding_dim)``."""
-        rows, sizes = self._kept_at(indices), self._sizes()
-        return tt_embedding_bag(rows, offsets, weights, *sizes, **self._parts(), checked=is_eager())
+    def _train(self) -> dict[str, Any]:
+        """Return the arguments of :func:`~comera.ops.table.tt_embedding.tt_embedding`."""
+        train = {
+            "cores": list(self.cores), "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim, "gates": self.bond_gates(),
+            "threshold": self.prune_below, "hot_HK": self.hot,
+        }  # fmt: skip
+        if isinstance(self.hot, HotRows):
+            train |= {"hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
+        return train
 
     def share_parameters_(self, lead: "TTTable") -> None:
         """Read the cores and hot rows of another table of the same modes from now on.
@@ -201,11 +218,6 @@ class TTTable(TensorTrainModule):
         """How far apart neighbours are kept, k of ``scatter_rows``; None where rows are not."""
         return self._step if self.row_order is None else None
 
-    @property
-    def _moves_rows(self) -> bool:
-        """Whether an index may be kept at another row than its own."""
-        return self.row_order is not None or self._step is not None
-
     def _kept_at(self, indices: Tensor) -> Tensor:
         """Return the rows at which indices are kept.
 
@@ -223,18 +235,9 @@ class TTTable(TensorTrainModule):
 
     def _every_row_kept_at(self) -> Tensor | None:
         """Return the rows at which all indices are kept; None where each is at its own."""
-        if not self._moves_rows:
+        if self.row_order is None and self._step is None:
             return None
         return self._kept_at(torch.arange(self.num_embeddings, device=self.cores[0].device))
-
-    def _sizes(self) -> tuple[list[Tensor], int, int]:
-        return list(self.cores), self.num_embeddings, self.embedding_dim
-
-    def _parts(self) -> dict[str, Any]:
-        parts = {"gates": self.bond_gates(), "threshold": self.prune_below}
-        if isinstance(self.hot, HotRows):
-            return {**parts, "hot_HK": self.hot.coordinates, "basis_KD": self.hot.basis}
-        return {**parts, "hot_HK": self.hot}
 
     def dense_weight(self) -> Tensor:
         """Compute the dense ``(num_embeddings, embedding_dim)`` table anew; differentiable.
@@ -416,20 +419,3 @@ def _cold_rows(num_embeddings: int, hot_rows: int) -> int:
             f"0 to {num_embeddings - 1} of {num_embeddings}"
         )
     return num_embeddings - hot_rows
-
-
-def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -num_embeddings <= padding_idx < num_embeddings:
-        raise ValueError(f"padding_idx={padding_idx} is outside a table of {num_embeddings} rows")
-    return padding_idx % num_embeddings
-
-
-def _refuse(who: str, **settings: Any) -> None:
-    for name, value in settings.items():
-        if value not in (None, False):
-            raise NotImplementedError(
-                f"{who} does not support {name}={value}: rows share their cores, "
-                "so one row cannot be scaled by itself"
-            )

@@ -12,7 +12,7 @@ from comera import __version__
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
-from comera.ops.kernels import choose, driver, emulate, nvrtc
+from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.planning.printing import show_seconds
 from comera.planning.products import first_where
@@ -49,11 +49,11 @@ def _found() -> Table:
             if torch.cuda.is_available()
         ),
         "CUDA driver": _or_problem(
-            lambda: "for CUDA up to {}.{}".format(*divmod(driver.version() // 10, 100))
+            lambda: "for CUDA up to {}.{}".format(*divmod(launch.driver_version() // 10, 100))
         ),
         "cuda-bindings": _version("cuda-bindings"),
         "NVRTC": _or_problem(lambda: "{}.{}".format(*nvrtc.nvrtc_version())),
-        "g++": emulate.compiler() or "none: no emulation of kernels",
+        "g++": launch.find_gxx() or "none: no emulation of kernels",
         "kernels": str(nvrtc.folder()),
         "compiled kernels": f"{nvrtc.cubin_folder()}: {len(cached)} files, {size:.1f} MB",
         "COMERA_KERNELS": choose.mode(),

@@ -3,10 +3,11 @@ import contextlib
 import pytest
 import torch
 
+from comera.ops import dispatch
 from comera.ops.dispatch import TABLE, preferring
-from comera.ops.kernels import choose, emulate
+from comera.ops.kernels import choose, launch
 
-ORDERS = (emulate.ASCENDING, emulate.DESCENDING, 7)
+ORDERS = (launch.ASCENDING, launch.DESCENDING, 7)
 """Of the threads of a block; the last is drawn at random."""
 
 
@@ -31,9 +32,15 @@ def _kernels_first_on_a_card(request):
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels run on the CPU."""
-    if emulate.compiler() is None:
+    if launch.find_gxx() is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
+
+
+@pytest.fixture
+def ordered(monkeypatch):
+    """Ways on the CPU, too, are ordered by times and by :func:`preferring`."""
+    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))
 
 
 @pytest.fixture
@@ -63,20 +70,20 @@ def _filled(make):
 
 @pytest.fixture(params=ORDERS, ids=["ascending", "descending", "shuffled"])
 def thread_order(request, emulated, unwritten, monkeypatch):
-    monkeypatch.setattr(emulate, "order", request.param)
+    monkeypatch.setattr(launch, "thread_order", request.param)
 
 
 @pytest.fixture
 def plant(emulated, unwritten, monkeypatch, tmp_path):
     """Runs another source instead, of which only what is for one dtype is compiled, and quickly."""
-    everything = emulate.entries
+    everything = launch.entries
 
     def planted(text, only="_f32"):
         monkeypatch.setenv("COMERA_CACHE", str(tmp_path))
-        monkeypatch.setattr(emulate, "text", lambda file: text)
-        monkeypatch.setattr(emulate, "_FLAGS", (*emulate._FLAGS, "-O0"))
+        monkeypatch.setattr(launch, "text", lambda file: text)
+        monkeypatch.setattr(launch, "_FLAGS", (*launch._FLAGS, "-O0"))
         monkeypatch.setattr(
-            emulate, "entries", lambda file: [n for n in everything(file) if n.endswith(only)]
+            launch, "entries", lambda file: [n for n in everything(file) if n.endswith(only)]
         )
 
     return planted

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from comera.ops.kernels import emulate, feed_forward_kernel, gated_kernel, nvrtc
+from comera.ops.kernels import feed_forward_kernel, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.test_feed_forward import Layers
 from tests.kernels.test_gated import Hidden
@@ -37,18 +37,18 @@ class Banks:
 
 @pytest.fixture
 def banks(emulated, monkeypatch):
-    found, launch = Banks(), emulate.launch
+    found, emulate = Banks(), launch.emulate
 
     def counted(file, name, *given):
-        library = emulate.library(emulate.text(file), tuple(emulate.entries(file)))
+        library = launch.emulated(launch.text(file), tuple(launch.entries(file)))
         switch = ctypes.c_int.in_dll(library, "emulation_counts_banks")
         counts = (ctypes.c_int64 * 9).in_dll(library, "emulation_banks")
         counts[:], switch.value = [0] * 9, 1
-        launch(file, name, *given)
+        emulate(file, name, *given)
         switch.value = 0
         found.add(name, counts)
 
-    monkeypatch.setattr(emulate, "launch", counted)
+    monkeypatch.setattr(launch, "emulate", counted)
     return found
 
 
@@ -72,7 +72,7 @@ def test_no_lanes_of_a_feed_forward_wait_for_each_other(dtype, name, high, banks
     [*((torch.bfloat16, high) for high in (16, 32, 64)), (torch.float32, 32)],
 )
 def test_no_lanes_of_a_gated_feed_forward_wait_for_each_other(dtype, high, banks, monkeypatch):
-    monkeypatch.setattr(gated_kernel, "block_rows", lambda x: high)
+    monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
     Hidden("several blocks", dtype).run()
     banks.check()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import emulate, nvrtc
+from comera.ops.kernels import launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.thorough import ALL
 
@@ -97,7 +97,7 @@ def test_what_does_not_compile_leaves_its_log_in_a_file(cache, monkeypatch):
 
 def test_what_gxx_does_not_compile_is_said(emulated, cache):
     with pytest.raises(KernelError, match=r"g\+\+ does not compile wrong[\s\S]*nonsense"):
-        emulate.library(
+        launch.emulated(
             '#include "emulation.h"\n__global__ void wrong() { nonsense(); }', ("wrong",)
         )
 
@@ -116,9 +116,9 @@ def test_the_emulation_says_what_would_go_wrong_on_a_card(problem, emulated, mon
         '#include "emulation.h"\n'
         f'extern "C" __global__ void wrong() {{ {HANGS[problem]} }}'
     )  # fmt: skip
-    monkeypatch.setattr(emulate, "text", lambda file: text)
-    monkeypatch.setattr(emulate, "entries", lambda file: ["wrong"])
+    monkeypatch.setattr(launch, "text", lambda file: text)
+    monkeypatch.setattr(launch, "entries", lambda file: ["wrong"])
     with pytest.raises(KernelError, match=problem):
-        emulate.launch("wrong", "wrong", (1, 1, 1), 64, 0, None)
+        launch.emulate("wrong", "wrong", (1, 1, 1), 64, 0, None)
     with pytest.raises(KernelError, match="too large"):
-        emulate.launch("wrong", "wrong", (1, 1, 1), 2048, 0, None)
+        launch.emulate("wrong", "wrong", (1, 1, 1), 2048, 0, None)

@@ -9,7 +9,7 @@ import comera
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
 from comera.ops.dispatch import Sample, Ways
-from comera.ops.kernels import choose, driver, nvrtc
+from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.choose import KernelWarning, kernel_refuses
 from comera.ops.kernels.nvrtc import KernelError
 from comera.planning.way_times import NONE
@@ -39,7 +39,7 @@ def card(monkeypatch):
     has = {"capability": (9, 0), "nvrtc": lambda: (13, 0), "function": lambda *args: None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: has["capability"])
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: has["nvrtc"]())
-    monkeypatch.setattr(driver, "function", lambda *args: has["function"](*args))
+    monkeypatch.setattr(launch, "function", lambda *args: has["function"](*args))
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     return has
 

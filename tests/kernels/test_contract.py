@@ -13,7 +13,7 @@ from comera.ops.contract_cores import (
     layout_of,
 )
 from comera.ops.cores import Chains
-from comera.ops.kernels import choose, contract_kernel, emulate, nvrtc
+from comera.ops.kernels import choose, contract_kernel, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -328,8 +328,8 @@ def test_few_descriptions_are_kept_beside_those_of_graphs(emulated, monkeypatch)
 
 def test_results_are_the_same_each_time(emulated, monkeypatch):
     group, found = make("3+3"), []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         found.append(run(group))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -487,8 +487,8 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     groups = [make(name, 1) for name in ("2+4", "3+3", "5+8")]
     wants = [in_float64(group) for group in groups]
     off = []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         try:
             gots = [run(group) for group in groups]
         except KernelError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.ops.kernels import contract_kernel, emulate, nvrtc
+from comera.ops.kernels import contract_kernel, launch, nvrtc
 from tests.kernels.test_build import needs_nvrtc
 
 HERE = Path(__file__).parent
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 PRETEND = """
 import contextlib, threading
 import torch
-from comera.ops.kernels import driver, launch
+from comera.ops.kernels import launch
 from comera.ops.kernels import contract_kernel
 from tests.kernels.test_contract import chains, make
 
@@ -31,7 +31,7 @@ card = torch.device("cuda", 0)
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
     """Runs Python code where the driver is a stand-in, and gives what that wrote down."""
-    gxx = emulate.compiler()
+    gxx = launch.find_gxx()
     if gxx is None:
         pytest.skip("no g++, which the stand-in for the driver needs")
     folder = tmp_path_factory.mktemp("driver")

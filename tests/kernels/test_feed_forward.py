@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from comera.ops.kernels import choose, emulate, feed_forward_kernel, nvrtc
+from comera.ops.kernels import choose, feed_forward_kernel, launch, nvrtc
 from comera.ops.linear.feed_forward import factorized_feed_forward
 from comera.ops.linear.tt_linear import Factors
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
@@ -149,8 +149,8 @@ def test_what_is_no_number_stays_one(activation, emulated):
 @dtypes
 def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(dtype, emulated, monkeypatch):
     layers, found = Layers("a few rows", dtype=dtype, rows=150), []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         found.append(layers.run())
     assert_near(found[0], layers.want(), layers.rounded, factor=2)
     for other in found[1:]:
@@ -255,8 +255,8 @@ def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
     plant(mutant, "")
     layers = Layers("ranks apart", dtype=dtype, rows=80)
     off = []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         pairs = zip(layers.run(), layers.want(), strict=True)
         off += [distance(one, other) for one, other in pairs]
     assert not all(far <= 8e-3 for far in off)  # NaN is caught too

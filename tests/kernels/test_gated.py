@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from comera.ops.kernels import choose, emulate, gated_kernel, nvrtc
+from comera.ops.kernels import choose, feed_forward_kernel, launch, nvrtc
 from comera.ops.linear.feed_forward import _gated_hidden
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -44,7 +44,7 @@ class Hidden:
             leaf.requires_grad_()
 
     def run(self):
-        assert gated_kernel.refuses(*self.leaves) is None
+        assert feed_forward_kernel.gated_refuses(*self.leaves) is None
         t2 = _gated_hidden(*self.leaves)
         return [t2, *torch.autograd.grad(t2, self.leaves, self.grad)]
 
@@ -58,8 +58,8 @@ class Hidden:
 
 @pytest.fixture
 def started(monkeypatch):
-    names, launch = [], gated_kernel.launch
-    monkeypatch.setattr(gated_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
+    names, launch = [], feed_forward_kernel.launch
+    monkeypatch.setattr(feed_forward_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
     return names
 
 
@@ -81,7 +81,7 @@ def test_kernels_equal_the_reference(name, dtype, emulated, started):
 )
 @pytest.mark.usefixtures("thread_order")
 def test_kernels_equal_the_reference_in_any_order_of_threads(dtype, high, monkeypatch):
-    monkeypatch.setattr(gated_kernel, "block_rows", lambda x: high)
+    monkeypatch.setattr(feed_forward_kernel, "block_rows", lambda x: high)
     hidden = Hidden("several blocks", dtype, rows=70)
     assert_near(hidden.run(), hidden.want(), hidden.rounded, factor=2)
 
@@ -105,7 +105,7 @@ def test_kernels_equal_the_reference_on_a_card(rows, dtype):
 
 def test_what_does_not_fit_is_computed_by_torch(emulated):
     t_gate, t_up, gate, up, left2 = Hidden("a few rows").leaves
-    refuses = gated_kernel.refuses
+    refuses = feed_forward_kernel.gated_refuses
     assert refuses(t_gate.float(), t_up, gate, up, left2) == choose.UNLIKE
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     assert refuses(*(t.float() for t in (t_gate, t_up, gate, up, left2))) == choose.EXACT
@@ -132,13 +132,16 @@ PLANTED = [(bug, torch.bfloat16) for bug in BUGS] + [(bug, torch.float32) for bu
 @pytest.mark.parametrize(("bug", "dtype"), some(PLANTED))
 def test_planted_bugs_are_caught(bug, dtype, plant, monkeypatch):
     hidden = Hidden("the first stage last", dtype, rows=80)
-    (pattern, instead), text = (BUGS | OF_TF32)[bug], nvrtc.text(gated_kernel.file_for(hidden.grad))
+    (pattern, instead), text = (
+        (BUGS | OF_TF32)[bug],
+        nvrtc.text(feed_forward_kernel.gated_file(hidden.grad)),
+    )
     mutant, count = re.subn(pattern, instead, text, count=1)
     assert count == 1
     plant(mutant, "")
     off = []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         pairs = zip(hidden.run(), hidden.want(), strict=True)
         off += [distance(one, other) for one, other in pairs]
     assert not all(far <= 8e-3 for far in off)  # NaN is caught too

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import comera
 from comera.ops.dispatch import preferring
-from comera.ops.kernels import choose, contract_kernel, emulate, lookup_kernel, nvrtc
+from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.distinct_rows import TableFactors
 from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, Lookup
@@ -329,8 +329,8 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     table = Table("the paper's, fewer rows", "hot", True, True, entries=1000)
     table.offsets = torch.tensor([0, 0, 64, 90, 300])  # one ends between two pieces
     off = []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         off += [distance(a, b) for a, b in zip(table.run(), table.want(), strict=True)]
     assert not all(far <= 2e-6 for far in off)  # NaN is caught too
 
@@ -357,7 +357,9 @@ def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, p
 @pytest.mark.parametrize("backward", ["kernel", "torch"])
 @pytest.mark.parametrize("forward", ["kernel", "torch"])
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
-def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, dtype, emulated):
+def test_each_way_back_is_right_after_each_way_forward(
+    bags, forward, backward, dtype, emulated, ordered
+):
     """As times may order them: a step may go forward with static shapes and back without."""
     table = Table("the paper's, fewer rows", "cold", bags, bags, dtype)
     for param in table.params:

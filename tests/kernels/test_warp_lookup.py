@@ -7,7 +7,7 @@ import torch
 
 import comera
 from comera.ops.dispatch import preferring
-from comera.ops.kernels import choose, emulate, nvrtc, warp_lookup_kernel
+from comera.ops.kernels import choose, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.ops.table.lookup import lookup
 from tests.kernels.numbers import assert_near, displaced, distance
@@ -44,7 +44,7 @@ class Table:
 
     def run(self):
         left, right = self.left.requires_grad_(), self.turned.requires_grad_().mT
-        assert warp_lookup_kernel.refuses(left, right, self.width) is None
+        assert lookup_kernel.warps_refuse(left, right, self.width) is None
         rest = None, None, None, None, self.rows, self.width, False
         out, _, _ = lookup(self.indices, left, right, *rest)
         return [out, *torch.autograd.grad(out, [self.left, self.turned], self.grad)]
@@ -59,8 +59,8 @@ class Table:
 
 @pytest.fixture
 def started(monkeypatch):
-    names, launch = [], warp_lookup_kernel.launch
-    monkeypatch.setattr(warp_lookup_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
+    names, launch = [], lookup_kernel.launch
+    monkeypatch.setattr(lookup_kernel, "launch", lambda *a: names.append(a[1]) or launch(*a))
     return names
 
 
@@ -95,15 +95,15 @@ def test_a_row_read_by_tens_of_thousands_has_a_gradient_as_near(emulated):
 
 def test_gradients_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
     table, found = Table("the paper's, fewer rows", torch.bfloat16), []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         found.append(table.run())
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started):
+def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, ordered, started):
     """As from a captured pass to one that is not, where torch is faster."""
     table = Table("little", dtype)
     left, right = table.left.requires_grad_(), table.turned.requires_grad_().mT
@@ -156,7 +156,7 @@ def test_a_layer_of_16_bits_reads_so(emulated, started, monkeypatch):
 
 def test_what_does_not_fit_goes_another_way(emulated):
     left, right = torch.empty(2, 4, 16).bfloat16(), torch.empty(2, 16, 8).bfloat16()
-    refuses = warp_lookup_kernel.refuses
+    refuses = lookup_kernel.warps_refuse
     assert refuses(left, right, 32) is None
     assert "16 bits" in refuses(left.float(), right.float(), 32)
     assert "16 bits" in refuses(left, right.half(), 32)
@@ -165,13 +165,13 @@ def test_what_does_not_fit_goes_another_way(emulated):
     assert "multiples of 8" in refuses(left[..., :12], right[:, :12], 32)
     assert "0 wide" in refuses(left[..., :0], right[:, :0], 32)
     many = torch.empty(1 << 16, 8, 8, device="meta").bfloat16()
-    assert "32 bits" in warp_lookup_kernel.unfit(many, many.mT, 64)
+    assert "32 bits" in lookup_kernel.warps_unfit(many, many.mT, 64)
 
 
 def test_an_index_out_of_range_stops_the_kernel(emulated):
     table = Table("little", torch.bfloat16)
     with pytest.raises(KernelError, match="index out of range"):
-        warp_lookup_kernel.read(
+        lookup_kernel.read_by_warps(
             torch.tensor([0, table.rows]), table.left, table.turned.mT, table.rows, table.width
         )
 
@@ -199,8 +199,8 @@ def test_planted_bugs_are_caught(bug, plant, monkeypatch):
     plant(mutant, "")
     tables = [Table(name, torch.bfloat16, 100) for name in ("a width that is cut", "little")]
     off = []
-    for order in (emulate.ASCENDING, emulate.DESCENDING, 7):
-        monkeypatch.setattr(emulate, "order", order)
+    for order in (launch.ASCENDING, launch.DESCENDING, 7):
+        monkeypatch.setattr(launch, "thread_order", order)
         for table in tables:
             pairs = zip(table.run(), table.want(), strict=True)
             off += [distance(one, other) for one, other in pairs]

@@ -7,7 +7,7 @@ from torch import nn
 import comera
 from comera.nn.collection import TTEmbeddingBagCollection
 from comera.ops.context import static_shapes
-from comera.ops.kernels import choose, emulate
+from comera.ops.kernels import choose, launch
 from comera.ops.table import table_factors
 
 WIDTH = 16
@@ -209,7 +209,7 @@ def test_bad_input_is_named():
 
 
 def test_kernels_join_the_cores_of_all_tables_at_once(monkeypatch):
-    if emulate.compiler() is None:
+    if launch.find_gxx() is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
     collection = tables(**others()).float()
     asked = ask(collection)

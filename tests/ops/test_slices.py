@@ -26,9 +26,10 @@ def few_slices(monkeypatch):
     monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
 
 
-def asked(problem, indices):
-    hot = 0 if problem.hot is None else problem.hot.shape[0]
-    return [Request(indices, problem.cores, problem.gates, 0.01, problem.rows, hot, False)]
+def read(problem, indices):
+    return read_factors(
+        [Request(indices, problem.cores, problem.rows, problem.width, problem.gates, 0.01)]
+    )[0].factors
 
 
 @pytest.mark.usefixtures("few_slices")
@@ -71,16 +72,16 @@ def test_weighted_bags():
 def test_no_more_slices_than_are_read():
     problem = Problem("4 cores")
     assert problem.shape.row_modes == (2, 3, 2, 2)
-    [read] = read_factors(asked(problem, torch.tensor([5, 23, 5, 21])))  # 4 + 1, 20 + 3, 20 + 1
-    assert read.left_VPR.shape[0] == 2
-    assert read.right_WRQ.shape[0] == 2
+    factors = read(problem, torch.tensor([5, 23, 5, 21]))  # 4 + 1, 20 + 3, 20 + 1
+    assert factors.left_VPR.shape[0] == 2
+    assert factors.right_WRQ.shape[0] == 2
 
 
 @pytest.mark.usefixtures("few_slices")
 @pytest.mark.parametrize("wrong", [24, -1, 10**12])
 def test_an_index_out_of_range_is_named(wrong):
     with pytest.raises(IndexError, match=rf"index {wrong} at 1 is out of range .* 24 rows"):
-        read_factors(asked(Problem("4 cores"), torch.tensor([0, wrong])))
+        read(Problem("4 cores"), torch.tensor([0, wrong]))
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
@@ -101,9 +102,9 @@ def test_large_tables_and_small_batches(rows):
     """What is read costs memory and time, not what is there."""
     table = comera.TTEmbedding(rows, 64, rank=32)
     indices = torch.tensor([0, rows - 1, 12345, rows // 2])
-    train = list(table.cores), list(table.gates), table.prune_below
-    [read] = read_factors([Request(indices, *train, rows, 0, False)])
-    assert read.left_VPR.shape[0] <= 4
+    cores, gates = list(table.cores), list(table.gates)
+    [read] = read_factors([Request(indices, cores, rows, 64, gates, table.prune_below)])
+    assert read.factors.left_VPR.shape[0] <= 4
     with static_shapes():
         want = table(indices)
     torch.testing.assert_close(table(indices), want)
@@ -121,8 +122,8 @@ def test_both_halves_as_a_whole(why, monkeypatch):
     V = math.prod(table.shape.row_modes[:2])
 
     def left_slices(cores, indices):
-        [read] = read_factors([Request(indices, cores, [], 0.01, rows, 0, False)])
-        return read.left_VPR.shape[0]
+        [read] = read_factors([Request(indices, cores, rows, 64)])
+        return read.factors.left_VPR.shape[0]
 
     cores = list(table.cores)
     assert left_slices(cores, indices) == 1

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 import comera
-from comera.ops.kernels import choose, driver, nvrtc
+from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
 from comera.recipes.cli import main
 from comera.recipes.doctor import examine
@@ -78,11 +78,11 @@ def test_with_a_card_it_says_why_a_kernel_does_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(driver, "function", lambda file, name, device: None)
+    monkeypatch.setattr(launch, "function", lambda file, name, device: None)
     monkeypatch.setattr(choose, "mode", lambda: "auto")
     choose._why_not_loaded.cache_clear()
     assert ways(printed(), "contract_cores", "bfloat16", "cuda") == ["kernel", "-", "torch"]
-    monkeypatch.setattr(driver, "function", fails)
+    monkeypatch.setattr(launch, "function", fails)
     choose._why_not_loaded.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is asked, and nothing falls back

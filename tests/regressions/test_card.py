@@ -10,7 +10,7 @@ import torch
 import comera
 from comera.models.transformer import Encoder
 from comera.ops.context import static_shapes
-from comera.ops.kernels import choose, emulate, lookup_kernel
+from comera.ops.kernels import choose, launch, lookup_kernel
 from comera.ops.table.lookup import lookup as lookup_op
 from comera.train import step as step_module
 from comera.train.capture import WARM_UP
@@ -21,7 +21,7 @@ from tests.train.counting import Launches
 from tests.train.tape import Tapes
 
 
-@pytest.mark.skipif(emulate.compiler() is None, reason="no g++, which the emulation needs")
+@pytest.mark.skipif(launch.find_gxx() is None, reason="no g++, which the emulation needs")
 def test_one_row_five_thousand_times_is_five_thousand_times_the_row(monkeypatch):
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
     left, right = torch.randn(3, 4, 5), torch.randn(2, 5, 4)

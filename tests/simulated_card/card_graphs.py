@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from comera.ops.kernels import emulate
+from comera.ops.kernels.launch import emulate
 from tests.simulated_card import places
 from tests.simulated_card.places import CARD, CaptureError, counts
 from tests.train import tape
@@ -29,7 +29,7 @@ def keep_value(value: object) -> None:
 def launch(file, name, number, sizes, threads, shared, pointers) -> None:
     """Run a kernel in the emulator, and note it in a capture."""
     counts[f"launch: {name}"] += 1
-    emulate.launch(file, name, sizes, threads, shared, pointers)
+    emulate(file, name, sizes, threads, shared, pointers)
     if places.capture is not None:
         places.capture.note_launch((file, name, list(sizes), threads, shared, pointers))
 
@@ -82,7 +82,7 @@ class Graph:
         assert self.recorder is not None, "replayed before it was captured, or after a reset"
         for call in self.recorder.calls:
             is_launch = isinstance(call[0], str)  # which begins with the file of the kernel
-            (emulate.launch if is_launch else tape.replay_call)(*call)
+            (emulate if is_launch else tape.replay_call)(*call)
 
     def reset(self) -> None:
         self.recorder = None

@@ -1,14 +1,10 @@
 """The kernels that contract chains: all layers of a model in one launch forward, two backward.
 
-What they have to know of a factor lies on the card as a descriptor: addresses of cores and bias,
-sizes, and places among gates and in what a call makes. It is written once, and again only where a
-parameter has moved; what each call has anew, the gates of all layers together among it, travels as
-arguments of the launch. Both can be captured.
-``kernels/contract.cuh`` says how the kernels work.
-
-How the kernels that contract chains walk through one factor: sizes, and what a block needs.
-
-``kernels/contract.cuh`` says what is walked.
+A kernel walks through a factor from its outer end to the middle bond (:class:`Walk`), as
+``kernels/contract.cuh`` describes. A factor lies on the card as a descriptor: addresses of cores
+and bias, sizes, and offsets of its gates and its output. Descriptors are written once, and again
+only where a parameter has moved. What is new in each call, the gates of all layers together among
+it, travels as arguments of the launch. Both can be captured.
 """
 
 import ctypes
@@ -323,7 +319,7 @@ class _Plan:
 
 
 _kept: dict[object, list[_Plan]] = {}
-"""Plans by all they depend on; as an address is part of that, none is ever wrong."""
+"""Launch plans by shapes and data pointers: another pointer is another key, so no plan is stale."""
 
 _captured: set[object] = set()
 """Keys of those that graphs hold."""

@@ -1,10 +1,10 @@
-"""The kernels of a feed-forward whose hidden activation is never stored.
+"""The kernels of feed-forwards, plain and gated, whose hidden activations are never stored.
 
-``kernels/feed_forward.cuh`` has them. One launch forward; backward three, and two products of
-torch's. They take bfloat16, or float32 where products may be of tf32, and bonds up to 48, whose
-numbers stay in registers from one product to the next.
-
-What the kernels of feed-forwards take and how they cut it up: ``kernels/feed_forward.cuh``.
+``kernels/feed_forward.cuh`` has the plain ones, one launch forward; backward three, and two
+products of torch's. ``kernels/feed_forward_gated.cuh`` has the gated ones, which make what is of
+the hidden width, between thin products of torch's. They take bfloat16, or float32 where products
+may be of tf32, and bonds up to 48, gated ones up to 32, whose numbers stay in registers from one
+product to the next.
 """
 
 import ctypes
@@ -52,11 +52,6 @@ def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor, most: 
         if width % _MULTIPLE_OF_WIDTHS:
             return f"a width of {width} is no multiple of {_MULTIPLE_OF_WIDTHS}"
     return None if x.shape[0] else "the batch is empty"
-
-
-def parts_of(blocks: int, rows: int) -> int:
-    """Say in how many parts a batch is summed over, by so many blocks each."""
-    return min(-(-_BLOCKS // blocks), -(-rows // HIDDEN_BLOCK))
 
 
 def block_rows(x: Tensor) -> int:
@@ -173,20 +168,45 @@ def backward(
         file, f"feed_forward_back_rows_{high}", x.device, -(-rows // high), THREADS,
         _shared(high, x.itemsize, bond), sizes, grad_y, l1, r1, l2, r2, t1, u1, u2, grad_x,
     )  # fmt: skip
-    blocks = sizes.H // HIDDEN_BLOCK
-    parts = parts_of(blocks, rows)
-    shares = x.new_empty(parts, 2, sizes.H, bond, dtype=torch.float32)
-    launch(
-        file, "feed_forward_back_hidden", x.device, (blocks, parts), HIDDEN_THREADS,
-        _hidden_shared(x.itemsize, bond), sizes, t1, u2, r1, l2, shares,
-    )  # fmt: skip
     grad_left2, grad_right1 = torch.empty_like(l2), torch.empty_like(r1)
-    launch(
-        file, "feed_forward_back_sums", x.device, 2 * sizes.H * bond // THREADS, THREADS, 0, sizes,
-        shares, grad_left2, grad_right1, parts,
-    )  # fmt: skip
+    given, grads = (t1, u2, r1, l2), (grad_left2, grad_right1)
+    shared = _hidden_shared(x.itemsize, bond)
+    _sum_over_batch(file, "feed_forward", sizes, given, grads, bond, shared)
     grad_left1, grad_right2 = product(u1.T, x).T.contiguous(), product(t2.T, grad_y).contiguous()
     return grad_x, grad_left1, grad_right1, grad_left2, grad_right2
+
+
+def _sum_over_batch(
+    file: str,
+    name: str,
+    sizes: "_Sizes | _GatedSizes",
+    given: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    bond: int,
+    shared: int,
+) -> None:
+    """Write gradients of factors of the hidden width: sums over parts of the batch, then of these.
+
+    Args:
+        file: Name of the source, without its suffix.
+        name: What the names of the two kernels begin with.
+        sizes: Their first argument.
+        given: Tensors that the sums are made from, the first of as many rows as the batch.
+        grads: Tensors to write.
+        bond: The bond, padded.
+        shared: Bytes of shared memory of the first.
+    """
+    like, blocks = given[0], sizes.H // HIDDEN_BLOCK
+    parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))
+    shares = like.new_empty(parts, len(grads), sizes.H, bond, dtype=torch.float32)
+    launch(
+        file, f"{name}_back_hidden", like.device, (blocks, parts), HIDDEN_THREADS, shared, sizes,
+        *given, shares,
+    )  # fmt: skip
+    launch(
+        file, f"{name}_back_sums", like.device, -(-len(grads) * sizes.H * bond // THREADS), THREADS,
+        0, sizes, shares, *grads, parts,
+    )  # fmt: skip
 
 
 def _sizes(
@@ -212,3 +232,83 @@ def _shared(rows: int, itemsize: int, bond: int) -> int:
 def _hidden_shared(itemsize: int, bond: int) -> int:
     """Count bytes of shared memory of sums over the batch: stages of rows of two thin tensors."""
     return STAGES * 2 * tile_bytes(HIDDEN_BLOCK, bond, itemsize)
+
+
+class _GatedSizes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("M", "H", "rankg", "ranku", "rank2"))
+
+
+def gated_refuses(
+    t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor
+) -> str | None:
+    """Say why no kernel computes a gated feed-forward of these, or None."""
+    ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
+    reason = refuses_dtypes(t_gate, t_up, gate, up, left2)
+    reason = reason or refuses_sizes(ranks, left2.shape[:1], t_gate, BOND)
+    return reason or kernel_refuses(gated_file(t_gate), t_gate)
+
+
+def gated_file(like: Tensor) -> str:
+    """Name the source of the kernels for a dtype, without its suffix."""
+    return f"feed_forward_gated{ENDINGS[like.dtype]}"
+
+
+def gated_forward(t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor) -> Tensor:
+    """Return ``(silu(t_gate @ gate) * (t_up @ up)) @ left2``."""
+    rows, high, file = t_gate.shape[0], _gated_block_rows(t_gate), gated_file(t_gate)
+    t2 = t_gate.new_empty(rows, left2.shape[1])
+    given = [dense(t) for t in (t_gate, t_up, gate, up, left2)]
+    launch(
+        file, f"{file}_{high}", t_gate.device, -(-rows // high), THREADS,
+        _gated_shared(high, t_gate.itemsize), _gated_sizes(t_gate, t_up, left2), *given, t2,
+    )  # fmt: skip
+    return t2
+
+
+def gated_backward(
+    t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor, grad_t2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of the arguments of :func:`gated_forward`, in their order."""
+    rows, high, file = t_gate.shape[0], _gated_block_rows(t_gate), gated_file(t_gate)
+    sizes = _gated_sizes(t_gate, t_up, left2)
+    t_gate, t_up, gate, up, left2, u2 = (dense(t) for t in (t_gate, t_up, gate, up, left2, grad_t2))
+    u_gate, u_up = torch.empty_like(t_gate), torch.empty_like(t_up)
+    launch(
+        file, f"{file}_back_rows_{high}", t_gate.device, -(-rows // high), THREADS,
+        _gated_shared(high, t_gate.itemsize), sizes, t_gate, t_up, u2, gate, up, left2, u_gate,
+        u_up,
+    )  # fmt: skip
+    grad_left2, grad_gate, grad_up = map(torch.empty_like, (left2, gate, up))
+    given, grads = (t_gate, t_up, u2, gate, up, left2), (grad_left2, grad_gate, grad_up)
+    _sum_over_batch(file, file, sizes, given, grads, BOND, _gated_hidden_shared(t_gate.itemsize))
+    return u_gate, u_up, grad_gate, grad_up, grad_left2
+
+
+def _gated_sizes(t_gate: Tensor, t_up: Tensor, left2: Tensor) -> _GatedSizes:
+    return _GatedSizes(
+        t_gate.shape[0], left2.shape[0], t_gate.shape[1], t_up.shape[1], left2.shape[1]
+    )
+
+
+def _gated_block_rows(like: Tensor) -> int:
+    """Say how many rows a block has; three tiles of 64 rows of float32 are too much for some."""
+    high = block_rows(like)
+    return min(high, 32) if like.dtype == torch.float32 else high
+
+
+@functools.cache
+def _gated_shared(rows: int, itemsize: int) -> int:
+    """Count bytes of shared memory: three thin tiles, and the stages behind them."""
+    return 3 * tile_bytes(rows, BOND, itemsize) + stage_bytes(itemsize, BOND, 2)
+
+
+@functools.cache
+def _gated_hidden_shared(itemsize: int) -> int:
+    """Count bytes of shared memory of sums over the batch: stages, and factors of a block.
+
+    In float32 those are gone when the stages come.
+    """
+    right, left = (tile_bytes(*of, itemsize) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
+    stages = STAGES * 3 * tile_bytes(stage_columns(itemsize) // 2, BOND, itemsize)
+    factors = 2 * right + left
+    return max(factors, stages) if itemsize == 4 else factors + stages

@@ -1,13 +1,32 @@
-"""Start a kernel where its tensors are: on their card, or in the emulation on a CPU."""
+"""Launch a kernel where its tensors are: on their card, or on a CPU in the emulation.
+
+On a card the machine code is loaded and launched on torch's stream, through CUDA's driver. The
+emulation compiles the same sources by g++ with ``kernels/emulation.h``; it is for tests, not for
+speed: threads of a block are run one after the other.
+"""
 
 import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.ops.kernels import driver
+from comera.files import cache_folder, replacing
+from comera.ops.kernels.nvrtc import (
+    EMULATION,
+    KernelError,
+    checked,
+    cubin,
+    entries,
+    folder,
+    text,
+)
 
 Argument = Tensor | ctypes.Structure | int | float | None
 
@@ -41,11 +60,9 @@ def launch(
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     if device.type == "cuda":
         number = torch.cuda.current_device() if device.index is None else device.index
-        driver.launch(file, name, number, sizes, threads, shared, places)
+        start(file, name, number, sizes, threads, shared, places)
     else:
-        from comera.ops.kernels import emulate  # for tests alone
-
-        emulate.launch(file, name, sizes, threads, shared, places)
+        emulate(file, name, sizes, threads, shared, places)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -66,3 +83,168 @@ def _value(argument: Argument) -> Any:
     if isinstance(argument, ctypes.Structure):
         return argument
     return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+
+
+PLENTY_OF_SHARED = 48 * 1024
+"""Bytes of shared memory a block gets without asking."""
+
+_thread = threading.local()
+
+
+@functools.cache
+def function(file: str, name: str, device: int) -> Any:
+    """Return a kernel on a card, ready to launch; compiled and loaded at the first call.
+
+    Raises:
+        KernelError: If it cannot be compiled or loaded.
+    """
+    driver, what = _driver(), f"{name} of {file}.cu"
+    with torch.cuda.device(device):
+        _enter_context(device)
+        kernel = checked(driver.cuLibraryGetKernel(_library(file, device), name.encode()), what)
+        return checked(driver.cuKernelGetFunction(kernel), what)  # loads it now, not when launched
+
+
+@functools.cache
+def _library(file: str, device: int) -> Any:
+    driver = _driver()
+    major, minor = torch.cuda.get_device_capability(device)
+    code = cubin(file, f"sm_{major}{minor}")
+    answer = driver.cuLibraryLoadData(code, None, None, 0, None, None, 0)
+    return checked(answer, f"{file}.cu, compiled for sm_{major}{minor}, does not load")
+
+
+_allowing = threading.Lock()
+_allowed: dict[tuple[str, str, int], int] = {}
+"""Bytes of shared memory that a kernel on a card has been allowed, beyond what it has anyway."""
+
+
+def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
+    if shared <= _allowed.get((file, name, device), PLENTY_OF_SHARED):
+        return
+    driver, kernel = _driver(), function(file, name, device)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    with _allowing:  # or another thread might lower it meanwhile
+        if shared > _allowed.get((file, name, device), PLENTY_OF_SHARED):
+            answer = driver.cuFuncSetAttribute(kernel, attribute, shared)
+            checked((*answer, None), f"{shared} bytes of shared memory for {name}")
+            _allowed[file, name, device] = shared
+
+
+def start(
+    file: str,
+    name: str,
+    device: int,
+    grid: Sequence[int],
+    threads: int,
+    shared: int,
+    arguments: ctypes.Array[ctypes.c_void_p],
+) -> None:
+    """Start a kernel on torch's current stream of the card."""
+    driver = _driver()
+    kernel = function(file, name, device)
+    with torch.cuda.device(device):
+        _enter_context(device)
+        _allow_shared(file, name, device, shared)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        answer = driver.cuLaunchKernel(
+            kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0
+        )
+    checked((*answer, None), name)
+
+
+def driver_version() -> int:
+    """Return the newest CUDA version that the driver knows, 13000 for 13.0.
+
+    Raises:
+        RuntimeError: If there is no driver, or no cuda-bindings.
+    """
+    return checked(_driver().cuDriverGetVersion(), "the driver's version")
+
+
+def _enter_context(device: int) -> None:
+    """Enter a device's context: threads of autograd, which run backward passes, may have none."""
+    if getattr(_thread, "entered", None) == device:
+        return
+    torch.cuda.init()
+    driver = _driver()
+    if not int(checked(driver.cuCtxGetCurrent(), "the current context")):
+        card = checked(driver.cuDeviceGet(device), f"device {device}")
+        context = checked(driver.cuDevicePrimaryCtxRetain(card), f"the context of {device}")
+        checked((*driver.cuCtxSetCurrent(context), None), f"the context of {device}")
+    _thread.entered = device
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as problem:
+        raise KernelError(
+            "cuda-bindings is not installed (pip install 'comera[cuda]')"
+        ) from problem
+    return driver
+
+
+ASCENDING, DESCENDING = 0, 1
+thread_order = ASCENDING
+"""Order in which the threads of a block run between two barriers; above 1 a shuffle's seed."""
+
+_PROBLEMS = {
+    1: "the grid or block is empty or too large",
+    2: "some threads wait at a barrier that others never reach",
+    3: "a thread returned and left others waiting at a barrier",
+    4: "a thread met an index out of range, copied beyond its shared memory, or read several "
+    "numbers at once from no multiple of their size",
+    5: "a thread wrote behind the shared memory of its block",
+}
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas")
+_alone = threading.Lock()
+
+
+def find_gxx() -> str | None:
+    """Return the path of g++, or None."""
+    return shutil.which("g++")
+
+
+def emulate(
+    file: str,
+    name: str,
+    grid: Sequence[int],
+    threads: int,
+    shared: int,
+    arguments: ctypes.Array[ctypes.c_void_p],
+) -> None:
+    """Run a kernel to its end on a CPU.
+
+    Raises:
+        KernelError: If it cannot be compiled, or if it would hang or fail on a card.
+    """
+    run = getattr(emulated(text(file), tuple(entries(file))), f"emulate_{name}")
+    three = ctypes.c_uint * 3
+    with _alone:
+        problem = run(
+            three(*grid), three(threads, 1, 1), ctypes.c_size_t(shared),
+            ctypes.c_uint(thread_order), arguments,
+        )  # fmt: skip
+    if problem:
+        raise KernelError(f"{name} of {file}.cu: {_PROBLEMS[problem]}")
+
+
+@functools.cache
+def emulated(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile a source for the CPU and return its functions, callable."""
+    header = (folder() / EMULATION).read_text()
+    exports = "\n".join(f"EXPORT({name})" for name in names)
+    whole = f"#define COMERA_EMULATION\n{source}\n{exports}\n"
+    digest = hashlib.sha256("\n".join([whole, header, *_FLAGS]).encode()).hexdigest()[:20]
+    path = cache_folder() / "kernels" / f"emulated-{digest}.so"
+    if not path.is_file():
+        gxx = find_gxx()
+        if gxx is None:
+            raise KernelError("COMERA_KERNELS=emulate needs g++, which is not installed")
+        with replacing(path) as temporary:
+            command = [gxx, *_FLAGS, f"-I{folder()}", "-xc++", "-", "-o", str(temporary)]
+            done = subprocess.run(command, input=whole, capture_output=True, text=True)
+            if done.returncode:
+                raise KernelError(f"g++ does not compile {names[0]} and others:\n{done.stderr}")
+    return ctypes.CDLL(str(path))

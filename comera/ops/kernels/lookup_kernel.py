@@ -1,9 +1,14 @@
-"""The kernels that read rows of a table from its two factors; ``kernels/ttm_lookup.cu``.
+"""The kernels that read rows of a table from its two factors, and sum the factors' gradients.
 
-All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup: rows are neither made
-distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks, however
-the entries are shared out among the bags. The backward pass sorts the entries and sums gradients of
-equal rows before they meet a factor, which is what frequent rows need.
+``kernels/ttm_lookup.cu`` takes rows and bags, hot rows and weights, a block of threads for each
+row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup: rows are neither
+made distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks,
+however the entries are shared out among the bags. The backward pass sorts the entries and sums
+gradients of equal rows before they meet a factor, which is what frequent rows need.
+
+``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a warp a
+row. Gradients are summed in one order: entries are sorted by their slices of either factor, and
+added up in pieces of equally many.
 """
 
 import ctypes
@@ -11,8 +16,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from comera.ops.kernels.choose import DTYPES, kernel_refuses
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses, off_card
+from comera.ops.kernels.launch import dense, launch
 
 _FILE = "ttm_lookup"
 
@@ -191,3 +196,123 @@ def _shared_of_grads(left_VPR: Tensor, right_WRQ: Tensor) -> int:
 def _stride(numbers: int) -> int:
     fours = -(-numbers // 4)
     return 4 * (fours + (fours % 2 == 0))
+
+
+_WARPS_FILE = "ttm_warps"
+
+# As in ttm_warps.cu.
+_WARPS, _WARP_PIECE, _TILE_M, _TILE_R = 4, 32, 16, 32
+_WARPS_SHARED = _WARPS * 4 * 2 * (16 * 18 + 16 * 36)
+_MOST_RANK, _NARROW_RANK, _MULTIPLE = 128, 32, 8
+_ROW_THREADS, _SUM_THREADS = 256, 256
+
+
+class _WarpTable(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("V", "W", "P", "Q", "R", "D")),
+    )
+
+
+def warps_take(dtype: torch.dtype) -> bool:
+    """Say whether they read numbers of that dtype: the right factor had better lie turned then."""
+    return dtype in DTYPES and dtype.itemsize == 2
+
+
+def warps_refuse(
+    left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
+) -> str | None:
+    """Return why no warp reads a row of such a table here, or None; see :func:`warps_unfit`."""
+    return (
+        off_card(_WARPS_FILE, left_VPR)
+        or warps_unfit(left_VPR, right_WRQ, embedding_dim, *others)
+        or kernel_refuses(_WARPS_FILE, left_VPR)
+    )
+
+
+def warps_unfit(
+    left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
+) -> str | None:
+    """Say why no warp reads a row of such a table on any card, or None.
+
+    Args:
+        left_VPR: Left factor.
+        right_WRQ: Right factor.
+        embedding_dim: Width of a row.
+        others: Hot rows, their basis, weights and offsets: with any of them other ways are taken.
+    """
+    if any(other is not None for other in others):
+        return BAGS
+    if not warps_take(left_VPR.dtype) or right_WRQ.dtype != left_VPR.dtype:
+        return WIDE
+    (V, _, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    if not 0 < R <= _MOST_RANK:
+        return f"the bond between the factors is {R} wide, not 1 to {_MOST_RANK}"
+    if any(size % _MULTIPLE for size in (Q, R, embedding_dim)):
+        return f"sizes {Q}, {R} and {embedding_dim} are not all multiples of {_MULTIPLE}"
+    if V * W >= 1 << 31:
+        return f"{V * W:,} rows are more than 32 bits count"
+    return None
+
+
+def read_by_warps(
+    indices_N: Tensor,
+    left_VPR: Tensor,
+    right_WRQ: Tensor,
+    num_embeddings: int,
+    embedding_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Read rows by int64 indices; return them, and keys and entries, which are not sorted."""
+    out = left_VPR.new_empty(indices_N.shape[0], embedding_dim)
+    keys_N, order_N = torch.empty_like(indices_N), torch.empty_like(indices_N)
+    narrow = left_VPR.shape[2] <= _NARROW_RANK
+    launch(
+        _WARPS_FILE, f"ttm_warps_{'rows' if narrow else 'wide_rows'}_{DTYPES[out.dtype]}",
+        out.device, -(-indices_N.shape[0] // (_ROW_THREADS // 32)), _ROW_THREADS, 0,
+        _warp_table(left_VPR, right_WRQ, num_embeddings, embedding_dim), indices_N,
+        dense(left_VPR), dense(right_WRQ.mT), out, keys_N, order_N, out.shape[0],
+    )  # fmt: skip
+    return out, keys_N, order_N
+
+
+def row_grads_by_warps(
+    grad_ND: Tensor, indices_N: Tensor, left_VPR: Tensor, right_WRQ: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of the left and of the right factor, which lies turned.
+
+    Args:
+        grad_ND: Of the rows, in the dtype of the factors.
+        indices_N: The rows, int64.
+        left_VPR: Left factor.
+        right_WRQ: Right factor.
+    """
+    entries, width = grad_ND.shape
+    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    table, kind = _warp_table(left_VPR, right_WRQ, V * W, width), DTYPES[grad_ND.dtype]
+    keys_2N = indices_N.new_empty(2, entries, dtype=torch.int32)
+    launch(
+        _WARPS_FILE, "ttm_warps_keys", grad_ND.device, -(-entries // _ROW_THREADS), _ROW_THREADS, 0,
+        table, indices_N, keys_2N, entries,
+    )  # fmt: skip
+    keys_2N, order_2N = keys_2N.sort(stable=True)
+    sorted_4N = torch.cat([keys_2N, order_2N.int()])
+    shares = -(-entries // _WARP_PIECE) * 2 * R * (P + Q)
+    shares_S = grad_ND.new_empty(shares, dtype=torch.float32)
+    left, right = dense(left_VPR), dense(right_WRQ.mT)
+    grad_left, grad_right = torch.empty_like(left), torch.empty_like(right)
+    tiles = (-(-P // _TILE_M) + -(-Q // _TILE_M)) * -(-R // _TILE_R)
+    launch(
+        _WARPS_FILE, f"ttm_warps_back_shares_{kind}", grad_ND.device,
+        (-(-entries // (_WARPS * _WARP_PIECE)), tiles), 32 * _WARPS, _WARPS_SHARED, table,
+        sorted_4N, dense(grad_ND), left, right, grad_left, grad_right, shares_S, entries,
+    )  # fmt: skip
+    launch(
+        _WARPS_FILE, f"ttm_warps_back_sums_{kind}", grad_ND.device, V + W, _SUM_THREADS, 8, table,
+        sorted_4N, left, right, grad_left, grad_right, shares_S, entries,
+    )  # fmt: skip
+    return grad_left, grad_right.mT
+
+
+def _warp_table(left_VPR: Tensor, right_WRQ: Tensor, num_embeddings: int, width: int) -> _WarpTable:
+    (V, P, R), (W, _, Q) = left_VPR.shape, right_WRQ.shape
+    return _WarpTable(num_embeddings, V, W, P, Q, R, width)

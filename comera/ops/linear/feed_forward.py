@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
-from comera.ops.kernels import choose, feed_forward_kernel, gated_kernel
+from comera.ops.kernels import choose, feed_forward_kernel
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
 from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product, product_into, store_product_
@@ -319,11 +319,11 @@ _GATED_FORWARD = Ways("gated_hidden", _sample_gated, _GATED_TIMES)
 
 def _gated_kernel_refuses(t_gate: Tensor, *given: Tensor) -> str | None:
     elsewhere = choose.off_card("feed_forward_gated", t_gate)
-    return elsewhere or gated_kernel.refuses(t_gate, *given[:4])
+    return elsewhere or feed_forward_kernel.gated_refuses(t_gate, *given[:4])
 
 
 _GATED_FORWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    gated_kernel.forward
+    feed_forward_kernel.gated_forward
 )
 
 
@@ -363,7 +363,7 @@ def _sample_gated_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
 
 _GATED_BACKWARD = Ways("gated_hidden_backward", _sample_gated_backward, _GATED_TIMES)
 _GATED_BACKWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    gated_kernel.backward
+    feed_forward_kernel.gated_backward
 )
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static, without_autocast
 from comera.ops.dispatch import Case, Times, Ways
-from comera.ops.kernels import lookup_kernel, warp_lookup_kernel
+from comera.ops.kernels import lookup_kernel
 from comera.ops.operator import operator
 from comera.ops.table.distinct_rows import (
     TableFactors,
@@ -64,7 +64,7 @@ def _sample(new: Callable[..., Any]) -> Lookup:
 
 
 def _warps_refuse(given: Lookup, *_: Any) -> str | None:
-    return warp_lookup_kernel.refuses(*_of_warps(given))
+    return lookup_kernel.warps_refuse(*_of_warps(given))
 
 
 def _of_warps(given: Lookup) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def _kernel_refuses_back(given: Lookup, *_: Any) -> str | None:
 def _case(given: Lookup, *_: Any) -> Case:
     """Return what times depend on: the number of entries, and which kernel there is for them."""
     left_VPR, kinds = given.factors.left_VPR, list[str]()
-    if warp_lookup_kernel.unfit(*_of_warps(given)) is not None:
+    if lookup_kernel.warps_unfit(*_of_warps(given)) is not None:
         kinds.append("a block a row")
         kinds += ["hot rows"] if given.factors.hot_HK is not None else []
         kinds += ["bags"] if given.offsets_B is not None else []
@@ -164,14 +164,17 @@ def _by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     left_VPR, right_WRQ, *_ = given.factors
     indices_N = given.indices_N.long().contiguous()
     sizes = given.num_embeddings, given.embedding_dim
-    return warp_lookup_kernel.read(indices_N, left_VPR, right_WRQ, *sizes)
+    return lookup_kernel.read_by_warps(indices_N, left_VPR, right_WRQ, *sizes)
 
 
 @LOOKUP.way("kernel", _kernel_refuses, kernel="ttm_lookup")
 def _by_kernel(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
-    indices_N, factors, *rest = given
+    indices_N, factors, weights_N, offsets_B, num_embeddings, embedding_dim = given
     indices_N, right_WRQ = indices_N.long().contiguous(), factors.right_WRQ.contiguous()
-    return lookup_kernel.read(indices_N, factors.left_VPR, right_WRQ, factors.dense_hot(), *rest)
+    return lookup_kernel.read(
+        indices_N, factors.left_VPR, right_WRQ, factors.dense_hot(), weights_N, offsets_B,
+        num_embeddings, embedding_dim,
+    )  # fmt: skip
 
 
 @LOOKUP.way("distinct rows")
@@ -237,7 +240,7 @@ LOOKUP_BACKWARD = Ways(
 def _back_by_warps(given: Lookup, back: _Sorted) -> _Grads:
     left_VPR, right_WRQ, *_ = given.factors
     grad_BD, indices_N = back.grad_BD.to(left_VPR.dtype), given.indices_N.long().contiguous()
-    left, right = warp_lookup_kernel.row_grads(grad_BD, indices_N, left_VPR, right_WRQ)
+    left, right = lookup_kernel.row_grads_by_warps(grad_BD, indices_N, left_VPR, right_WRQ)
     nothing = [empty_like(None, grad_BD) for _ in range(3)]
     return lying_as(left_VPR, left), lying_as(right_WRQ, right), *nothing  # type: ignore[return-value]
 

@@ -20,9 +20,9 @@ from comera.ops.contract_cores import CONTRACT, contract_groups, layout_of
 from comera.ops.cores import Chains, contract_chain, rank_gate
 from comera.ops.dispatch import with_values
 from comera.ops.kernels.choose import kernel_refuses
-from comera.ops.kernels.warp_lookup_kernel import takes
-from comera.ops.table.distinct_rows import check_range
-from comera.ops.table.lookup import lookup
+from comera.ops.kernels.lookup_kernel import warps_take
+from comera.ops.table.distinct_rows import TableFactors, check_range
+from comera.ops.table.lookup import Lookup, lookup
 
 Table = tuple[Sequence[Tensor], Sequence[Tensor], float]
 """Cores, gates and the threshold of a table."""
@@ -58,7 +58,7 @@ def contract_tables(tables: Sequence[Table]) -> list[tuple[Tensor, Tensor]]:
         for cores, gates, threshold in tables
     ]
     by_kernel = CONTRACT.refusal_of_graph(chains[0].cores[0], chains) is None
-    by_warps = takes(chains[0].cores[0].dtype)  # 16 bytes at a time, whose bond is innermost
+    by_warps = warps_take(chains[0].cores[0].dtype)  # 16 bytes at a time, whose bond is innermost
     padded, turned = by_kernel and by_warps, by_warps or not by_kernel
     factors = contract_groups(
         [core for chain in chains for core in chain.cores],
@@ -89,72 +89,79 @@ def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = F
 
 
 class Request(NamedTuple):
-    """The request to one table.
+    """The request to one table: rows, or sums of rows over bags.
 
     Attributes:
-        indices_N: Rows to read; the first ``num_hot`` are none of the train's.
+        indices_N: Rows to read.
         cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
+        num_embeddings: Rows of the table; the row modes may multiply to more.
+        embedding_dim: Width of a row; the column modes may multiply to more.
         gates: One vector for each inner bond, or none at all.
         threshold: A gate at or below it is a pruned rank.
-        num_embeddings: Rows of the table; the row modes may multiply to more.
-        num_hot: Rows before those of the train.
+        hot_HK: Rows before those of the train; None for none.
+        basis_KD: Basis of the hot rows; None where they are whole.
+        weights_N: Weight of every entry in its bag; None for ones.
+        offsets_B: First entry of each bag, rising from 0; None for rows, each a bag of one.
         checked: Whether the indices were checked before.
     """
 
     indices_N: Tensor
     cores: Sequence[Tensor]
-    gates: Sequence[Tensor]
-    threshold: float
     num_embeddings: int
-    num_hot: int
-    checked: bool
+    embedding_dim: int
+    gates: Sequence[Tensor] = ()
+    threshold: float = 0.0
+    hot_HK: Tensor | None = None
+    basis_KD: Tensor | None = None
+    weights_N: Tensor | None = None
+    offsets_B: Tensor | None = None
+    checked: bool = False
 
 
-class ReadFactors(NamedTuple):
-    """The factors, or slices of them, that a lookup reads.
+def read_factors(requests: Sequence[Request]) -> list[Lookup]:
+    """Contract the factors of each table, or only the slices of them that its batch reads.
 
-    Attributes:
-        indices_N: Rows by their numbers in these factors.
-        left_VPR: Left factor, or the slices of it that are read.
-        right_WRQ: Right factor, or the slices of it that are read.
-        num_embeddings: Number of rows in all, hot ones included.
-    """
-
-    indices_N: Tensor
-    left_VPR: Tensor
-    right_WRQ: Tensor
-    num_embeddings: int
-
-
-def read_factors(tables: Sequence[Request]) -> list[ReadFactors]:
-    """Contract the factors of each table, or only what its batch reads of them.
+    Returns:
+        Lookups whose indices number the rows of these factors.
 
     Raises:
         IndexError: If an index is out of range (checked on the CPU, where slices are selected).
     """
-    in_part = [_in_part(request) for request in tables]
-    whole = [a for a, some in zip(tables, in_part, strict=True) if some is None]
+    in_part = [_in_part(request) for request in requests]
+    whole = [a for a, some in zip(requests, in_part, strict=True) if some is None]
     trains = [(request.cores, request.gates, request.threshold) for request in whole]
     contracted = iter(contract_tables(trains) if trains else [])
-    return [
-        ReadFactors(request.indices_N, *next(contracted), request.num_embeddings)
-        if some is None
-        else some
-        for request, some in zip(tables, in_part, strict=True)
-    ]
+    found = []
+    for request, some in zip(requests, in_part, strict=True):
+        indices_N, left_VPR, right_WRQ, num_embeddings = some or (
+            request.indices_N, *next(contracted), request.num_embeddings,
+        )  # fmt: skip
+        factors = TableFactors(left_VPR, right_WRQ, request.hot_HK, request.basis_KD)
+        bags = request.weights_N, request.offsets_B
+        found.append(Lookup(indices_N, factors, *bags, num_embeddings, request.embedding_dim))
+    return found
 
 
-def _in_part(request: Request) -> ReadFactors | None:
-    """Read the slices a batch needs; None where both factors had better be contracted whole."""
-    indices_N, cores, gates, threshold, num_embeddings, num_hot, checked = request
+def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
+    """Read the slices a batch needs; None where both factors had better be contracted whole.
+
+    Returns:
+        Indices among the rows of these slices, slices of the left and of the right factor, and how
+        many rows there are, hot ones included.
+    """
+    indices_N, cores = request.indices_N, request.cores
     split = len(cores) // 2
     left_whole = why_whole(indices_N, cores[:split])
     right_whole = why_whole(indices_N, cores[split:])
     if left_whole and right_whole:
         return None
-    if not checked:
-        check_range(indices_N, num_embeddings)
-    gated = [rank_gate(core, gate, threshold) for core, gate in zip(cores, gates, strict=False)]
+    if not request.checked:
+        check_range(indices_N, request.num_embeddings)
+    num_hot = 0 if request.hot_HK is None else request.hot_HK.shape[0]
+    gated = [
+        rank_gate(core, gate, request.threshold)
+        for core, gate in zip(cores, request.gates, strict=False)
+    ]
     gated += cores[len(gated) :]
     right_W = math.prod(core.shape[1] for core in gated[split:])
     cold_N = (indices_N.long() - num_hot).clamp(min=0)
@@ -162,11 +169,11 @@ def _in_part(request: Request) -> ReadFactors | None:
     right_WRQ1, right_N = _slices(gated[split:], cold_N % right_W, right_whole)
     # Both as lookups read them, the right factor laid out in memory as (W, Q, R).
     left_VPR, right_WRQ = left_V1PR.flatten(1, 2), right_WRQ1.flatten(2).mT.contiguous().mT
-    (V, *_), (W, *_) = left_VPR.shape, right_WRQ.shape
+    V, W = left_VPR.shape[0], right_WRQ.shape[0]
     at_N = num_hot + left_N * W + right_N
     if num_hot:
         at_N = torch.where(indices_N < num_hot, indices_N, at_N)
-    return ReadFactors(at_N, left_VPR, right_WRQ, num_hot + V * W)
+    return at_N, left_VPR, right_WRQ, num_hot + V * W
 
 
 _DEARER = 2

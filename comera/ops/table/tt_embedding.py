@@ -8,7 +8,6 @@ coordinates: D where they are dense, fewer where they are coordinates in a basis
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -110,12 +109,13 @@ def tt_embedding_bag(
         IndexError: If an index is out of range (checked on the CPU).
     """
     checked = checked or check_range(indices_N, num_embeddings)
-    num_hot = 0 if hot_HK is None else hot_HK.shape[0]
-    table = Request(indices_N, cores, gates, threshold, num_embeddings, num_hot, checked)
-    [(rows_N, left_VPR, right_WRQ, num_rows)] = read_factors([table])
-    factors = TableFactors(left_VPR, right_WRQ, hot_HK, basis_KD)
     offsets_B = None if offsets_B is None else offsets_B.long()
-    return ROWS(Lookup(rows_N, factors, weights_N, offsets_B, num_rows, embedding_dim), checked)
+    request = Request(
+        indices_N, cores, num_embeddings, embedding_dim, gates, threshold, hot_HK, basis_KD,
+        weights_N, offsets_B, checked,
+    )  # fmt: skip
+    [lookup] = read_factors([request])
+    return ROWS(lookup, checked)
 
 
 def ttm_to_dense(
@@ -127,78 +127,62 @@ def ttm_to_dense(
     return table_VWPQ.flatten(0, 1).flatten(1)
 
 
-@dataclass(frozen=True)
-class TableBags:
-    """The request to one table.
-
-    Attributes:
-        indices_N: Rows by their numbers in these factors, bag after bag.
-        offsets_B: First entry of each bag, rising from 0.
-        weights_N: Weight of every entry, in the dtype of the factors; None for ones.
-        left_VPR: Left factor, or the slices of it that are read.
-        right_WRQ: Right factor, or such slices; row ``v * W + w`` is ``left[v] @ right[w]``.
-        hot_HD: Rows that stand before those of the train; None for none.
-    """
-
-    indices_N: Tensor
-    offsets_B: Tensor
-    weights_N: Tensor | None
-    left_VPR: Tensor
-    right_WRQ: Tensor
-    hot_HD: Tensor | None
-
-
-def tt_embedding_bags(
-    tables: Sequence[TableBags], embedding_dim: int, places_5T: Tensor
-) -> list[Tensor]:
+def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
     """Sum weighted rows over bags, for each table.
 
     Args:
-        tables: Requests to tables whose factors agree in P and Q, in dtype and device; bonds are
-            padded to the largest R. Every index is a row of its table: that is not checked here.
-        embedding_dim: Width of a row; P * Q may be more.
-        places_5T: What :func:`places` returns, on the device of the tables.
+        tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
+            device, and whose hot rows are dense; bonds are padded to the largest R. Every index is
+            a row of its table: that is not checked here.
+        places_5T: As :func:`places` returns it, on the device of the tables.
 
     Returns:
-        ``(B, embedding_dim)`` for each table, in the dtype of the factors.
+        ``(B, D)`` for each table, in the dtype of the factors.
     """
-    rank = max(table.left_VPR.shape[2] for table in tables)
-    left_VPR = torch.cat([_padded(table.left_VPR, 2, rank) for table in tables])
-    right_WRQ = _cat([_padded(table.right_WRQ, 1, rank) for table in tables])
-    hot = [table.hot_HD for table in tables if table.hot_HD is not None]
-    num_hot, all_W = sum(map(len, hot)), right_WRQ.shape[0]
+    indices_N, factors, weights_N, offsets_B, *_ = zip(*tables, strict=True)
+    left_VPR, right_WRQ, hot_HD, _ = zip(*factors, strict=True)
+    rank = max(left.shape[2] for left in left_VPR)
+    lefts = torch.cat([_padded(left, 2, rank) for left in left_VPR])
+    rights = [_padded(right, 1, rank) for right in right_WRQ]
+    if rights[0].is_contiguous():
+        all_rights = torch.cat(rights)
+    else:  # the bond stays innermost in memory
+        all_rights = torch.cat([right.mT for right in rights]).mT
+    hot = [rows for rows in hot_HD if rows is not None]
+    num_hot, all_W = sum(map(len, hot)), all_rights.shape[0]
+    counts = [indices.shape[0] for indices in indices_N]
+    weights = None
+    if any(w is not None for w in weights_N):
+        pairs = zip(weights_N, counts, strict=True)
+        weights = torch.cat([lefts.new_ones(n) if w is None else w for w, n in pairs])
+    offsets = zip(offsets_B, _before(counts), strict=True)
     whole = Lookup(
-        _rows_of_the_whole(tables, places_5T, num_hot, all_W),
-        TableFactors(left_VPR, right_WRQ, torch.cat(hot) if hot else None, None),
-        _weights(tables),
-        _offsets(tables),
-        num_hot + left_VPR.shape[0] * all_W,
-        embedding_dim,
+        _rows_of_the_whole(indices_N, places_5T, num_hot, all_W),
+        TableFactors(lefts, all_rights, torch.cat(hot) if hot else None, None),
+        weights,
+        torch.cat([starts.long() + n for starts, n in offsets]),
+        num_hot + lefts.shape[0] * all_W,
+        tables[0].embedding_dim,
     )
-    sums_BD = ROWS(whole, is_eager())
-    return list(sums_BD.split([table.offsets_B.shape[0] for table in tables]))
+    return list(ROWS(whole, is_eager()).split([starts.shape[0] for starts in offsets_B]))
 
 
-def places(tables: Sequence[TableBags]) -> list[list[int]]:
+def places(tables: Sequence[Lookup]) -> list[list[int]]:
     """Return where each table stands in the whole: five numbers a table, from shapes alone.
 
     Its hot rows and its W; then those of the tables before it: hot rows, V and W.
     """
-    hots = [0 if table.hot_HD is None else table.hot_HD.shape[0] for table in tables]
-    lefts = [table.left_VPR.shape[0] for table in tables]
-    rights = [table.right_WRQ.shape[0] for table in tables]
+    hots, lefts, rights = map(list, zip(*(table.factors.sizes for table in tables), strict=True))
     return [hots, rights, _before(hots), _before(lefts), _before(rights)]
 
 
 def _rows_of_the_whole(
-    tables: Sequence[TableBags], places_5T: Tensor, num_hot: int, all_W: int
+    indices: Sequence[Tensor], places_5T: Tensor, num_hot: int, all_W: int
 ) -> Tensor:
     """Number all entries by their rows in the whole, int64 (N,)."""
-    counts = [table.indices_N.shape[0] for table in tables]
-    indices_N = torch.cat([table.indices_N.long() for table in tables])
-    of_each = [
-        column.expand(-1, n) for column, n in zip(places_5T.split(1, 1), counts, strict=True)
-    ]
+    indices_N = torch.cat([each.long() for each in indices])
+    pairs = zip(places_5T.split(1, 1), indices, strict=True)
+    of_each = [column.expand(-1, each.shape[0]) for column, each in pairs]
     hot_N, right_N, hot_before_N, left_before_N, right_before_N = torch.cat(of_each, 1)
     cold_N = indices_N - hot_N
     left_N = left_before_N + cold_N.div(right_N, rounding_mode="floor")
@@ -212,29 +196,5 @@ def _padded(factor: Tensor, dim: int, rank: int) -> Tensor:
     return F.pad(factor, (0, 0) * (2 - dim) + (0, more)) if more else factor
 
 
-def _cat(factors: Sequence[Tensor]) -> Tensor:
-    """Concatenate factors along their rows, bonds innermost in memory where they were."""
-    if factors[0].is_contiguous():
-        return torch.cat(list(factors))
-    return torch.cat([factor.mT for factor in factors]).mT
-
-
 def _before(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:k]) for k in range(len(sizes))]
-
-
-def _offsets(tables: Sequence[TableBags]) -> Tensor:
-    before = _before([table.indices_N.shape[0] for table in tables])
-    return torch.cat([t.offsets_B.long() + n for t, n in zip(tables, before, strict=True)])
-
-
-def _weights(tables: Sequence[TableBags]) -> Tensor | None:
-    if all(table.weights_N is None for table in tables):
-        return None
-    like = tables[0].left_VPR
-    return torch.cat(
-        [
-            like.new_ones(table.indices_N.shape[0]) if table.weights_N is None else table.weights_N
-            for table in tables
-        ]
-    )
