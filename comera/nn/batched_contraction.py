@@ -102,7 +102,9 @@ class BatchedContraction:
 
 
 def _identity(layer: TTLinear) -> tuple[object, ...]:
-    """Return what changes when a parameter or ``prune_below`` does, except by its values."""
+    """Return the key of a layer: it changes when a parameter is replaced, resized, frozen or
+    moved, not when its values do.
+    """
     cores, gates = params_of(layer.cores), layer.gates._parameters.values()
     kind = [(core.shape, core.requires_grad) for core in cores], cores[0].dtype, cores[0].device
     params = (*cores, *gates, layer._parameters.get("bias"))

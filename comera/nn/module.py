@@ -289,7 +289,7 @@ class TensorTrainModule(WeightByAssignment):
             self.shared.renew()
 
     is_chain = True
-    """Whether the weight is the product of the cores as matrices between their bonds."""
+    """True for tensor trains: contracting neighbouring cores over their bonds gives the weight."""
 
     def rank_norms(self) -> Tensor:
         """Return the squared norm of what each rank of the only bond adds to the weight, ``(R,)``.

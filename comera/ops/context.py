@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Make forward and backward passes such as a CUDA graph can hold: no size depends on values."""
+    """Run with no size that depends on values inside, as a CUDA graph needs."""
     global _depth
     _depth += 1
     try:

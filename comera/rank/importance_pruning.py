@@ -321,7 +321,9 @@ class ImportancePruning(RankLearning):
         """Warn of nothing: no gate has to fall, whatever its learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        """Return all that a recorded CUDA graph has fixed: host values on which the objective
+        branches, and addresses of the tensors it reads.
+        """
         mean = None if self._scores is None else self._scores.mean
         return (*super().identity(), None if mean is None else mean.data_ptr())
 

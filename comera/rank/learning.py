@@ -291,7 +291,8 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective of a stage that is not over.
+        """Return the objective while the stage is not over; it may branch on the host only on what
+        ``identity`` returns.
 
         Args:
             loss: Loss of the batch, to be differentiated.
@@ -350,7 +351,9 @@ class RankLearning(ABC):
         """Warn of what an optimizer cannot do in the steps there are."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        """Return all that a recorded CUDA graph has fixed: host values on which the objective
+        branches, and addresses of the tensors it reads.
+        """
         sizes = self.target_size, self.start_size, self.min_rank
         return self.method, self.stage, *sizes, self._reached.data_ptr()
 

@@ -218,7 +218,7 @@ def export(run: TrainedRun, path: Path) -> str:
 
 
 class _Positional(nn.Module):
-    """Takes tensors alone; text may have padding in it."""
+    """Call the model with its tensor inputs alone; ``padded`` keeps its default."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

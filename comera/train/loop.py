@@ -47,7 +47,7 @@ class LoopResult:
 
 
 class RunUnderWay:
-    """What one session of a run counts, writes and saves.
+    """A session of a run: its counts, its figures and its checkpoints.
 
     Args:
         step: The training step.
@@ -82,7 +82,7 @@ class RunUnderWay:
         self._total, self._count = torch.zeros(()), 0
 
     def restore_(self) -> None:
-        """Go on from the last checkpoint that is sound, if there is one."""
+        """Resume from the last checkpoint that is sound, if there is one."""
         chain = self._chain
         saved = self._processes.from_first(lambda: chain.load() if chain.steps() else None)
         if saved is None:
@@ -108,7 +108,7 @@ class RunUnderWay:
         self._saved_at = self._step.steps_done
 
     def train_on(self, batch: Any) -> None:
-        """Do one step.
+        """Train for one step.
 
         Raises:
             NonFiniteLossError: If the loss is known not to be finite; the state before is saved.
@@ -161,7 +161,7 @@ class RunUnderWay:
             self.log.write(step.steps_done, stage="done", **self.result.ranks)
 
     def measure(self) -> None:
-        """Evaluate the model; if that fails, save what has been trained before it is said."""
+        """Evaluate the model; if that fails, save the state before the error is raised."""
         if self._evaluate is None:
             return
         try:
@@ -174,7 +174,9 @@ class RunUnderWay:
             raise
 
     def end(self, *, interrupted: bool) -> None:
-        """Note how the steps have ended, and have figures of the end."""
+        """Record whether the loop was interrupted, and evaluate once more if the last evaluation
+        failed.
+        """
         self.result.interrupted = interrupted
         if not interrupted and not self.result.metrics:  # the last time it failed
             self.measure()
