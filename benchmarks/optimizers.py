@@ -25,7 +25,7 @@ from comera.optim.galore import GaLore, GaLoreAdamW
 from comera.optim.groups import galore_param_groups, param_groups
 from comera.optim.muon import MuonAdamW
 from comera.optim.state_layout import stored_bytes
-from comera.optim.state_size import state_bytes
+from comera.report.memory_use import state_bytes
 
 _LR = 1e-5
 _BASELINE = "AdamW, fused"

@@ -5,7 +5,7 @@ import torch
 
 import comera
 from comera.models.decoder import CausalLanguageModel, Decoder
-from comera.optim.state_size import state_bytes
+from comera.report.memory_use import state_bytes
 from tests.peers import peer
 
 
