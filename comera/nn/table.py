@@ -304,7 +304,6 @@ class TTTable(TensorTrainModule):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load rows that were moved in the file and not here, or the other way round."""
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # none in old files
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)

@@ -297,13 +297,6 @@ def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
-def sum_bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
-    """Sum over each bag the rows that its entries are at."""
-    if not at_N.shape[0]:  # torch refuses an empty table
-        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
-    return F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
-
-
 def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
     """Find which bag each entry is in; entries before the first bag do not occur."""
     each = torch.arange(entries, device=offsets_B.device)
