@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from comera.compress.compress import compress_
 from comera.compress.heal import heal_
-from comera.compress.layer_moments import LayerMoments, gather_moments
-from comera.compress.linear_targets import linear_targets, own_loss
+from comera.compress.layer_moments import LayerMoments, gather_moments, linear_targets, own_loss
 from comera.compress.sensitivity import LayerSensitivity, Sensitivity
 from comera.compress.whitened import whitened_svd
 from comera.extras import needed_by

@@ -1,7 +1,4 @@
-"""Files that appear whole or not at all. Nothing here imports torch.
-
-Files that are read as text. Nothing here imports torch.
-"""
+"""Files that appear whole or not at all, and text read from files. Imports no torch."""
 
 import contextlib
 import errno

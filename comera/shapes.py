@@ -1,14 +1,10 @@
-"""Mode and rank arithmetic of tensor trains. Pure Python: nothing here imports torch.
+"""Mode and rank arithmetic of the tensor formats. Pure Python: nothing here imports torch.
 
-A *mode* is a factor of a width, a *bond* (or rank) connects two neighbouring cores. The formats:
-``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes and whose
-last cores carry the output modes, ``TTMShape`` for an embedding table, each of whose cores
-carries one factor of the row count and one of the width, and ``BTTShape`` (``block_shape.py``)
-for a linear layer that is a grid of blocks.
-
-Factors of widths and row counts for the cores of a tensor train. Pure Python, without torch.
-
-Mode and rank arithmetic of block tensor trains. Pure Python, as ``shapes.py``.
+A *mode* is a factor of a width or row count, a *bond* (or rank) connects two neighbouring cores.
+The formats: ``TTShape`` for the matrix of a linear layer, whose first cores carry the input modes
+and whose last cores carry the output modes; ``TTMShape`` for an embedding table, each of whose
+cores carries one factor of the row count and one of the width; ``BTTShape`` for a linear layer that
+is a grid of low-rank blocks.
 """
 
 import itertools

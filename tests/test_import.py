@@ -78,7 +78,7 @@ def test_only_operators_and_what_they_need_are_loaded():
     others = {name.split(".")[0] for name in added} - {"comera", *sys.stdlib_module_names}
     assert not others
     # Nor has torch loaded what only printing, planning and checkpoints need.
-    unwanted = {"filelock", "jsonargparse", "matplotlib", "pandas", "rich", "zstandard"}
+    unwanted = {"docstring_parser", "filelock", "matplotlib", "pandas", "rich", "zstandard"}
     assert not unwanted & set(comera_.split())
 
 

@@ -37,9 +37,9 @@ from comera.ops.dispatch import (
     way_setting,
     ways_of,
 )
-from comera.ops.factors import Factors
 from comera.ops.kernels import choose
 from comera.ops.linear.feed_forward import factorized_feed_forward, gated_feed_forward
+from comera.ops.linear.tt_linear import Factors
 from comera.planning.printing import show_seconds
 from comera.planning.way_times import Timing, save_way_times
 

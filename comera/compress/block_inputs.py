@@ -1,12 +1,10 @@
-"""What the blocks of a model are given, found without running them.
+"""Parts of a model compressed block by block: inputs of blocks, parameters, and finished blocks.
 
-Blocks follow each other, each given what the one before has returned; what else they are given, as
-masks and positions, does not depend on that. So a model whose blocks return their input unchanged
-shows how each of them is called.
-
-A model without its numbers, parts of which are filled from files for a while.
-
-Blocks that are compressed already, in files, until all of them are.
+Blocks follow each other: each is given what the one before returns, and other arguments, such as
+masks and positions, do not depend on that. So a model whose blocks return their input unchanged
+shows how each block is called (:func:`record_calls`). The model itself is on the ``meta`` device;
+:class:`Filler` loads parts of it from files for a while. :class:`UnfinishedBlocks` is the folder
+of the blocks that are compressed already.
 """
 
 import json
@@ -46,7 +44,7 @@ class _Reached(Exception):
 
 
 def find_blocks(model: nn.Module, name: str | None, targets: Iterable[str]) -> str:
-    """Return the name of the list of blocks that holds most of the targeted layers.
+    """Return ``name``, checked; if None, the name of the list of blocks that holds most targets.
 
     Raises:
         ValueError: If there is none, or the name given is not that of one.
@@ -273,7 +271,9 @@ class Filler:
 
     @contextmanager
     def filled_when_called(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Fill each of these modules, without those inside it, once it is called."""
+        """Load each module's own tensors, not its children's, when it is called, and drop them
+        at the end.
+        """
         with ExitStack() as stack:
 
             def fill(module: nn.Module, _: Any) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.compress.allocate import CompressedLayer, CompressedLayers, parse_budget
-from comera.compress.layer_moments import LossFn
-from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
+from comera.compress.layer_moments import Layer, LossFn, linear_targets, own_loss, weight_OI
 from comera.compress.sensitivity import (
     LayerSensitivity,
     Sensitivity,

@@ -24,7 +24,7 @@ from comera.compress.block_inputs import (
     record_calls,
 )
 from comera.compress.compress import Compression, compress_
-from comera.compress.linear_targets import Layer, linear_targets
+from comera.compress.layer_moments import Layer, linear_targets
 from comera.compress.sensitivity import look_at
 from comera.extras import listed
 from comera.files import replacing

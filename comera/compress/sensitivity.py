@@ -18,8 +18,14 @@ from comera.compress.allocate import (
     parse_budget,
     smallest_budget,
 )
-from comera.compress.layer_moments import LossFn, gather_moments
-from comera.compress.linear_targets import Layer, linear_targets, own_loss, weight_OI
+from comera.compress.layer_moments import (
+    Layer,
+    LossFn,
+    gather_moments,
+    linear_targets,
+    own_loss,
+    weight_OI,
+)
 from comera.compress.whitened import WhitenedSVD, whitened_svd
 from comera.extras import needed_by
 from comera.params import model_size

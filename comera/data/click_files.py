@@ -348,7 +348,7 @@ def _chunk(
     skip_bad: bool,
     skipped: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Check the numbers of a frame, whose index numbers its lines or rows, and code its fields."""
+    """Check numbers and code fields of one frame, whose index holds line numbers for errors."""
     pd = _pandas()
     numbers, good = {}, np.ones(len(frame), bool)
     for name in (columns.label, *columns.continuous):

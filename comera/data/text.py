@@ -203,7 +203,8 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 def _text_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match, in a fixed order that does not follow their names.
+    """Return the files of a folder to read as text. Folders of runs and sweeps are left out: their
+    logs change while they are read.
 
     Logs and settings of runs among them are no text to learn from, and change while it is read.
     """

@@ -287,7 +287,9 @@ def _resized_table(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Do what the method does, whose arguments these are, by appending rows to the table itself."""
+    """Replace transformers' ``_get_resized_embeddings``: append rows to a tensor-train table,
+    and leave dense ones to the original.
+    """
     if not isinstance(old, TTTable):
         dense = type(model)._get_resized_embeddings
         return dense(model, old, new_num_tokens, pad_to_multiple_of, mean_resizing)

@@ -102,7 +102,9 @@ class BatchedContraction:
 
 
 def _identity(layer: TTLinear) -> tuple[object, ...]:
-    """Return what changes when a parameter or ``prune_below`` does, except by its values."""
+    """Return the key of a layer: it changes when a parameter is replaced, resized, frozen or
+    moved, not when its values do.
+    """
     cores, gates = params_of(layer.cores), layer.gates._parameters.values()
     kind = [(core.shape, core.requires_grad) for core in cores], cores[0].dtype, cores[0].device
     params = (*cores, *gates, layer._parameters.get("bias"))
@@ -191,7 +193,7 @@ def _unbind_factors(
     graphs are captured or functions transformed; else it gets none, as it does by itself.
 
     Args:
-        groups: The layers, all of which were contracted in one call.
+        groups: The layers that were contracted in one call.
         factors: The left factors ``(G, I, R)`` and the right factors ``(G, R, O)`` of the first
             group of G layers, then those of the second, and so on.
     """

@@ -6,7 +6,7 @@ Shape suffixes: N = rows, I = input width, O = output width.
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from comera.nn.block_linear import BTTLinear
 from comera.nn.embedding import TTEmbedding, TTEmbeddingBag
 from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.nn.forms import as_torch, experts_apart, form_of, from_torch, fuse_experts_
-from comera.nn.init import Init
 from comera.nn.linear import CompressedLinear, TTLinear, TTPointwise
 from comera.nn.module import TensorTrainModule, check_model
 from comera.nn.swap import swap_layers_
@@ -40,11 +39,11 @@ _GUESS = " (as a default profile predicts it: `comera calibrate` measures this m
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_WORTH_SAYING = 1.1
+_WORST_RATIO = 1.1
 """Predicted time or memory, in units of dense's, above which a layer is named."""
 
 _TOKENS = 4096
-"""Rows of a training batch where nothing is said."""
+"""Rows of a training batch by default."""
 
 
 def tensorize_(
@@ -132,11 +131,16 @@ def _tensorized(
         log.warning("tensorize_ leaves %s dense: %s", listed(names), reason)
     name_of = {id(module): name for name, module in targets.items()}
     made = {name_of[key]: new for key, new in replacements.items()}
-    if config.init is None:
-        _say_what_is_lost([name for name, new in made.items() if _holds_numbers(new)])
+    lost = [name for name, new in made.items() if _holds_numbers(new)]
+    if config.init is None and lost:
+        log.warning(
+            "tensorize_ draws new cores for %s; the weights that were there are gone "
+            '(init="svd" approximates them instead, init="orthogonal" says that this is meant)',
+            listed(lost, most=2),
+        )
     elif config.init == "svd":
-        _say_what_is_off(model, {n: targets[n] for n in made}, made, calibration)
-    _say_what_loses(made, config.tokens or _TOKENS)
+        _warn_of_approximations(model, targets, made, calibration)
+    _warn_of_slower_layers(made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # but for a single layer, whose place another takes
@@ -176,23 +180,13 @@ def _holds_numbers(layer: nn.Module) -> bool:
     return not any(param.is_meta for param in layer.parameters())
 
 
-def _say_what_is_lost(names: list[str]) -> None:
-    """Warn of weights that new cores replace: a trained model loses what it has learned."""
-    if names:
-        log.warning(
-            "tensorize_ draws new cores for %s; the weights that were there are gone "
-            '(init="svd" approximates them instead, init="orthogonal" says that this is meant)',
-            listed(names, most=2),
-        )
-
-
-def _say_what_is_off(
+def _warn_of_approximations(
     model: nn.Module,
     old: Mapping[str, nn.Module],
     made: Mapping[str, nn.Module],
     batches: Iterable[Any] | None,
 ) -> None:
-    """Warn of approximated weights: what is little of a weight may be most of an output."""
+    """Warn of approximated weights: a small error of a weight may be a large one of an output."""
     linear = {
         name: layer
         for name, new in made.items()
@@ -281,7 +275,7 @@ def _output_error(old_OI: Tensor, new_OI: Tensor, moments_II: Tensor) -> float:
     return float((off / whole).sqrt()) if whole > 0 else 0.0
 
 
-def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
+def _warn_of_slower_layers(layers: Mapping[str, nn.Module], tokens: int) -> None:
     """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
     alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
     for name, layer in layers.items():
@@ -291,7 +285,7 @@ def _say_what_loses(layers: Mapping[str, nn.Module], tokens: int) -> None:
         layer = members[0][1]
         setting = layer.planner_setting()
         found = break_even(layer.at(tokens, together=len(members)), **setting)
-        if found.worst > _WORTH_SAYING:
+        if found.worst > _WORST_RATIO:
             slower = found.loses_time or (found.eager_ratio or 0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             names = listed([name for name, _ in members], most=2)
@@ -308,7 +302,8 @@ def _convert(
         if not isinstance(made, str):
             made.dense_form = form.name
         return made
-    if config.init != "svd" and not _may_be_drawn_anew(module):
+    weight: Any = module.weight
+    if config.init != "svd" and not (weight.requires_grad or weight.is_meta):
         return 'it is frozen, and new cores would be noise (init="svd" approximates its weight)'
     if getattr(module, "max_norm", None) is not None:
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
@@ -322,20 +317,13 @@ def _convert(
         if settings["shape"] is None and least >= module.weight.numel():
             return f"as a block tensor train it would hold {least} numbers or more"
     try:
-        new = _build(
-            module, settings, config.init or "orthogonal", feature_dim, config.linear_format
-        )
+        new = _build(module, settings, config, feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
         made = "block tensor train" if isinstance(new, BTTLinear) else "tensor train"
         return f"as a {made} it would hold {new.num_stored} numbers for {new.num_dense}"
     return new
-
-
-def _may_be_drawn_anew(module: Any) -> bool:
-    """Check that new cores do no harm: the weight is trained, or on ``meta`` and has no values."""
-    return module.weight.requires_grad or module.weight.is_meta
 
 
 def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
@@ -373,60 +361,48 @@ def _first(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def _build(
-    module: Any,
-    settings: dict[str, Any],
-    init: Init | Literal["svd"],
-    feature_dim: int,
-    linear_format: Literal["tt", "btt"],
+    module: Any, settings: dict[str, Any], config: TTConfig, feature_dim: int
 ) -> TensorTrainModule:
+    """Make the layer that replaces a torch layer, of its weight or with new cores."""
+    weight, init = module.weight, config.init or "orthogonal"
+    is_linear = isinstance(module, nn.Linear)
     linear_class: Any = TTLinear if feature_dim == -1 else TTPointwise
-    if linear_format == "btt" and isinstance(module, nn.Linear):
+    if config.linear_format == "btt":
         linear_class = BTTLinear
-    if init == "svd" and module.weight.device.type != "meta":
-        if isinstance(module, nn.Linear):
-            return _along(linear_class.from_linear(module, **settings), feature_dim)
-        if isinstance(module, nn.Embedding):
-            return TTEmbedding.from_embedding(module, **settings)
-        return TTEmbeddingBag.from_embedding_bag(module, **settings)
-    settings = {key: value for key, value in settings.items() if key != "tolerance"}
-    if init == "svd" and not isinstance(module, nn.Linear):
-        settings["scatter_rows"] = False
-    settings |= {"device": module.weight.device, "dtype": module.weight.dtype}
-    new: CompressedLinear | TTTable
-    if isinstance(module, nn.Linear):
-        bias = module.bias is not None
-        new = linear_class(module.in_features, module.out_features, bias, **settings)
-        _along(new, feature_dim)
-    else:
-        settings |= {"padding_idx": module.padding_idx, "sparse": module.sparse}
-        if isinstance(module, nn.Embedding):
-            new = TTEmbedding(module.num_embeddings, module.embedding_dim, **settings)
+    new: Any
+    if init == "svd" and not weight.is_meta:
+        if is_linear:
+            new = linear_class.from_linear(module, **settings)
+        elif isinstance(module, nn.Embedding):
+            new = TTEmbedding.from_embedding(module, **settings)
         else:
-            new = TTEmbeddingBag(
-                module.num_embeddings,
-                module.embedding_dim,
-                mode=module.mode,
-                include_last_offset=module.include_last_offset,
-                **settings,
-            )
-    if module.weight.device.type != "meta" and init != "svd":
-        _take_scale(new, module, init)
-    new.freeze_like_(module)
-    return new.train(module.training)
-
-
-def _along(layer: Any, feature_dim: int) -> Any:
-    if isinstance(layer, TTPointwise):
-        layer.feature_dim = feature_dim
-    return layer
-
-
-@torch.no_grad()
-def _take_scale(new: Any, module: Any, init: Init) -> None:
-    """Keep the scale that the model's own initialisation gave the weight, and its bias."""
-    new.reset_parameters(float(module.weight.float().square().mean().sqrt()), init)
-    if isinstance(new, CompressedLinear) and new.bias is not None:
-        new.bias.copy_(module.bias)
+            new = TTEmbeddingBag.from_embedding_bag(module, **settings)
+    else:
+        settings = {key: value for key, value in settings.items() if key != "tolerance"}
+        settings |= {"device": weight.device, "dtype": weight.dtype}
+        if is_linear:
+            sizes = module.in_features, module.out_features
+            new = linear_class(*sizes, module.bias is not None, **settings)
+        else:
+            sizes = module.num_embeddings, module.embedding_dim
+            settings |= {"padding_idx": module.padding_idx, "sparse": module.sparse}
+            if init == "svd":
+                settings["scatter_rows"] = False
+            if isinstance(module, nn.Embedding):
+                new = TTEmbedding(*sizes, **settings)
+            else:
+                ends = module.include_last_offset
+                new = TTEmbeddingBag(*sizes, mode=module.mode, include_last_offset=ends, **settings)
+        if not weight.is_meta:
+            with torch.no_grad():  # the scale that the model's own initialisation gave the weight
+                new.reset_parameters(float(weight.float().square().mean().sqrt()), init)
+                if is_linear and module.bias is not None:
+                    new.bias.copy_(module.bias)
+        new.freeze_like_(module)
+        new.train(module.training)
+    if isinstance(new, TTPointwise):
+        new.feature_dim = feature_dim
+    return new
 
 
 def _convert_tied(

@@ -1,11 +1,9 @@
-"""Layers of other packages that are torch layers in another form, such as with a turned weight.
+"""Torch layers in the forms of other packages: turned weights, convolutions, fused experts.
 
-Experts of transformers that share parameters of three dimensions, taken apart and put together.
-
-From its version 5 on transformers holds the experts of a mixture in ``gate_up_proj`` (or
-``up_proj``) and ``down_proj``, ``(experts, out, in)`` each. What such a module computes, whatever
-its class, is agreed on by flags that ``transformers.integrations.moe`` sets on it; here it is
-computed by a linear layer an expert and matrix, which can be a tensor train.
+From version 5 on transformers holds the experts of a mixture in ``gate_up_proj`` (or ``up_proj``)
+and ``down_proj``, ``(experts, out, in)`` each. Flags that ``transformers.integrations.moe`` sets on
+such a module define what it computes, whatever its class. Here they are taken apart into one linear
+layer for each expert and matrix, which can be a tensor train, and put together again.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,12 +1,9 @@
 """Several layers in one operation, where they are tensor trains; one after the other elsewhere.
 
 A model written with these functions runs with layers of any kind. Where they are
-:class:`~comera.TTLinear`, the batch is read once instead of once a layer, and the wide hidden
-activation of a feed-forward part is never kept.
-
-Say whether to call a module is to compute what its class was written to, and nothing more.
-
-Only then may others compute it in its place: a hook or a patch would be skipped.
+:class:`~comera.TTLinear`, the batch is read once instead of once for each layer, and the wide
+hidden activation of a feed-forward part is never kept. A layer that is hooked, patched or
+overridden runs by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +53,9 @@ def passes_of(*kinds: Any) -> dict[Any, Any]:
 
 
 def is_as_noted(module: nn.Module, passes: dict[Any, Any]) -> bool:
-    """Say whether a module is of one of these very classes, not patched since, and not hooked."""
+    """Return True if the class is in ``passes``, its forward is still the one noted there, and
+    nothing is hooked.
+    """
     kind: Any = type(module)
     return kind in passes and kind.forward is passes[kind] and not is_hooked(module)
 

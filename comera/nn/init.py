@@ -1,15 +1,12 @@
-"""Draw the cores of a tensor train so that what they stand for has the right scale.
+"""Initial cores with the right scale of the weight they stand for, and queries equal to keys.
 
 Independent normal cores give entries of the right variance but a lopsided matrix: a product of
-normal factors has few large singular values, and its gradients differ tenfold between cores. A
-256 by 256 weight with a middle bond of 96 has a stable rank of 10 that way. Cores that are
-orthonormal from both ends towards the middle bond have 96 equal singular values, and gradients of
-one size. ``docs/experiments.md`` has what either does to training.
+normal factors has few large singular values, and its gradients differ tenfold between cores. Cores
+that are orthonormal from both ends towards the middle bond have equal singular values there, and
+gradients of one size. ``docs/experiments.md`` compares both in training.
 
-Projections of an attention can start so that every position looks first at what is like it. With
-independent ones a fresh model attends to everything alike, and has to find out that a word in one
-sentence and the same word in another have to do with each other. That search ends at steps that
-differ by hundreds between seeds.
+Attention whose keys begin as copies of its queries looks at similar positions from the first step
+on; with independent projections it has to learn this, and runs differ by hundreds of steps.
 """
 
 import math

@@ -14,8 +14,8 @@ from comera.nn.module import PRUNE_BELOW, TensorTrainModule, may_share, params_o
 from comera.ops.context import autocast_dtype, is_ordinary, machine_of
 from comera.ops.contract_cores import contract_cores, contract_layer
 from comera.ops.dispatch import on_this_machine
-from comera.ops.factors import Factors
 from comera.ops.linear.tt_linear import (
+    Factors,
     factorized_linears,
     low_rank_linear,
     reconstructed_linear,
@@ -26,7 +26,7 @@ from comera.shapes import LinearShape, TTShape, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
-    """A drop-in for :class:`torch.nn.Linear`: cores, gates and a bias.
+    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates and a bias.
 
     Attributes:
         in_features: Width of the input.
@@ -282,7 +282,7 @@ class TTLinear(CompressedLinear):
         return self.shared_factors if fits else None
 
     def is_factorized(self, input: Tensor) -> bool:
-        """Decide whether a batch is multiplied by the two factors or by the weight they make."""
+        """Return True if this batch is multiplied by A, then by B; False if W is formed first."""
         return not self._dense_is_faster(input, self._middle_rank)
 
     def kind(self) -> tuple[object, ...]:

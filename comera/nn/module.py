@@ -126,7 +126,7 @@ class TensorTrainModule(WeightByAssignment):
     """Attributes that the constructor takes under the same names."""
 
     def _check_there(self, input: Tensor) -> None:
-        """Refuse a batch where cores have no numbers: torch computes with whatever lies there.
+        """Check that the cores have numbers: torch computes with whatever memory holds.
 
         Raises:
             TypeError: If the batch is no tensor.
@@ -279,7 +279,7 @@ class TensorTrainModule(WeightByAssignment):
         return list(self.gates)
 
     def renew_shared(self) -> None:
-        """Have the shared tensors made anew, if a parameter of them has been written to since.
+        """Contract again if a parameter behind the shared tensors has been written to since.
 
         A compiled model goes on with those it has.
         """
@@ -289,7 +289,7 @@ class TensorTrainModule(WeightByAssignment):
             self.shared.renew()
 
     is_chain = True
-    """Whether the weight is the product of the cores as matrices between their bonds."""
+    """True for tensor trains: contracting neighbouring cores over their bonds gives the weight."""
 
     def rank_norms(self) -> Tensor:
         """Return the squared norm of what each rank of the only bond adds to the weight, ``(R,)``.
@@ -315,7 +315,7 @@ class TensorTrainModule(WeightByAssignment):
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
-        """Take over cores of any ranks; gates become ones. Parameters keep their identity."""
+        """Copy cores of any ranks; gates become ones. Parameters keep their identity."""
         for mine, new in zip(self.cores, cores, strict=True):
             resize_(mine, new.shape)
             mine.copy_(new)
@@ -324,7 +324,7 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Give cores and gates other ranks, contents undefined. Parameters keep their identity.
+        """Resize cores and gates to other ranks, contents undefined; the same objects.
 
         Raises:
             ValueError: If there is not one rank for each bond.
@@ -382,7 +382,7 @@ class TensorTrainModule(WeightByAssignment):
         return layer
 
     def freeze_like_(self, dense: Any) -> None:
-        """Take over from a dense layer whether its weight and its bias are trained."""
+        """Copy ``requires_grad`` of a dense layer's weight and bias."""
         for name, param in self.named_parameters():
             source = dense.bias if name == "bias" else dense.weight
             param.requires_grad_(source.requires_grad)
@@ -402,7 +402,7 @@ class TensorTrainModule(WeightByAssignment):
             cores[-1].zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Take the ranks of the file, so that a truncated model loads into a full-rank one."""
+        """Load any ranks, so that a truncated model loads into a full-rank one."""
         saved = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
         if all(isinstance(core, Tensor) for core in saved):
             ranks = tuple(core.shape[-1] for core in saved[:-1])
@@ -473,7 +473,7 @@ def tensor_trains(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 @torch.no_grad()
 def resize_(param: Tensor, size: Sequence[int]) -> None:
-    """Give a parameter another shape, contents undefined; it stays the same object."""
+    """Resize a parameter in place, contents undefined; it stays the same object."""
     if param.shape != torch.Size(size):
         set_data_(param, torch.empty(size, device=param.device, dtype=param.dtype))
 

@@ -1,7 +1,4 @@
-"""The layers of a model that a configuration means, and the weights they share.
-
-Which layers :func:`~comera.tensorize_` picks, and how it shapes them.
-"""
+"""The settings of a conversion, the layers they select, and the weights that layers share."""
 
 import logging
 import re
@@ -20,8 +17,14 @@ from comera.nn.init import Init
 from comera.nn.module import PRUNE_BELOW, TensorTrainModule, tensor_trains
 from comera.shapes import check_whole_numbers, is_number, only_one, whole_number
 
+log = logging.getLogger("comera")
+
 Rank = int | list[int]
 
+_CHOICES = {
+    "init": ("orthogonal", "normal", "svd"), "tied": ("skip", "share", "untie"),
+    "linear_format": ("tt", "btt"),
+}  # fmt: skip
 _LEAST = {"order": 1, "embedding_order": 2, "hot_rows": 0, "min_size": 0, "tokens": 1}
 """Whole numbers, and how small each may be."""
 
@@ -95,10 +98,11 @@ class TTConfig:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        init = self.init or "orthogonal"
-        _one_of("init", init, ("orthogonal", "normal", "svd"))
-        _one_of("tied", self.tied, ("skip", "share", "untie"))
-        _one_of("linear_format", self.linear_format, ("tt", "btt"))
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "init" and value is None):
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name}={value!r} must be one of {choices}")
         if self.linear_format == "btt" and self.order != type(self).order:
             raise ValueError(
                 f'order={self.order}: linear layers of linear_format="btt" are split into blocks; '
@@ -129,12 +133,12 @@ class TTConfig:
         if self.tolerance is not None and self.init != "svd":
             raise ValueError(
                 f"tolerance={self.tolerance} is an error against the present weight: "
-                f'it needs init="svd", not init={init!r}'
+                f'it needs init="svd", not init={self.init or "orthogonal"!r}'
             )
         only_one(rank=self.rank, compression=self.compression, tolerance=self.tolerance)
 
     def _check_numbers(self) -> None:
-        """Refuse what no layer can have where it is written, rather than at the first layer."""
+        """Raise for a number that no layer can have."""
         times, gate = self.compression, self.prune_below
         if times is not None and not (is_number(times) and times > 1):
             raise ValueError(
@@ -178,7 +182,7 @@ class TTConfig:
 
 
 def _check_names(name: str, given: object) -> None:
-    """Refuse what names no layer, as a class does, which would leave a list without effect."""
+    """Raise if the setting is no string and no list of names, such as a class."""
     names = [] if name == "exclude_modules" and given is None else given
     if isinstance(names, str):
         return
@@ -189,14 +193,7 @@ def _check_names(name: str, given: object) -> None:
         )
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-
-
-log = logging.getLogger("comera")
-
-_WORTH_SAYING = 0.1
+_LARGE_SHARE = 0.1
 """Share of a model's parameters in layers that cannot be converted above which they are named."""
 
 _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
@@ -204,6 +201,16 @@ _NAMED_TARGETS: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
     "all-embedding": (nn.Embedding, nn.EmbeddingBag),
 }
+
+
+_IN_ATTENTION = (
+    "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no layer "
+    "and stays dense too"
+)
+_SUBCLASS = "a subclass of the torch layer may do more than the layer"
+_COMPUTED = (
+    "the weight or the bias is made from others, such as by weight_norm, spectral_norm or prune"
+)
 
 
 def find_targets(
@@ -214,8 +221,8 @@ def find_targets(
 ) -> dict[str, nn.Module]:
     """Find the modules to convert by name, each once however many names it has.
 
-    What was asked for and stays dense is named in the log, so that nobody takes it for compressed,
-    as left so by ``caller``, the function that the user called; nothing is said without one.
+    Layers that were asked for and stay dense are named in the log, as left so by ``caller``, the
+    function that the user called; without one nothing is logged.
 
     Raises:
         ValueError: If there is none.
@@ -226,7 +233,10 @@ def find_targets(
         if isinstance(module, nn.MultiheadAttention)
         for part in module.modules()
     }
-    known, chosen, attention, subclasses, made, small = [], {}, [], [], [], []
+    known: list[str] = []
+    chosen: dict[str, nn.Module] = {}
+    dense: dict[str, list[str]] = {_IN_ATTENTION: [], _SUBCLASS: [], _COMPUTED: []}
+    small = False
     for name, module in model.named_modules():
         layer = as_torch(module)
         if not isinstance(layer, _NAMED_TARGETS["all"]):
@@ -235,28 +245,16 @@ def find_targets(
         if not _selected(name, layer, config) or (filter_fn and not filter_fn(module, name)):
             continue
         if id(module) in inside_attention:
-            attention.append(name)
+            dense[_IN_ATTENTION].append(name)
         elif type(layer) not in _NAMED_TARGETS["all"]:
-            subclasses.append(name)
-        elif _is_made(module):
-            made.append(name)
+            dense[_SUBCLASS].append(name)
+        elif _is_computed(module):
+            dense[_COMPUTED].append(name)
         elif module.weight.numel() < config.min_size:  # type: ignore[operator,union-attr]
-            small.append(name)
+            small = True
         else:
             chosen[name] = module
-    for names, reason in (
-        (
-            attention,
-            "nn.MultiheadAttention reads its weight directly, and its in_proj_weight, which is no "
-            "layer and stays dense too",
-        ),
-        (subclasses, "a subclass of the torch layer may do more than the layer"),
-        (
-            made,
-            "the weight or the bias is made from others, such as by weight_norm, spectral_norm or "
-            "prune",
-        ),
-    ):
+    for reason, names in dense.items():
         if names and caller:
             log.warning("%s leaves %s dense: %s", caller, listed(names), reason)
     if caller:
@@ -276,15 +274,15 @@ def find_targets(
     return chosen
 
 
-def _is_made(module: nn.Module) -> bool:
-    """Say whether the weight or the bias is no parameter, but computed from some."""
+def _is_computed(module: nn.Module) -> bool:
+    """Return whether the weight or the bias is no parameter, but computed from some."""
     if isinstance(getattr(module, "bias", None), Tensor) and "bias" not in module._parameters:
         return True
     return "weight" not in module._parameters
 
 
 def _name_other_kinds(model: nn.Module, caller: str) -> None:
-    """Warn of what no target can be and yet is much of the model, as experts in one parameter."""
+    """Warn of large modules that cannot be targets, such as experts in one parameter."""
     skip = {
         id(part)
         for module in model.modules()
@@ -302,7 +300,7 @@ def _name_other_kinds(model: nn.Module, caller: str) -> None:
             size += sum(param.numel() for param in matrices)
     whole = sum(param.numel() for param in model.parameters() if not is_lazy(param))
     share = size / max(1, whole)
-    if share > _WORTH_SAYING:
+    if share > _LARGE_SHARE:
         found = listed([f"{count} {kind}" for kind, count in kinds.most_common()])
         log.warning(
             "%s leaves %s dense, with %.0f %% of all parameters: they are no nn.Linear, "
@@ -359,14 +357,10 @@ def _selected(name: str, module: nn.Module, config: TTConfig) -> bool:
 
 def matches(name: str, pattern: str | Sequence[str]) -> bool:
     """Match a regular expression with the whole name, or any of a list of names or their ends."""
-    if isinstance(pattern, str):
-        return _regex(pattern).fullmatch(name) is not None
-    return any(name == end or name.endswith(f".{end}") for end in pattern)
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        return any(name == end or name.endswith(f".{end}") for end in pattern)
     try:
-        return re.compile(pattern)
+        return re.fullmatch(pattern, name) is not None
     except re.error as problem:
         raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
 

@@ -1,4 +1,4 @@
-"""What holds around an operator: autocast, static shapes, how products round, the machine."""
+"""The context of an operator: autocast, static shapes, rounding of products, the machine."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def autocast_dtype(like: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(like: Tensor) -> bool:
-    """Say whether autocast is on for the device of a tensor."""
+    """Return whether autocast is on for the device of a tensor."""
     if like.is_cpu:
         return torch.is_autocast_enabled("cpu")
     kind = like.device.type
@@ -55,7 +55,7 @@ _depth = 0  # one for all threads: in another one it only costs time
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Make forward and backward passes such as a CUDA graph can hold: no size depends on values."""
+    """Run with no size that depends on values inside, as a CUDA graph needs."""
     global _depth
     _depth += 1
     try:
@@ -65,7 +65,7 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static(like: Tensor) -> bool:
-    """Say whether static_shapes() is entered, or a graph captured on the tensor's device."""
+    """Return whether static_shapes() is entered, or a graph captured on the tensor's device."""
     return _depth > 0 or (like.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -74,7 +74,7 @@ _fp8_depth = 0  # one for all threads, as that of static_shapes
 
 @contextlib.contextmanager
 def fp8_products() -> Iterator[None]:
-    """Let tensor-train linears of bfloat16 multiply in eight bits, backward included."""
+    """Enable products in eight bits in tensor-train linears of bfloat16, backward included."""
     global _fp8_depth
     _fp8_depth += 1
     try:
@@ -84,7 +84,7 @@ def fp8_products() -> Iterator[None]:
 
 
 def products_are_fp8() -> bool:
-    """Say whether :func:`fp8_products` is entered."""
+    """Return whether :func:`fp8_products` is entered."""
     return _fp8_depth > 0
 
 
@@ -99,7 +99,7 @@ def is_ordinary(like: Tensor) -> bool:
 
 
 def products_are_tf32(like: Tensor) -> bool:
-    """Say whether torch may round the operands of a tensor's products to tf32 on a card."""
+    """Return whether torch may round the operands of a tensor's products to tf32 on a card."""
     return like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

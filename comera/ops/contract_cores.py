@@ -148,7 +148,7 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
 
 
 def _rows_below(right_GRO: Tensor, more: int, biases: Sequence[Tensor]) -> Tensor:
-    """Return the rows that pad right factors: zeros, of which a bias takes the last."""
+    """Return the rows that pad right factors: zeros, and a bias in the last one."""
     layers, _, width = right_GRO.shape
     if not biases:
         return right_GRO.new_zeros(layers, more, width)
@@ -385,7 +385,7 @@ _PER_GROUP = 7
 """Numbers of a group in a layout."""
 
 _DTYPES = None, torch.float64, torch.float32, torch.bfloat16, torch.float16
-"""What the last of them stands for."""
+"""Dtypes of factors, by the last number of a layout."""
 
 
 def _groups(

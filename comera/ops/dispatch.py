@@ -62,7 +62,7 @@ Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
 
 
 class Times(NamedTuple):
-    """What the times of an operator's ways depend on.
+    """The sizes on which the times of an operator's ways depend.
 
     Attributes:
         group: Operators of one group are timed, and their ways ordered, together.
@@ -75,7 +75,7 @@ class Times(NamedTuple):
 
 
 class Ways:
-    """The ways of an operator, of which a call takes the first that does not refuse.
+    """The ways of an operator; a call takes the first that does not refuse.
 
     Args:
         name: The operator's, as the table lists it.
@@ -131,7 +131,9 @@ class Ways:
         if self.times is None or torch.compiler.is_compiling() or not _times_matter():
             return self.ways
         found = self.times.case(*args)
-        if found is None or found[0].device.type not in ORDERED or not is_concrete(found[0]):
+        if found is None or not is_concrete(found[0]):
+            return self.ways
+        if found[0].device.type not in ORDERED and self.times.group not in _preferred:
             return self.ways
         like, dtype, sizes = found
         listed = tuple(dict.fromkeys(map(known_as, self.ways)))
@@ -163,7 +165,7 @@ class Ways:
 
 
 TABLE: dict[str, Ways] = {}
-"""All operators of which more than one way is known, by name."""
+"""All operators with more than one way, by name."""
 
 _preferred: dict[str, str] = {}
 """Ways that are tried first whatever the times, by group; see :func:`preferring`."""
@@ -258,7 +260,7 @@ def way_setting(device: torch.device) -> Setting:
 
 
 class Sample(NamedTuple):
-    """What refusals ask of a tensor, without numbers: so that one of any device can be made up."""
+    """A stand-in for a tensor of any device: shape and dtype, as refusals read them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -278,36 +280,36 @@ class Sample(NamedTuple):
 
 
 def on_cpu_alone(like: Tensor) -> str | None:
-    """Refuse all but a CPU whose shapes may depend on values: loops over pieces are good there."""
+    """Return why loops over pieces are not good: off the CPU, or shapes are static; or None."""
     if not like.is_cpu:
         return OFF_CPU
     return STATIC if shapes_are_static(like) else None
 
 
 def with_values(like: Tensor) -> str | None:
-    """Refuse as :func:`on_cpu_alone` does, and where no values can be read now."""
+    """Return why values cannot be read here, as :func:`on_cpu_alone` and in a graph; or None."""
     if torch.compiler.is_compiling():
         return COMPILING
     return on_cpu_alone(like) if is_concrete(like) else NO_VALUES
 
 
 def may_read_values(like: Tensor) -> bool:
-    """Say whether a check may look at the values: in eager mode, on a CPU, where shapes vary."""
+    """Return whether a check may look at the values: in eager mode, on a CPU, where shapes vary."""
     return with_values(like) is None
 
 
 def may_keep(like: Tensor) -> bool:
-    """Say whether what is made now of a tensor may outlive this call: nothing of a graph may."""
+    """Return whether what is made now of a tensor may outlive this call: nothing of a graph may."""
     if torch.compiler.is_compiling() or not is_concrete(like):
         return False
     return not (like.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_eager() -> bool:
-    """Say whether a check may look at objects: what is seen while a graph is compiled, it keeps."""
+    """Return whether a check may look at objects: nothing is compiled."""
     return not torch.compiler.is_compiling()
 
 
 def on_this_machine() -> str | None:
-    """Refuse what is best here alone while a graph is exported or traced: it may run anywhere."""
+    """Return why a choice for this machine is wrong: the graph is exported or traced; or None."""
     return EXPORTING if torch.compiler.is_exporting() or torch.jit.is_tracing() else None

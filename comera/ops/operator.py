@@ -138,7 +138,7 @@ def recomputed_grads(
 
 
 def is_concrete(value: Any) -> bool:
-    """Say whether it is no tensor without numbers, as on the meta device or in a compiled graph."""
+    """Return whether a tensor has numbers: not on the meta device, nor in a compiled graph."""
     if not isinstance(value, Tensor):
         return True
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
@@ -165,7 +165,7 @@ def is_traced() -> bool:
 
 
 def _is_opened(value: Any) -> bool:
-    """Say whether it is a list, but not one of numbers."""
+    """Return whether it is a list, but not one of numbers."""
     return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))
 
 

@@ -26,7 +26,7 @@ rows, a twentieth faster at 4,096."""
 
 
 def prefers_onednn() -> bool:
-    """Say whether float32 products on a CPU go to oneDNN: as measured, else by a rule of thumb."""
+    """Return whether float32 products on a CPU go to oneDNN: as measured, else by a rule."""
     if not has_onednn() or not torch.backends.mkldnn.enabled:
         return False
     machine = machine_of(_CPU)
@@ -40,7 +40,7 @@ prefers_onednn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def has_onednn() -> bool:
-    """Say whether torch was built with it."""
+    """Return whether torch was built with it."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

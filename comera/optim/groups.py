@@ -2,11 +2,12 @@
 
 The learning rate of a layer's cores can have a factor that follows from shapes alone. A step moves
 all cores of a layer, and the weight that they contract to by about the sum of their changes. With K
-cores of spectral norm g each, a step of norm s of one core moves the weight by ``s * g ** (K -
-1)``: more the wider the layer is, and more for wide bonds. The change that activations need has the
-spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and Bernstein, arXiv 2310.17813).
-Models of widths 128 to 512 want a change that falls with the root of ``in`` besides
-(``docs/experiments.md``). The factor is the change that is wanted over the one that a step makes.
+cores of spectral norm g each, a step of norm s of one core moves the weight by
+``s * g ** (K - 1)``: more the wider the layer is, and more for wide bonds. The change that
+activations need has the spectral norm ``sqrt(out / in)`` whatever the width (Yang, Simon and
+Bernstein, arXiv 2310.17813). Models of widths 128 to 512 want a change that falls with the root of
+``in`` besides (``docs/experiments.md``). The factor is the change that is wanted over the one that
+a step makes.
 """
 
 import math

@@ -6,7 +6,6 @@ device), so the count is of the very tensors it will allocate, whichever optimiz
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comera.optim import state_layout
 from comera.optim.galore import GaLore
+from comera.optim.state_layout import stored_bytes, whole
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
@@ -28,12 +27,12 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
         ValueError: If its step does not run without numbers, so that it can only be counted later.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    fresh = [param for param in params if not any(True for _ in _tensors(optimizer, param))]
-    counted = {param: _bytes(optimizer, param) for param in params}
+    counted = dict(zip(params, _bytes(optimizer), strict=True))
+    fresh = [param for param in params if param.requires_grad and not counted[param]]
     if fresh:
         memo = _meta_copies(optimizer)
         twin = _twin(optimizer, memo)
-        for param in filter(lambda param: param.requires_grad, fresh):
+        for param in fresh:
             memo[id(param)].grad = torch.empty_like(memo[id(param)])
         try:
             with _EveryNumberIsOne(), torch.compiler.set_stance("force_eager"):
@@ -43,30 +42,22 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
                 f"the state of {type(optimizer).__name__} cannot be counted before its first "
                 f"step: {problem}"
             ) from problem
-        counted |= {param: _bytes(twin, memo[id(param)]) for param in fresh}
+        of_twin = dict(zip(params, _bytes(twin), strict=True))
+        counted |= {param: of_twin[param] for param in fresh}
     return counted
 
 
-def _bytes(optimizer: Optimizer, param: Tensor) -> int:
-    return sum(state_layout.stored_bytes(value) for value in _tensors(optimizer, param))
-
-
-def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[Tensor]:
-    """Return the tensors of a parameter's state."""
-    yield from _values(optimizer.state.get(param, {}))
-    if isinstance(optimizer, GaLore) and (stand_in := optimizer.stand_in(param)) is not None:
-        yield from _values(optimizer.inner.state.get(stand_in, {}))
-
-
-def _values(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    return (value for value in state.values() if isinstance(value, Tensor))
+def _bytes(optimizer: Optimizer) -> list[int]:
+    """Return the bytes of each parameter's state, in the order of the parameters."""
+    state = optimizer.state_dict()["state"]
+    numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
+    return [sum(map(stored_bytes, state.get(number, {}).values())) for number in numbers]
 
 
 def _meta_copies(optimizer: Optimizer) -> dict[int, Any]:
     """Return the meta parameters and empty states of a copy, as a memo for ``copy.deepcopy``."""
-    whole = [optimizer, optimizer.inner] if isinstance(optimizer, GaLore) else [optimizer]
     memo: dict[int, Any] = {}
-    for part in whole:
+    for part in (optimizer, optimizer.inner) if isinstance(optimizer, GaLore) else (optimizer,):
         memo[id(part.state)] = defaultdict(dict)
         for group in part.param_groups:
             for param in group["params"]:
@@ -79,9 +70,7 @@ def _twin(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy an optimizer with all attributes, but with other parameters and no state."""
     kind = type(optimizer)
     twin = kind.__new__(kind)
-    full = (
-        optimizer.__getstate__() if isinstance(optimizer, GaLore) else state_layout.whole(optimizer)
-    )
+    full = optimizer.__getstate__() if isinstance(optimizer, GaLore) else whole(optimizer)
     twin.__setstate__(copy.deepcopy(full, memo))
     for group in twin.param_groups:  # the plain step: the same state without fused kernels
         group |= {key: False for key in ("fused", "foreach", "capturable") if key in group}

@@ -33,6 +33,7 @@ def candidates(layer: Layer, machine: Machine, dtype: str) -> tuple[list[Candida
     elif isinstance(layer.shape, BTTShape):
         ways = [blocks]
     else:
+        assert isinstance(layer.shape, TTShape), "there are two formats"
         ways = [factorized, reconstructed]
     made = [way(layer, machine, dtype) for way in ways]
     return made, {one.name for one in made}

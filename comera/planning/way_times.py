@@ -1,14 +1,10 @@
-"""How long the ways of operators take on a device, and which of them is fastest.
+"""Measured times of the ways of operators on a card.
 
-``comera calibrate`` measures them and keeps one JSON file for each device and version of torch,
+``comera calibrate`` measures them and saves one JSON file for each device and version of torch,
 beside the profile of the machine. Until then, and where the file cannot be used, a card takes the
-figures of an H100 (``h100``), and a CPU the order in which operators list their ways.
-
-Times of operators on one H100, which stand in for a card that nothing was measured on.
-
-Microseconds of forward and backward pass in a CUDA graph, over several sets of inputs, as
-``docs/benchmarks/h100-operators.md`` has them. What is not in that table is not here, nor is what
-was measured forward alone, as look-ups by warps.
+figures of one H100 below: microseconds of forward and backward pass in a CUDA graph, over several
+sets of inputs (``docs/benchmarks/h100-operators.md``). On a CPU operators try their ways as they
+list them.
 """
 
 import functools
@@ -30,7 +26,7 @@ _EVEN = 1.05
 """Times whose ratio is below this are even: the way that is listed first is taken."""
 
 Size = int | str
-"""A number, of which the nearest that was measured counts, or a word, which has to be the same."""
+"""A number, for which the nearest measured one counts, or a word, which must be equal."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,11 @@ class Timing:
 
     @property
     def case(self) -> tuple[object, ...]:
-        """What was measured; a later measurement of the same replaces it."""
+        """Key of the measurement; a later one of the same key replaces it."""
         return self.group, self.dtype, self.captured, self.sizes
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """Sort those names of which there are times, fastest first; of even ones the first listed.
+        """Sort the names that have times, fastest first; even ones as they are listed.
 
         Args:
             names: Ways in the order in which their operator lists them.
@@ -169,7 +165,7 @@ NONE = WayTimes("built-in order: never measured here")
 
 @dataclass(frozen=True)
 class Setting:
-    """What times hold for.
+    """Device and versions for which times are valid.
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.

@@ -1,7 +1,4 @@
-"""Prune ranks at once, by the importance that their gates' gradients tell while a model trains.
-
-The importance of ranks: what the loss would lose with each, as gradients of gates tell.
-"""
+"""Pruning to a target at once, by the importance of ranks: what the loss would lose with each."""
 
 import logging
 from collections.abc import Mapping
@@ -324,7 +321,9 @@ class ImportancePruning(RankLearning):
         """Warn of nothing: no gate has to fall, whatever its learning rate."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        """Return all that a recorded CUDA graph has fixed: host values on which the objective
+        branches, and addresses of the tensors it reads.
+        """
         mean = None if self._scores is None else self._scores.mean
         return (*super().identity(), None if mean is None else mean.data_ptr())
 

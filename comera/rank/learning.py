@@ -1,34 +1,154 @@
-"""What the methods of rank learning have in common: when ranks are cut, and how that is done.
+"""The base of the methods of rank learning: when ranks are cut, and how.
 
-A training loop, a step and a checkpoint know of ranks only what stands here; how gates are trained
-until then, and which ranks go, is said by :class:`~comera.TwoStage` and
+A training loop, a step and a checkpoint use this interface only. How gates are trained until the
+cut, and which ranks go, is the part of :class:`~comera.TwoStage` and
 :class:`~comera.ImportancePruning`.
 
-What every method of rank learning is given: checks, and the size that a target allows.
+Processes that average their gradients must cut the same ranks: :func:`check_alike` compares their
+settings, ranks and gates, and :func:`agreed` their plans, before anything is changed.
 """
 
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comera.extras import listed
 from comera.nn.module import TensorTrainModule, check_unsharded, tensor_trains
 from comera.optim.state_layout import AnyOptimizer
 from comera.params import is_sharded
-from comera.rank.agreement import agreed, check_alike, processes_of
 from comera.rank.prune import prune_to_
 from comera.rank.size import AllGates, SizeOfRanks
 from comera.shapes import is_number
-from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_
+from comera.surgery.truncate import check_can_be_cut, kept_ranks, truncate_, wrappers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger("comera")
+
+
+_SAME = 1e-3
+"""How far gates may differ that are one: machines of several kinds round differently."""
+
+_WAY_OUT = (
+    "Nothing has been changed. Processes that train one model start with equal weights and average "
+    "their gradients, as DistributedDataParallel does; where each trains a model of its own, give "
+    "TwoStage or ImportancePruning process_group=None"
+)
+
+
+def processes_of(model: nn.Module) -> "dist.ProcessGroup | None":
+    """Find the group whose processes train copies of a model.
+
+    That of its ``DistributedDataParallel``; where there is none, all processes that
+    ``torch.distributed`` knows of. None for a process that is alone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for wrapper in wrappers_of(model):
+        return wrapper.process_group
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def check_alike(
+    group: "dist.ProcessGroup | None", model: nn.Module, settings: Mapping[str, object]
+) -> None:
+    """Check that the processes of a group hold the same ranks and gates; all of them call it.
+
+    Args:
+        group: None for a process that is alone.
+        model: The copy of this process.
+        settings: What else must be equal, by name.
+
+    Raises:
+        ValueError: If any two differ; raised in all processes, and says in what.
+    """
+    layers = tensor_trains(model)
+    gates = {name: [gate.detach().cpu() for gate in m.gates] for name, m in layers.items()}
+    thresholds = {name: layer.prune_below for name, layer in layers.items()}
+    known = {**settings, "prune_below": thresholds}
+    (first, mine), *others = _gathered(group, (known, gates)).items()
+    for process, theirs in others:
+        what = _difference(mine, theirs)
+        if what is not None:
+            raise ValueError(
+                f"processes {first} and {process} do not hold copies of one model: {what}. "
+                f"{_WAY_OUT}"
+            )
+
+
+def agreed(group: "dist.ProcessGroup | None", plan: Callable[[], Any]) -> None:
+    """Run a function in the processes of a group; all of them call this.
+
+    Args:
+        group: None for a process that is alone.
+        plan: Returns plain values, the same in all processes.
+
+    Raises:
+        Exception: What the function raised, where it did.
+        RuntimeError: If it raised in one process; raised in the others.
+        ValueError: If it returned different values; raised in all processes.
+    """
+    mine, problem = None, None
+    try:
+        mine = plan()
+    except Exception as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    gathered = _gathered(group, (mine, text))
+    if problem is not None:
+        raise problem
+    for process, (_, text) in gathered.items():
+        if text is not None:
+            raise RuntimeError(
+                f"process {process} cannot cut its ranks, so that no other does: {text}"
+            )
+    (first, _), *others = gathered.items()
+    for process, (theirs, _) in others:
+        if theirs != gathered[first][0]:
+            raise ValueError(
+                f"processes {first} and {process} would cut other ranks: their gates are the "
+                f"same, but their cores are not. {_WAY_OUT}"
+            )
+
+
+def _gathered(group: "dist.ProcessGroup | None", mine: Any) -> dict[int, Any]:
+    """Gather what every process of a group says, by its number."""
+    if group is None:
+        return {0: mine}
+    ranks = dist.get_process_group_ranks(group)
+    found: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(found, mine, group=group)
+    return dict(zip(ranks, found, strict=True))
+
+
+_Copy = tuple[dict[str, object], dict[str, list[Tensor]]]
+
+
+def _difference(one: _Copy, other: _Copy) -> str | None:
+    """Say in what two processes differ, in words; None if they do not."""
+    (settings, gates), (other_settings, other_gates) = one, other
+    for name, value in settings.items():
+        if value != other_settings[name]:
+            return f"{name} is {value!r} and {other_settings[name]!r}"
+    if gates.keys() != other_gates.keys():
+        return f"the tensor-train layers are {list(gates)} and {list(other_gates)}"
+    for name, of_layer in gates.items():
+        ranks, other_ranks = ([len(g) for g in gs] for gs in (of_layer, other_gates[name]))
+        where = f"of {name or 'the layer'}"
+        if ranks != other_ranks:
+            return f"the ranks {where} are {ranks} and {other_ranks}"
+        flat, other_flat = torch.cat(of_layer), torch.cat(other_gates[name])
+        if not torch.allclose(flat, other_flat, rtol=0, atol=_SAME, equal_nan=True):
+            return f"gates {where} differ by up to {float((flat - other_flat).abs().max()):.2g}"
+    return None
 
 
 def check_target(target: Any) -> None:
@@ -80,8 +200,6 @@ def target_entries(
         )
     return allowed
 
-
-log = logging.getLogger("comera")
 
 _OPEN = 0.1
 """A gate above this still carries its rank; one below is on its way out."""
@@ -173,7 +291,8 @@ class RankLearning(ABC):
 
     @abstractmethod
     def _objective(self, loss: Tensor, gates: AllGates, seen: Tensor) -> Tensor:
-        """Return the objective of a stage that is not over.
+        """Return the objective while the stage is not over; it may branch on the host only on what
+        ``identity`` returns.
 
         Args:
             loss: Loss of the batch, to be differentiated.
@@ -232,7 +351,9 @@ class RankLearning(ABC):
         """Warn of what an optimizer cannot do in the steps there are."""
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        """Return all that a recorded CUDA graph has fixed: host values on which the objective
+        branches, and addresses of the tensors it reads.
+        """
         sizes = self.target_size, self.start_size, self.min_rank
         return self.method, self.stage, *sizes, self._reached.data_ptr()
 
@@ -253,17 +374,11 @@ class RankLearning(ABC):
         The target is that of this object: where it was another one, training goes on towards it.
 
         Raises:
-            ValueError: If that is the state of another method, or was written before states named
-                their method, or the target is smaller than can be reached; nothing is changed.
+            ValueError: If that is the state of another method, or the target is smaller than can be
+                reached; nothing is changed.
         """
-        written = state.get("method")
-        if written is None:
-            raise ValueError(
-                "this state of rank learning was written by an earlier version of comera, which "
-                f"kept other numbers than {self.method} does: it cannot be loaded, begin anew"
-            )
-        if written != self.method:
-            raise ValueError(f"this is a state of {written}, not of {self.method}")
+        if state.get("method") != self.method:
+            raise ValueError(f"this is a state of {state.get('method')}, not of {self.method}")
         start_size, target_size = state["start_size"], state["target_size"]
         if state["forced"] is None:
             layers = self.size.layers.values()

@@ -44,7 +44,8 @@ _WORTH_SAYING = 0.02
 
 @dataclass
 class TwoStageSettings:
-    """Weights of the terms of :class:`TwoStage`, and the ranks that stay.
+    """Weights of the terms of :class:`TwoStage`, and the ranks that stay. Each field is also a
+    keyword of ``TwoStage`` and a key of the section ``two_stage``.
 
     Args:
         gamma: Weight of the size in the early stage.
@@ -271,7 +272,9 @@ class TwoStage(RankLearning):
             )  # fmt: skip
 
     def identity(self) -> tuple[object, ...]:
-        """Return what a step depends on beside the numbers in tensors; these by their addresses."""
+        """Return all that a recorded CUDA graph has fixed: host values on which the objective
+        branches, and addresses of the tensors it reads.
+        """
         tensors = (self._running_loss, self._late_goal, self._least_loss)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return (*super().identity(), *astuple(self.settings), *addresses)

@@ -14,12 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from comera.checkpoint.archive import Archive
-from comera.recipes.build import find_device, without_remarks
-from comera.recipes.data_record import DataRecord, missing_data, named_data, with_places
-from comera.recipes.folder import other_data
+from comera.recipes.folder import (
+    DataRecord,
+    missing_data,
+    named_data,
+    other_data,
+    read_result,
+    with_places,
+)
 from comera.recipes.jobs import LOG, last_session, why_failed
-from comera.recipes.outcome import read_result
 from comera.recipes.parse import read_yaml
+from comera.recipes.run import find_device, without_remarks
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import METRICS
 from comera.recipes.tasks.task_kinds import prepare_task

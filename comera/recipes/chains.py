@@ -18,14 +18,14 @@ from comera.checkpoint.chain import KEY_EVERY, CheckpointChain
 from comera.checkpoint.contents import Quality
 from comera.checkpoint.foreign import find_series, read_foreign, step_of, write_weights
 from comera.checkpoint.streams import DamagedError
-from comera.recipes.build import build_step, find_device, make_model, without_remarks
 from comera.recipes.folder import other_data
 from comera.recipes.parse import parse_settings, read_yaml
+from comera.recipes.run import build_step, find_device, make_model, without_remarks
 from comera.recipes.run_config import RunConfig
 from comera.recipes.tasks.task_kinds import prepare_task
 from comera.train.log import progress_bar, read_metrics
+from comera.train.loop import evaluated
 from comera.train.run_state import load_checkpoint
-from comera.train.run_under_way import evaluated
 
 _KINDS = {
     "changes of weights": ("model/gaps", "model/codes", "model/books"),

@@ -6,7 +6,6 @@ SIGINT makes it save and stop; its exit status and its ``result.json`` say how i
 
 import dataclasses
 import itertools
-import json
 import logging
 import os
 import re
@@ -27,8 +26,14 @@ from rich.console import Console
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean, needed_by
 from comera.files import replacing
-from comera.recipes.data_record import DataRecord, read_record
-from comera.recipes.folder import is_finished, other_data, other_settings
+from comera.recipes.folder import (
+    DataRecord,
+    is_finished,
+    other_data,
+    other_settings,
+    read_record,
+    settings_of,
+)
 from comera.recipes.run_config import RunConfig
 from comera.train.stop_signals import PARENT, on_stop_signals
 
@@ -444,11 +449,11 @@ def run_jobs(
 
 def write_settings(config: RunConfig) -> None:
     """Write the settings of a run beside its folder, for ``comera train``."""
-    settings = dataclasses.asdict(dataclasses.replace(config, overwrite=False))
+    settings = {"out": config.out, **settings_of(config)}
     path = Path(f"{config.out}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        text = yaml.safe_dump(json.loads(json.dumps(settings)), sort_keys=False)
+        text = yaml.safe_dump(settings, sort_keys=False)
         temporary.write_text(text, encoding="utf-8")
 
 

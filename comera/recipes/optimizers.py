@@ -1,6 +1,7 @@
 """The section ``optimizer`` of a run: for each optimizer a dataclass of its settings.
 
-``OPTIMIZERS`` is their registry. A new optimizer is one more subclass of :class:`OptimizerConfig`.
+``OPTIMIZERS`` is their registry. A new optimizer is a subclass of :class:`OptimizerConfig`
+with ``name``, ``default_lr``, ``make`` and a line under Args for each field, listed there.
 """
 
 import dataclasses
@@ -72,7 +73,8 @@ class OptimizerConfig:
     def choose(
         given: Mapping[str, Any], run: Mapping[str, Any]
     ) -> tuple[type["OptimizerConfig"], dict[str, Any]]:
-        """Return the dataclass of the named optimizer, and what was given but for its own nulls.
+        """Return the optimizer section that was given, without nulls of keys that only this
+        optimizer has.
 
         Args:
             given: The section as it was given.

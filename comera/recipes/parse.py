@@ -50,8 +50,9 @@ def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -
             try:
                 found[key] = converted(value, hints[key])
             except ValueError:
+                shown = "null" if value is None else repr(value)
                 raise ValueError(
-                    f"{within}{key}={value!r} must be {wanted(hints[key])}{suited}"
+                    f"{within}{key}={shown} must be {wanted(hints[key])}{suited}"
                 ) from None
         elif isinstance(value, Mapping):
             if hasattr(section, "choose"):
@@ -95,9 +96,7 @@ def converted(value: Any, hint: Any) -> Any:
         return tuple(map(converted, value, inside))
     elif hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         return float(value)
-    elif hint is type(None) and value is None:
-        return None
-    elif kind is None and type(value) is hint:
+    elif hint is Any or (kind is None and type(value) is hint):
         return value
     raise ValueError(f"{value!r} must be {wanted(hint)}")
 

@@ -22,11 +22,16 @@ from comera.params import model_size
 from comera.planning.machine import processor_name
 from comera.planning.printing import show_bytes
 from comera.recipes import parse
-from comera.recipes.build import build_step, make_model, without_remarks
-from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import DataRecord
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.comparison import comparison_cells, read_comparison
-from comera.recipes.run import planned_memory, planned_model
+from comera.recipes.run import (
+    build_step,
+    make_model,
+    planned_memory,
+    planned_model,
+    without_remarks,
+)
 from comera.recipes.run_commands import changes_of
 from comera.recipes.run_config import RunConfig
 from comera.recipes.sweep import make_jobs, read_sweep, run_sweep, unskipped

@@ -1,4 +1,9 @@
-"""The settings of a run. Every key of a YAML file is a field of a dataclass here."""
+"""The settings of a run: ``RunConfig`` and its sections.
+
+The types of its fields say where a section is defined: data in ``comera.data``, optimizers in
+``comera.recipes.optimizers``, rank learning in ``comera.rank``, ``tensorize`` in
+``comera.nn.targets``.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -183,7 +188,7 @@ class ModelConfig:
 class SmallTablesConfig:
     """Small tables of another kind, to compare tensor trains with.
 
-    See ``comera.models.small_tables``.
+    See ``comera.models.dlrm``.
 
     Args:
         kind: ``hashed``: rows share fewer ones, by the remainder of their index;

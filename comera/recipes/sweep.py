@@ -17,8 +17,7 @@ from rich.progress import TaskID
 
 from comera._command import INTERRUPTED
 from comera.extras import did_you_mean
-from comera.recipes.data_record import missing_data, with_whole_paths
-from comera.recipes.folder import is_finished, lock
+from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.jobs import (
     Job,
     LauncherName,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 with needed_by("load_run()"):
     from tokenizers import Tokenizer
 
-    from comera.recipes.outcome import read_result
+    from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run_config import RunConfig
     from comera.recipes.tasks.task_kinds import kind_of
@@ -218,7 +218,7 @@ def export(run: TrainedRun, path: Path) -> str:
 
 
 class _Positional(nn.Module):
-    """Takes tensors alone; text may have padding in it."""
+    """Call the model with its tensor inputs alone; ``padded`` keeps its default."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What was measured of a model at many sizes: a table, the best of it, a picture.
+"""A model measured at many sizes: the points, their table, Pareto front and plot.
 
-Points of an exploration: made on a copy, measured, and kept in a file.
+:class:`Explorer` measures each point on a copy of the model and saves it in a file.
 """
 
 import copy

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from comera.compress.compress import check_unused, compress_
-from comera.compress.layer_moments import LossFn
-from comera.compress.linear_targets import linear_targets
+from comera.compress.layer_moments import LossFn, linear_targets
 from comera.compress.sensitivity import Sensitivity, look_at
 from comera.nn.convert import tensorize_
 from comera.nn.module import check_model

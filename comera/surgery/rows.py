@@ -12,8 +12,7 @@ from comera.nn.module import check_model
 from comera.nn.table import HotRows, TTTable
 from comera.optim.state_layout import AnyOptimizer, pack_state_, unpack_state_, unwrap_separable
 from comera.params import set_data_
-from comera.surgery.replicas import wrappers_of
-from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows
+from comera.surgery.truncate import AVERAGES, FIRST_MOMENTS, follows, wrappers_of
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera.surgery.replicas import renew_
+from comera.surgery.truncate import renew_
 
 WARM_UP_TOGETHER = 11
 """Steps alike before one is recorded: DistributedDataParallel measures its first ten, on the host

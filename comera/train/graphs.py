@@ -1,9 +1,8 @@
-"""CUDA graphs: what a function starts on a GPU, recorded once and replayed with one call.
+"""CUDA graphs: the work that a function starts on a GPU, recorded once and replayed with one call.
 
-The rest of the capture knows only :class:`Graphs` and :class:`Recording`, so that it runs, and is
-tested, with whatever else can record and replay.
-
-A batch that stays at one place in memory, and what may be put there.
+The rest of the capture uses :class:`Graphs` and :class:`Recording` only, so that it runs, and is
+tested, with anything else that records and replays. :class:`StaticBatch` is the batch at fixed
+addresses that a recording reads.
 """
 
 import collections

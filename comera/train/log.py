@@ -348,7 +348,9 @@ class PlainLines:
 
 
 def progress_bar(disable: bool = False, console: Console | None = None) -> Progress:
-    """Make a bar with the step count, the latest figures and the time left; at its end, taken."""
+    """Make a bar with the step count, the latest figures and the time left; once finished, the
+    time taken.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(20),

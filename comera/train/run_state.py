@@ -1,6 +1,7 @@
-"""Checkpoints of a training step, from which a run goes on: everything that it depends on.
+"""Checkpoints of a training step: everything that a resumed run depends on.
 
-Checkpoints of which each process writes its part, by ``torch.distributed.checkpoint``.
+:func:`save_checkpoint` writes into a chain of whole states; :func:`save_parts` writes one state of
+which each process writes its part, by ``torch.distributed.checkpoint``.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Models whose dense matrices are shared out among processes, while tensor trains stay whole.
+"""Models whose dense matrices are sharded among processes, while tensor trains stay whole.
 
-Dense embedding bags whose rows are shared out: sums travel between processes, not rows.
+Rows of dense embedding bags can be sharded too: sums travel between processes, not rows.
 
 Shape suffixes: N = entries of all bags of a process, B = bags of a process, D = width, P =
 processes, R = rows that a process holds.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from comera.ops.factors import Factors
 from comera.ops.kernels import choose, feed_forward_kernel, launch, nvrtc
 from comera.ops.linear.feed_forward import factorized_feed_forward
+from comera.ops.linear.tt_linear import Factors
 from tests.kernels.numbers import ROUNDED, assert_near, displaced, distance
 from tests.kernels.thorough import some
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from comera.models.dlrm import DLRM
-from comera.models.small_tables import (
+from comera.models.dlrm import (
+    DLRM,
     HashedTable,
     QuotientRemainderTable,
     SharedArrayTable,

@@ -9,8 +9,8 @@ import comera
 from comera.nn import linear
 from comera.nn.fused import feed_forward, gated_feed_forward, linears, self_attention
 from comera.ops.dispatch import TABLE
-from comera.ops.factors import last_of_each
 from comera.ops.kernels import choose
+from comera.ops.linear.tt_linear import last_of_each
 
 
 def layers(count, width_in=24, width_out=24, rank=5, kind="tt", bias=True, dtype=torch.float64):

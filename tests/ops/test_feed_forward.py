@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from comera.ops.context import static_shapes
-from comera.ops.factors import Factors
 from comera.ops.linear import feed_forward as module
 from comera.ops.linear.feed_forward import (
     ACTIVATIONS,
@@ -15,6 +14,7 @@ from comera.ops.linear.feed_forward import (
     gated_feed_forward,
     gated_feed_forward_reference,
 )
+from comera.ops.linear.tt_linear import Factors
 
 
 def make(dtype=torch.float64, batch=(3, 5), bias=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 import comera
 from comera.nn.module import tensor_trains
-from comera.surgery.replicas import wrappers_of
+from comera.surgery.truncate import wrappers_of
 from tests.processes import in_two_processes
 from tests.states import assert_equal
 

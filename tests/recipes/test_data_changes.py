@@ -17,7 +17,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.recipes.cli import main
-from comera.recipes.data_record import NAME, DataRecord, changed_data
+from comera.recipes.folder import NAME, DataRecord, changed_data
 from comera.recipes.parse import parse_settings
 from comera.recipes.run import run
 from comera.recipes.run_config import DlrmConfig, ModelConfig, RunConfig, TrainConfig

@@ -13,12 +13,11 @@ from rich.console import Console
 import comera
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
-from comera.recipes.build import build_step, make_model
 from comera.recipes.cli import main
 from comera.recipes.folder import other_settings
 from comera.recipes.optimizers import OPTIMIZERS, AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.parse import parse_settings
-from comera.recipes.run import planned_memory, planned_model, run
+from comera.recipes.run import build_step, make_model, planned_memory, planned_model, run
 from comera.recipes.run_config import (
     ImportancePruningConfig,
     ModelConfig,

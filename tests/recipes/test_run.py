@@ -16,11 +16,10 @@ from comera.nn.convert import tensorize_
 from comera.nn.module import tensor_trains
 from comera.nn.targets import TTConfig
 from comera.ops.linear.fp8 import why_not_fp8
-from comera.recipes import build
 from comera.recipes.cli import main
 from comera.recipes.optimizers import MuonConfig
 from comera.recipes.parse import choices_of, hints_of, read_yaml, section_of, wanted
-from comera.recipes.run import plan, planned_memory, run
+from comera.recipes.run import build_step, make_model, plan, planned_memory, run
 from comera.recipes.run_config import (
     DlrmConfig,
     ImportancePruningConfig,
@@ -296,7 +295,7 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
     states = []
     for device in ("cpu", "meta"):
         torch.manual_seed(config.seed)
-        model = build.make_model(config, task, torch.device(device))
+        model = make_model(config, task, torch.device(device))
         assert {param.device.type for param in model.parameters()} == {device}
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
@@ -306,7 +305,7 @@ def test_a_model_is_drawn_on_the_cpu_whatever_the_device(config, tensorize):
 def test_keys_of_a_run_may_begin_as_its_queries(config, tensorize):
     model = ModelConfig(32, 1, 2, 64, qk_init="same", position_std=0.002)
     config = dataclasses.replace(config, tensorize=tensorize, two_stage=None, model=model)
-    made = build.make_model(
+    made = make_model(
         config, prepare_task(config, torch.device("cpu")), torch.device("cpu")
     ).encoder
     attention = made.blocks[0].attention
@@ -428,7 +427,7 @@ def test_a_run_chooses_its_precision(config, precision, dtype):
     config.train.precision = precision
     device = torch.device("cpu")
     task = prepare_task(config, device)
-    step = build.build_step(build.make_model(config, task, device), config, task)
+    step = build_step(make_model(config, task, device), config, task)
     assert step.autocast == dtype
     assert step.scaled == (precision == "fp8" and why_not_fp8(device) is None)
     assert bool(step(task.get_batch(0)).isfinite())
@@ -444,7 +443,7 @@ def test_a_trained_model_is_tested_once_on_data_of_its_own(config, section):
     )
     (outcome,) = quiet_run(config)
     task = prepare_task(config, torch.device("cpu"))
-    model = build.make_model(config, task, torch.device("cpu"))
+    model = make_model(config, task, torch.device("cpu"))
     model.load_state_dict(load_file(Path(config.out) / "model.safetensors"))
     model.eval()
     with torch.no_grad():

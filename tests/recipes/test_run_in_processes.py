@@ -15,8 +15,7 @@ from comera.data.clicks import ClickData
 from comera.data.nli import NliData
 from comera.data.text import TextData
 from comera.nn.targets import TTConfig
-from comera.recipes.data_record import DataRecord
-from comera.recipes.folder import lock
+from comera.recipes.folder import DataRecord, lock
 from comera.recipes.optimizers import AdamWConfig, CAMEConfig, MuonConfig
 from comera.recipes.run import _check_same_data, run
 from comera.recipes.run_config import (

@@ -16,7 +16,7 @@ from rich.console import Console
 import comera
 from comera.checkpoint.archive import FolderInUseError
 from comera.recipes.cli import main
-from comera.recipes.folder import lock
+from comera.recipes.folder import lock, settings_of
 from comera.recipes.jobs import Job, resolve
 from comera.recipes.parse import merged, nested
 from comera.recipes.run import run
@@ -70,7 +70,7 @@ def carried_out(content: dict, tmp_path: Path, **options) -> tuple[int, str]:
 
 def finish(job, seconds: float = 1.0, steps: int = 6) -> None:
     """Leave the folder of a job as its run would."""
-    settings = yaml.safe_dump(json.loads(json.dumps(_settings(job.config))), sort_keys=False)
+    settings = yaml.safe_dump(settings_of(job.config), sort_keys=False)
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "config.yaml").write_text(settings)
     facts = {
@@ -96,11 +96,6 @@ def interrupted_at(step: int, config) -> list[str]:
         patch.setattr(TrainStep, "__call__", call)
         assert run(config, Console(quiet=True), quiet=True) == []
     return (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-
-
-def _settings(config) -> dict:
-    found = dataclasses.asdict(config)
-    return {key: value for key, value in found.items() if key not in ("out", "overwrite")}
 
 
 def test_merging_goes_deep_and_null_replaces():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comera.train import loop, run_under_way
+from comera.train import loop
 from comera.train.log import StepClock, read_metrics
 
 from .conftest import evaluate, get_batch, make_step
@@ -135,8 +135,8 @@ def test_on_a_cpu_it_is_the_time_inside(monkeypatch):
 @pytest.fixture
 def slow(device, monkeypatch):
     """Settings of a run whose steps, evaluations and checkpoints take that device's time."""
-    monkeypatch.setattr(run_under_way, "StepClock", lambda on: StepClock(CUDA))
-    save = run_under_way.save_checkpoint
+    monkeypatch.setattr(loop, "StepClock", lambda on: StepClock(CUDA))
+    save = loop.save_checkpoint
 
     def saves(*given, **options):
         assert device.through <= device.host  # the steps are not part of it
@@ -153,7 +153,7 @@ def slow(device, monkeypatch):
         device.host += 0.01
         return get_batch(number)
 
-    monkeypatch.setattr(run_under_way, "save_checkpoint", saves)
+    monkeypatch.setattr(loop, "save_checkpoint", saves)
     return {"get_batch": batches, "evaluate": evaluates, "quiet": True, "tensorboard": False}
 
 

@@ -20,7 +20,6 @@ def test_numbers_that_are_not_finite_are_null_and_come_back():
     }  # fmt: skip
     assert from_json(text) == facts
     assert math.isnan(from_json(to_json({"x": math.nan}))["x"])
-    assert math.isnan(from_json('{"x": NaN}')["x"])  # as earlier versions wrote it
     assert to_json({"x": 1}) == '{"x": 1}'
 
 

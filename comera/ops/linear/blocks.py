@@ -86,7 +86,7 @@ def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None
 
 
 def _is_recorded() -> bool:
-    """Say whether operations are compiled, traced or transformed, which has to see them all."""
+    """Return whether operations are compiled, traced or transformed, which has to see them all."""
     return not is_eager() or is_traced() or forward_ad._current_level >= 0
 
 

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
 from comera.ops.dispatch import Case, Times, Ways, on_cpu_alone
-from comera.ops.factors import Factors, set_ones_
 from comera.ops.kernels import choose, feed_forward_kernel
-from comera.ops.linear.tt_linear import times_left
+from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
 from comera.ops.operator import operator
 from comera.ops.product import add_product, affine, product, product_into, store_product_
 

@@ -4,7 +4,7 @@ Values and weights are kept as e4m3, which has three bits after the leading one 
 gradients as e5m2, which has two and reaches 57344 (Micikevicius et al., FP8 formats for deep
 learning, arXiv 2209.05433). The scale puts the largest entry of a matrix at the largest number of
 the format. Products add up in float32. This is the recipe that torchao calls tensorwise, dynamic;
-torchao itself takes ``nn.Linear`` modules, of which a tensor train has none.
+torchao itself takes ``nn.Linear`` modules, which a tensor train does not have.
 """
 
 import functools
@@ -78,7 +78,7 @@ def fp8_product_reference(a_MK: Fp8Matrix, b_NK: Fp8Matrix, out_dtype: torch.dty
 
 @functools.cache
 def why_not_fp8(device: torch.device) -> str | None:
-    """Say why products in eight bits do not run on a device; None if they do."""
+    """Return why products in eight bits do not run on a device; None if they do."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _FIRST_CARD:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from comera.files import replacing
 from comera.planning.printing import show_bytes
-from comera.recipes.outcome import read_result
+from comera.recipes.folder import read_result
 from comera.train.log import from_json, to_json
 
 HIGHER_IS_BETTER = ("accuracy", "auc")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.outcome import read_result
+from comera.recipes.folder import read_result
 from comera.recipes.parse import read_yaml
 from comera.recipes.report.page import Axis, Band, Chart, Line, Point, axis_around
 from comera.recipes.run_config import RANK_SECTIONS

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.outcome import outcome_cells
+from comera.recipes.folder import outcome_cells
 from comera.recipes.report import run_charts
 from comera.recipes.report.comparison import show_difference, show_metric, show_times
 from comera.recipes.report.page import Table, write_page

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from comera.data.click_files import CRITEO_CONTINUOUS, fields_named
 from comera.data.clicks import Clicks
 from comera.extras import did_you_mean
-from comera.models.dlrm import DLRM, click_metrics
-from comera.models.small_tables import replace_tables_
-from comera.recipes.data_record import DataRecord
+from comera.models.dlrm import DLRM, click_metrics, replace_tables_
+from comera.recipes.folder import DataRecord
 from comera.recipes.tasks.task import (
     Batch,
     Digests,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera.data.click_files import ClickRows
 from comera.data.vocabulary import Tokenizer
 from comera.models.transformer import PAD
-from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import DataRecord
 from comera.recipes.run_config import RunConfig
 from comera.train.processes import Processes
 

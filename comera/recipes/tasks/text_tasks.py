@@ -16,7 +16,7 @@ from comera.data.text import CausalText, MaskedText, TextStreams
 from comera.data.vocabulary import CLS, MASK
 from comera.models.decoder import CausalLanguageModel, Decoder
 from comera.models.transformer import Encoder, MaskedLanguageModel, SequenceClassifier
-from comera.recipes.data_record import DataRecord
+from comera.recipes.folder import DataRecord
 from comera.recipes.tasks.task import (
     Batch,
     Digests,
