@@ -221,7 +221,7 @@ def lookup_backward(
 
 
 class _Sorted(NamedTuple):
-    """What the backward pass is given beside what was looked up."""
+    """The gradient of a lookup, and its entries sorted by key."""
 
     grad_BD: Tensor
     keys_N: Tensor
@@ -230,7 +230,7 @@ class _Sorted(NamedTuple):
 
 
 _Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of both factors, hot rows, their basis and the weights; empty for what there is not."""
+"""Gradients of both factors, hot rows, their basis and the weights; empty where there are none."""
 
 LOOKUP_BACKWARD = Ways(
     "ttm_lookup_backward",
