@@ -109,9 +109,9 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             assert isinstance(table, TTEmbeddingBag)
             with _named(name):
                 flat, starts, weights = table._request(*request[name])
-            bags: dict[str, Any] = {"weights_N": weights, "offsets_B": starts}
-            bags["checked"] = is_eager()
-            requests.append(Request(table._kept_at(flat), **table._train(), **bags))
+            bags = {"weights_N": weights, "offsets_B": starts}
+            rows, train = table._kept_at(flat), table._train() | bags
+            requests.append(Request(rows, **train, checked=is_eager()))
         parts = dict(zip(names, read_factors(requests), strict=True))
         sums = tt_embedding_bags(list(parts.values()), self._places(parts))
         return dict(zip(names, sums, strict=True))

@@ -1,6 +1,7 @@
-"""An embedding table held as a tensor-train matrix: what lookups and bags have in common.
+"""An embedding table held as a tensor-train matrix, the base of lookups and of bags.
 
-Rows that are read most may be kept apart, as coordinates in one basis that they share."""
+Rows that are read most may be kept apart: dense, or as coordinates in one basis that they share.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ class TTTable(TensorTrainModule):
             :func:`~comera.update_hot_rows_` has moved some; None
             where each is at its own, or scattered.
         scatter_rows: Whether index ``i`` is kept at row ``i * k modulo num_embeddings``, k near the
-            golden section, which costs no memory. A state dict tells, as extra state.
+            golden section, which costs no memory. It is extra state of a state dict.
         twins: The other tables that were tied to this one and read the same cores and hot rows.
     """
 
@@ -193,7 +194,7 @@ class TTTable(TensorTrainModule):
         return train
 
     def share_parameters_(self, lead: "TTTable") -> None:
-        """Read the cores and hot rows of another table of the same modes from now on.
+        """Share the cores and hot rows of another table of the same modes.
 
         Raises:
             ValueError: If that has other modes or ranks, or keeps other rows apart.
@@ -285,7 +286,7 @@ class TTTable(TensorTrainModule):
         return torch.tensor(self._step or 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Keep rows as far apart as ``state`` says, which may have been cast with its state dict.
+        """Set how far apart neighbours are kept; ``state`` may have been cast with its state dict.
 
         Raises:
             ValueError: If no table of that many rows keeps them so.
@@ -304,7 +305,6 @@ class TTTable(TensorTrainModule):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load rows that were moved in the file and not here, or the other way round."""
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # none in old files
         saved = state_dict.get(f"{prefix}row_order")
         if isinstance(saved, Tensor) and saved.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(saved, device=self.cores[0].device)

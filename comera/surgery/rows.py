@@ -134,7 +134,7 @@ def _set_rows_(
 
 @torch.no_grad()
 def append_rows_(table: TTTable, rows: Tensor) -> None:
-    """Give a table more rows at its end, in place; before its optimizer is made.
+    """Append rows to a table, in place; before its optimizer is made.
 
     New rows are hot ones, dense or as coordinates in the basis that hot rows share; those that were
     there are read as before, bit for bit.

@@ -3,7 +3,6 @@ import contextlib
 import pytest
 import torch
 
-from comera.ops import dispatch
 from comera.ops.dispatch import TABLE, preferring
 from comera.ops.kernels import choose, launch
 
@@ -35,12 +34,6 @@ def emulated(monkeypatch):
     if launch.find_gxx() is None:
         pytest.skip("no g++, which the emulation of CUDA needs")
     monkeypatch.setattr(choose, "mode", lambda: "emulate")
-
-
-@pytest.fixture
-def ordered(monkeypatch):
-    """Ways on the CPU, too, are ordered by times and by :func:`preferring`."""
-    monkeypatch.setattr(dispatch, "ORDERED", ("cpu",))
 
 
 @pytest.fixture

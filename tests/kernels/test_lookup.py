@@ -357,9 +357,7 @@ def test_sums_of_one_row_after_the_other_are_caught(careful, instead, entries, p
 @pytest.mark.parametrize("backward", ["kernel", "torch"])
 @pytest.mark.parametrize("forward", ["kernel", "torch"])
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
-def test_each_way_back_is_right_after_each_way_forward(
-    bags, forward, backward, dtype, emulated, ordered
-):
+def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, dtype, emulated):
     """As times may order them: a step may go forward with static shapes and back without."""
     table = Table("the paper's, fewer rows", "cold", bags, bags, dtype)
     for param in table.params:

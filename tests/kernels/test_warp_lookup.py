@@ -103,7 +103,7 @@ def test_gradients_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, ordered, started):
+def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started):
     """As from a captured pass to one that is not, where torch is faster."""
     table = Table("little", dtype)
     left, right = table.left.requires_grad_(), table.turned.requires_grad_().mT

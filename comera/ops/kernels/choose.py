@@ -48,7 +48,7 @@ class KernelWarning(UserWarning):
 
 
 def mode() -> str:
-    """Say which of ``MODES`` is set, as it was when this module was imported.
+    """Return which of ``MODES`` is set, as it was when this module was imported.
 
     Raises:
         ValueError: If ``COMERA_KERNELS`` is something else.
@@ -59,7 +59,7 @@ def mode() -> str:
 
 
 def kernel_refuses(file: str, like: Tensor) -> str | None:
-    """Say why the kernels of a file compute nothing of tensors such as ``like``, or None.
+    """Return why the kernels of a file compute nothing of tensors such as ``like``, or None.
 
     Args:
         file: Name of the source in ``kernels/``, without its suffix.
@@ -84,7 +84,7 @@ def warn_of(what: str, reason: str) -> None:
 
 
 def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say in a few words why the kernels of a file do not run there; None where they do."""
+    """Return in a few words why the kernels of a file do not run there; None where they do."""
     if mode() == "ref":
         return REF
     if dtype not in DTYPES:

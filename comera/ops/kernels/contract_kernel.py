@@ -52,7 +52,7 @@ class Walk:
     right: bool
 
     def unfit(self) -> str | None:
-        """Say why no kernel walks it, or None."""
+        """Return why no kernel walks it, or None."""
         if not 1 <= len(self.modes) <= MOST_CORES:
             return f"a side of a tensor train has {len(self.modes)} cores, not 1 to {MOST_CORES}"
         widest = max((*self.bonds[:-1], 0))
@@ -224,7 +224,7 @@ class _Bytes(ctypes.Structure):
 
 
 def unfit(groups: Sequence[Chains]) -> str | None:
-    """Say why kernels do not contract these chains on any card, or None."""
+    """Return why kernels do not contract these chains on any card, or None."""
     like = groups[0].cores[0]
     for group in groups:
         if any(gate.dtype != torch.float32 for gate in group.gates):

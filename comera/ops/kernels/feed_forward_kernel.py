@@ -36,15 +36,14 @@ _BLOCKS = 192
 """Blocks that sum gradients over the batch, at least: a card has more than a hundred processors."""
 
 
-def refuses_dtypes(x: Tensor, *factors: Tensor) -> str | None:
-    """Say why the kernels do not take these dtypes, or None."""
+def _unfit(
+    ranks: Sequence[int], widths: Sequence[int], most: int, x: Tensor, *factors: Tensor
+) -> str | None:
+    """Return why dtypes, bonds above ``most``, widths or an empty batch do not fit, or None."""
     if x.dtype not in ENDINGS or any(factor.dtype != x.dtype for factor in factors):
         return UNLIKE
-    return None if x.dtype == torch.bfloat16 or products_are_tf32(x) else EXACT
-
-
-def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor, most: int) -> str | None:
-    """Say why bonds, widths or an empty batch do not fit the kernels, or None."""
+    if x.dtype == torch.float32 and not products_are_tf32(x):
+        return EXACT
     for rank in ranks:
         if not 0 < rank <= most or rank % _MULTIPLE_OF_RANKS:
             return f"a bond is {rank} wide, not a multiple of {_MULTIPLE_OF_RANKS} up to {most}"
@@ -55,10 +54,18 @@ def refuses_sizes(ranks: Sequence[int], widths: Sequence[int], x: Tensor, most: 
 
 
 def block_rows(x: Tensor) -> int:
-    """Say how many rows a block has: more where there are blocks enough."""
+    """Return how many rows a block has: more where there are blocks enough."""
     if x.shape[0] < 2048 and x.dtype != torch.float32:
         return 16
     return 32 if x.shape[0] <= 8192 else 64
+
+
+def _block_rows(x: Tensor, large: bool) -> int:
+    """Return how many rows a block has: at most 32 where thin tiles are large.
+
+    Those of wide bonds take too many registers, three of float32 too much shared memory.
+    """
+    return min(block_rows(x), 32) if large else block_rows(x)
 
 
 def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -69,7 +76,7 @@ def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
 
 
 def stage_columns(itemsize: int) -> int:
-    """Say how many numbers along a sum, or hidden columns, a stage holds: those of 256 bytes."""
+    """Return how many numbers along a sum, or hidden columns, a stage holds: those of 256 bytes."""
     return 256 // itemsize
 
 
@@ -95,15 +102,15 @@ class _Sizes(ctypes.Structure):
 def refuses(
     x: Tensor, left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, activation: str
 ) -> str | None:
-    """Say why no kernel computes a feed-forward of these factors, or None."""
+    """Return why no kernel computes a feed-forward of these factors, or None."""
     elsewhere = off_card("feed_forward", x)
     if elsewhere is not None:
         return elsewhere
     if activation not in ACTIVATIONS:
         return f"there is no kernel with {activation} in it"
-    ranks, widths = (left1.shape[1], left2.shape[1]), (left1.shape[0], *left2.shape[:1])
-    reason = refuses_dtypes(x, left1, right1, left2, right2)
-    reason = reason or refuses_sizes(ranks, (*widths, right2.shape[1]), x, WIDE_BOND)
+    ranks = left1.shape[1], left2.shape[1]
+    widths = left1.shape[0], left2.shape[0], right2.shape[1]
+    reason = _unfit(ranks, widths, WIDE_BOND, x, left1, right1, left2, right2)
     return reason or kernel_refuses(_file(activation, x, _bond(left1, left2)), x)
 
 
@@ -117,12 +124,6 @@ def _file(activation: str, x: Tensor, bond: int) -> str:
     return f"feed_forward_{activation}{ENDINGS[x.dtype]}{wide}"
 
 
-def _block_rows(x: Tensor, bond: int) -> int:
-    """Say how many rows a block has; of wide bonds 64 rows take too many registers."""
-    high = block_rows(x)
-    return min(high, 32) if bond == WIDE_BOND else high
-
-
 def forward(
     x: Tensor,
     left1: Tensor,
@@ -134,7 +135,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``y`` and the products with both left factors, a bias' columns of ones in them."""
     rows, bond = x.shape[0], _bond(left1, left2)
-    file, high = _file(activation, x, bond), _block_rows(x, bond)
+    file, high = _file(activation, x, bond), _block_rows(x, bond == WIDE_BOND)
     y = x.new_empty(rows, right2.shape[1])
     t1, t2 = (x.new_empty(rows, left.shape[1]) for left in (left1, left2))
     factors = [dense(factor) for factor in (left1, right1, left2, right2)]
@@ -159,7 +160,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of the batch and of the factors, in the order of the arguments."""
     rows, bond = x.shape[0], _bond(left1, left2)
-    file, high = _file(activation, x, bond), _block_rows(x, bond)
+    file, high = _file(activation, x, bond), _block_rows(x, bond == WIDE_BOND)
     sizes = _sizes(x, left1, right1, left2, right2, False)
     l1, r1, l2, r2 = (dense(factor) for factor in (left1, right1, left2, right2))
     grad_y, t1, t2 = dense(grad_y), dense(t1), dense(t2)
@@ -241,10 +242,9 @@ class _GatedSizes(ctypes.Structure):
 def gated_refuses(
     t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor
 ) -> str | None:
-    """Say why no kernel computes a gated feed-forward of these, or None."""
+    """Return why no kernel computes a gated feed-forward of these, or None."""
     ranks = t_gate.shape[1], t_up.shape[1], left2.shape[1]
-    reason = refuses_dtypes(t_gate, t_up, gate, up, left2)
-    reason = reason or refuses_sizes(ranks, left2.shape[:1], t_gate, BOND)
+    reason = _unfit(ranks, left2.shape[:1], BOND, t_gate, t_up, gate, up, left2)
     return reason or kernel_refuses(gated_file(t_gate), t_gate)
 
 
@@ -255,7 +255,11 @@ def gated_file(like: Tensor) -> str:
 
 def gated_forward(t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor) -> Tensor:
     """Return ``(silu(t_gate @ gate) * (t_up @ up)) @ left2``."""
-    rows, high, file = t_gate.shape[0], _gated_block_rows(t_gate), gated_file(t_gate)
+    rows, high, file = (
+        t_gate.shape[0],
+        _block_rows(t_gate, t_gate.dtype == torch.float32),
+        gated_file(t_gate),
+    )
     t2 = t_gate.new_empty(rows, left2.shape[1])
     given = [dense(t) for t in (t_gate, t_up, gate, up, left2)]
     launch(
@@ -269,7 +273,11 @@ def gated_backward(
     t_gate: Tensor, t_up: Tensor, gate: Tensor, up: Tensor, left2: Tensor, grad_t2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of the arguments of :func:`gated_forward`, in their order."""
-    rows, high, file = t_gate.shape[0], _gated_block_rows(t_gate), gated_file(t_gate)
+    rows, high, file = (
+        t_gate.shape[0],
+        _block_rows(t_gate, t_gate.dtype == torch.float32),
+        gated_file(t_gate),
+    )
     sizes = _gated_sizes(t_gate, t_up, left2)
     t_gate, t_up, gate, up, left2, u2 = (dense(t) for t in (t_gate, t_up, gate, up, left2, grad_t2))
     u_gate, u_up = torch.empty_like(t_gate), torch.empty_like(t_up)
@@ -288,12 +296,6 @@ def _gated_sizes(t_gate: Tensor, t_up: Tensor, left2: Tensor) -> _GatedSizes:
     return _GatedSizes(
         t_gate.shape[0], left2.shape[0], t_gate.shape[1], t_up.shape[1], left2.shape[1]
     )
-
-
-def _gated_block_rows(like: Tensor) -> int:
-    """Say how many rows a block has; three tiles of 64 rows of float32 are too much for some."""
-    high = block_rows(like)
-    return min(high, 32) if like.dtype == torch.float32 else high
 
 
 @functools.cache

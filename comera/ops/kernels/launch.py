@@ -21,6 +21,7 @@ from comera.files import cache_folder, replacing
 from comera.ops.kernels.nvrtc import (
     EMULATION,
     KernelError,
+    bindings,
     checked,
     cubin,
     entries,
@@ -98,7 +99,7 @@ def function(file: str, name: str, device: int) -> Any:
     Raises:
         KernelError: If it cannot be compiled or loaded.
     """
-    driver, what = _driver(), f"{name} of {file}.cu"
+    driver, what = bindings("driver"), f"{name} of {file}.cu"
     with torch.cuda.device(device):
         _enter_context(device)
         kernel = checked(driver.cuLibraryGetKernel(_library(file, device), name.encode()), what)
@@ -107,7 +108,7 @@ def function(file: str, name: str, device: int) -> Any:
 
 @functools.cache
 def _library(file: str, device: int) -> Any:
-    driver = _driver()
+    driver = bindings("driver")
     major, minor = torch.cuda.get_device_capability(device)
     code = cubin(file, f"sm_{major}{minor}")
     answer = driver.cuLibraryLoadData(code, None, None, 0, None, None, 0)
@@ -122,7 +123,7 @@ _allowed: dict[tuple[str, str, int], int] = {}
 def _allow_shared(file: str, name: str, device: int, shared: int) -> None:
     if shared <= _allowed.get((file, name, device), PLENTY_OF_SHARED):
         return
-    driver, kernel = _driver(), function(file, name, device)
+    driver, kernel = bindings("driver"), function(file, name, device)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     with _allowing:  # or another thread might lower it meanwhile
         if shared > _allowed.get((file, name, device), PLENTY_OF_SHARED):
@@ -141,7 +142,7 @@ def start(
     arguments: ctypes.Array[ctypes.c_void_p],
 ) -> None:
     """Start a kernel on torch's current stream of the card."""
-    driver = _driver()
+    driver = bindings("driver")
     kernel = function(file, name, device)
     with torch.cuda.device(device):
         _enter_context(device)
@@ -159,7 +160,7 @@ def driver_version() -> int:
     Raises:
         RuntimeError: If there is no driver, or no cuda-bindings.
     """
-    return checked(_driver().cuDriverGetVersion(), "the driver's version")
+    return checked(bindings("driver").cuDriverGetVersion(), "the driver's version")
 
 
 def _enter_context(device: int) -> None:
@@ -167,22 +168,12 @@ def _enter_context(device: int) -> None:
     if getattr(_thread, "entered", None) == device:
         return
     torch.cuda.init()
-    driver = _driver()
+    driver = bindings("driver")
     if not int(checked(driver.cuCtxGetCurrent(), "the current context")):
         card = checked(driver.cuDeviceGet(device), f"device {device}")
         context = checked(driver.cuDevicePrimaryCtxRetain(card), f"the context of {device}")
         checked((*driver.cuCtxSetCurrent(context), None), f"the context of {device}")
     _thread.entered = device
-
-
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as problem:
-        raise KernelError(
-            "cuda-bindings is not installed (pip install 'comera[cuda]')"
-        ) from problem
-    return driver
 
 
 ASCENDING, DESCENDING = 0, 1

@@ -37,7 +37,7 @@ class _Table(ctypes.Structure):
 
 
 def refuses(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
-    """Say why kernels read no rows of a table with these factors, or None.
+    """Return why kernels read no rows of a table with these factors, or None.
 
     Args:
         left_VPR: Left factor.
@@ -61,7 +61,7 @@ def _unfit(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str |
 
 
 def refuses_backward(left_VPR: Tensor, right_WRQ: Tensor, *others: Tensor | None) -> str | None:
-    """Say why kernels do not sum the gradients, or None: also where their order must be fixed."""
+    """Return why kernels do not sum the gradients, such as in a fixed order; or None."""
     reason = refuses(left_VPR, right_WRQ, *others)
     if reason is None and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and gradients would be added in no order"
@@ -142,7 +142,11 @@ def row_grads(
     entries = keys_N.shape[0] if bags else 0
     table = _table(left_VPR, right_WRQ, hot_HD, num_embeddings, width)
     keys_N, at_N = keys_N.sort()
-    grads = _zeros_like(left_VPR, right_WRQ, hot_HD)
+    parts = [part for part in (left_VPR, right_WRQ, hot_HD) if part is not None]
+    sizes = [part.numel() for part in parts]
+    zeros = left_VPR.new_zeros(sum(sizes), dtype=torch.float64).split(sizes)
+    left, right, *hot = (zero.view(like.shape) for zero, like in zip(zeros, parts, strict=True))
+    grads = left, right, hot[0] if hot else None
     launch(
         _FILE, f"ttm_back_rows_{DTYPES[left_VPR.dtype]}", keys_N.device, -(-entries // _CHUNK),
         _BACK_THREADS, _shared_of_grads(left_VPR, right_WRQ), table,
@@ -150,18 +154,6 @@ def row_grads(
         *map(_dense, (offsets_B, weights_N, grad_BD, left_VPR, right_WRQ)), *grads, entries, bags,
     )  # fmt: skip
     return grads
-
-
-def _zeros_like(
-    left_VPR: Tensor, right_WRQ: Tensor, hot_HD: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    sizes = [0 if like is None else like.numel() for like in (left_VPR, right_WRQ, hot_HD)]
-    left, right, hot = left_VPR.new_zeros(sum(sizes), dtype=torch.float64).split(sizes)
-    return (
-        left.view(left_VPR.shape),
-        right.view(right_WRQ.shape),
-        None if hot_HD is None else hot.view(hot_HD.shape),
-    )
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -215,7 +207,7 @@ class _WarpTable(ctypes.Structure):
 
 
 def warps_take(dtype: torch.dtype) -> bool:
-    """Say whether they read numbers of that dtype: the right factor had better lie turned then."""
+    """Return whether warps read numbers of that dtype: the right factor lies turned for them."""
     return dtype in DTYPES and dtype.itemsize == 2
 
 
@@ -233,7 +225,7 @@ def warps_refuse(
 def warps_unfit(
     left_VPR: Tensor, right_WRQ: Tensor, embedding_dim: int, *others: Tensor | None
 ) -> str | None:
-    """Say why no warp reads a row of such a table on any card, or None.
+    """Return why no warp reads a row of such a table on any card, or None.
 
     Args:
         left_VPR: Left factor.

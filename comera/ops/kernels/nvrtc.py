@@ -6,6 +6,7 @@ and takes its machine code. NVRTC needs neither a driver nor a card.
 
 import functools
 import hashlib
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def nvrtc_version() -> tuple[int, int]:
     Raises:
         KernelError: If there is none, or no cuda-bindings to reach it through.
     """
-    return checked(_nvrtc().nvrtcVersion(), "NVRTC's version")
+    return checked(bindings("nvrtc").nvrtcVersion(), "NVRTC's version")
 
 
 def cubin(file: str, arch: str) -> bytes:
@@ -70,7 +71,7 @@ def resources(file: str, arch: str) -> str:
 
 def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
     """Compile to machine code, None where that fails; return it and the compiler's log."""
-    nvrtc = _nvrtc()
+    nvrtc = bindings("nvrtc")
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
     try:
         given = [f"--gpu-architecture={arch}", *OPTIONS, *options]
@@ -87,14 +88,18 @@ def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | 
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _nvrtc() -> Any:
+def bindings(name: str) -> Any:
+    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``.
+
+    Raises:
+        KernelError: If it is not installed.
+    """
     try:
-        from cuda.bindings import nvrtc
+        return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as problem:
         raise KernelError(
             "cuda-bindings is not installed (pip install 'comera[cuda]')"
         ) from problem
-    return nvrtc
 
 
 def checked(answer: tuple[Any, ...], what: str) -> Any:

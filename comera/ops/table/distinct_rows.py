@@ -96,7 +96,7 @@ def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slot
 
 def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Make ``out[k]`` the weighted sum of ``values[rows[i]]`` over all i with ``of_rows[i] == k``.
+    """Compute ``out[k]``, the weighted sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
 
     Args:
         values: ``(*, width)``.
@@ -113,7 +113,7 @@ def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
 
 
 def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
-    """Make ``out[k]`` the sum of all ``values[i]`` with ``places[i] == k``, always in one order."""
+    """Compute ``out[k]``, the sum of ``values[i]`` where ``places[i] == k``, in a fixed order."""
     found, order = _sorted(places)
     return sum_by_sorted(values, order, found, count)
 
@@ -131,7 +131,7 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(rows: int, right_W: int) -> int:
-    """Find the largest group that leaves at most a fifth of the slots empty."""
+    """Return the size of the largest group that leaves at most a fifth of the slots empty."""
     group = 1
     while group < _MOST and 2 * (2 * group - 1) * right_W <= rows:
         group *= 2
@@ -139,7 +139,7 @@ def _group_size(rows: int, right_W: int) -> int:
 
 
 def check_integers(indices: Tensor) -> None:
-    """Raise ``TypeError`` where indices are no whole numbers; booleans, which mask, are none."""
+    """Raise ``TypeError`` where indices are no integers; booleans, as of a mask, are none."""
     if indices.dtype == torch.bool:
         raise TypeError(
             "indices are torch.bool, and no mask selects rows of a table: give the rows' numbers, "
@@ -153,10 +153,10 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Check that indices are rows, where they can be read: on a CPU.
 
     Returns:
-        Whether that is done with; in a graph that is compiled it is left to an operator.
+        Whether they were checked; in a compiled graph the operator checks them when it runs.
 
     Raises:
-        IndexError: That names the first index that is no row.
+        IndexError: If one is no row; the message names the first.
         TypeError: If they are no whole numbers; wherever they are.
     """
     check_integers(indices)
@@ -174,7 +174,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
 
 
 class TableFactors(NamedTuple):
-    """What the rows of a table are read from.
+    """The two factors of a table, and its hot rows.
 
     Attributes:
         left_VPR: Left factor.
@@ -204,7 +204,7 @@ class TableFactors(NamedTuple):
         return hot if self.basis_KD is None else hot @ self.basis_KD
 
     def dense_hot(self) -> Tensor | None:
-        """Make all hot rows, ``(H, D)``."""
+        """Compute all hot rows, ``(H, D)``."""
         if self.hot_HK is None or self.basis_KD is None:
             return None if self.hot_HK is None else self.hot_HK.contiguous()
         with without_autocast(self.hot_HK):
@@ -212,9 +212,9 @@ class TableFactors(NamedTuple):
 
 
 def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> Tensor:
-    """Make every entry's row for itself, all sizes fixed by the arguments.
+    """Compute the row of every entry, repeated ones again; all sizes are fixed by the arguments.
 
-    By operations of torch alone, so it can be differentiated as often as one likes.
+    By torch operations alone: the reference of lookups, differentiable any number of times.
     """
     left_VPR, right_WRQ, num_hot = factors.left_VPR, factors.right_WRQ, factors.num_hot
     cold = (indices_N.long() - num_hot).clamp(min=0)
@@ -257,7 +257,7 @@ def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor
 
 
 def make_rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
-    """Make the rows of all slots, ``(S, D)``."""
+    """Compute the rows of all slots, ``(S, D)``."""
     left_VPR = factors.left_VPR
     P, Q = left_VPR.shape[1], factors.right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
@@ -297,21 +297,14 @@ def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
     sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
-def sum_bags(made_SD: Tensor, at_N: Tensor, offsets_B: Tensor, weights_N: Tensor | None) -> Tensor:
-    """Sum over each bag the rows that its entries are at."""
-    if not at_N.shape[0]:  # torch refuses an empty table
-        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1])
-    return F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
-
-
 def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
-    """Find which bag each entry is in; entries before the first bag do not occur."""
+    """Return the bag of each entry; entries before the first bag do not occur."""
     each = torch.arange(entries, device=offsets_B.device)
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
 def hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
-    """Make gradients of the hot rows and of their basis; empty tensors for what there is not.
+    """Compute gradients of the hot rows and of their basis, empty tensors where there are none.
 
     Args:
         grad_ND: Gradients of the distinct hot rows that were read.
@@ -337,5 +330,5 @@ def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
-    """Make an empty tensor like another; one without elements, of that dtype, for None."""
+    """Return an uninitialized tensor like another; for None one without elements."""
     return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)

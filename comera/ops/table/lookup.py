@@ -33,7 +33,6 @@ from comera.ops.table.distinct_rows import (
     make_rows,
     make_slots,
     sorted_rows,
-    sum_bags,
     sum_by_sorted,
 )
 
@@ -186,7 +185,11 @@ def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     at_N = slots.of_entries(order_N)
     if offsets_B is None:
         return made_SD.index_select(0, at_N), keys_N, order_N
-    return sum_bags(made_SD, at_N, offsets_B, given.weights_N), keys_N, order_N
+    if not at_N.shape[0]:  # torch refuses an empty table
+        return made_SD.new_zeros(offsets_B.shape[0], made_SD.shape[1]), keys_N, order_N
+    weights_N = given.weights_N
+    bags_BD = F.embedding_bag(at_N, made_SD, offsets_B, mode="sum", per_sample_weights=weights_N)
+    return bags_BD, keys_N, order_N
 
 
 @lookup.register_fake
@@ -218,7 +221,7 @@ def lookup_backward(
 
 
 class _Sorted(NamedTuple):
-    """What the backward pass is given beside what was looked up."""
+    """The gradient of a lookup, and its entries sorted by key."""
 
     grad_BD: Tensor
     keys_N: Tensor
@@ -227,7 +230,7 @@ class _Sorted(NamedTuple):
 
 
 _Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of both factors, hot rows, their basis and the weights; empty for what there is not."""
+"""Gradients of both factors, hot rows, their basis and the weights; empty where there are none."""
 
 LOOKUP_BACKWARD = Ways(
     "ttm_lookup_backward",
