@@ -18,7 +18,7 @@ _MODULE = re.compile(r"-[bBdEiIOPqRsSuvx]*m(.*)", re.DOTALL)
 
 
 def is_command(words: list[str]) -> bool:
-    """Tell whether an interpreter was started as ``comera`` or as a module of this package.
+    """Return whether an interpreter was started as ``comera`` or as a module of this package.
 
     Args:
         words: The whole command line, as ``sys.orig_argv`` holds it: the interpreter, its options,
@@ -56,7 +56,7 @@ def end_now(number: int = signal.SIGINT, frame: FrameType | None = None) -> None
 
 
 def imports_are_done() -> None:
-    """Let Ctrl-C be ``KeyboardInterrupt`` again, which what is running can handle."""
+    """Restore ``KeyboardInterrupt`` on Ctrl-C, which running code can handle."""
     if signal.getsignal(signal.SIGINT) is end_now:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

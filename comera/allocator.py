@@ -1,4 +1,4 @@
-"""Keep freed memory in the process. Nothing here imports torch."""
+"""A cache of freed memory in the process. Imports no torch."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ _made = False
 
 
 def reuse_freed_memory(reuse: bool = True) -> bool:
-    """Let the C library keep large freed buffers for the next ones, for this whole process.
+    """Enable the C library's cache of large freed buffers, for this whole process.
 
     By default glibc returns every buffer above 32 MiB to the system and gets a new one for the
     next tensor, and each first write to a page of it is a fault: on a CPU that can take longer
@@ -73,7 +73,7 @@ def return_freed_memory() -> None:
 
 
 def _is_told_otherwise() -> bool:
-    """Say whether the environment asks for comera's way off, or sets glibc's malloc itself."""
+    """Return whether the environment disables the cache, or sets glibc's malloc itself."""
     if os.environ.get("COMERA_REUSE_MEMORY", "1") == "0":
         return True
     own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "MALLOC_TRIM_THRESHOLD_" in os.environ

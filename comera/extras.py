@@ -27,7 +27,7 @@ _EXTRAS = {
     "transformers": "hf",
     "yaml": "cli",
 }
-"""What is imported, and the extra that brings it."""
+"""Imported packages, and the extra that brings each."""
 
 
 class MissingPackageError(ModuleNotFoundError):
@@ -65,7 +65,7 @@ def did_you_mean(word: object, known: Collection[str]) -> str:
 
 
 def names_misspelt(cls: type[Config]) -> type[Config]:
-    """Have a dataclass name the field that was meant where a keyword is none of its fields.
+    """Decorate a dataclass to suggest the field that was meant by an unknown keyword.
 
     It raises a TypeError as before, of which Python's own names no other.
     """

@@ -13,14 +13,14 @@ _REMEDIES = {
     errno.EDQUOT: "free some space there, have the quota raised",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
-"""What to do, by the number of the error of a disk that takes no more."""
+"""Advice, by the error number of a full disk."""
 
 
 @contextlib.contextmanager
 def naming_a_full_disk(
     path: str | Path, otherwise: str = "choose another folder"
 ) -> Iterator[None]:
-    """Say which file a disk had no room for, and what to do, where writing it fails for that.
+    """Name the file that a full disk had no room for in the error, and what to do.
 
     Args:
         path: What is being written.
@@ -89,7 +89,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def naming_what_is_no_text(path: str | Path) -> Iterator[None]:
-    """Say which file is no text in UTF-8, where reading it fails for that.
+    """Name the file that is no text in UTF-8 in the error of reading it.
 
     Raises:
         ValueError: In place of ``UnicodeDecodeError``, which names no file.

@@ -24,7 +24,7 @@ def set_data_(param: Tensor, new: Tensor) -> None:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Tell whether a parameter is a DTensor, as ``torch.distributed.fsdp.fully_shard`` makes it."""
+    """Return whether a parameter is a DTensor, as of ``torch.distributed.fsdp.fully_shard``."""
     if type(param) is torch.nn.Parameter:
         return False
     # By name: the class need not be imported to be asked for.

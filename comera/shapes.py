@@ -114,7 +114,7 @@ DEFAULT_RANK = 32
 
 
 class Shape:
-    """What all formats share: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
+    """Base of all formats: cores in a row, ``slice_sizes[k]`` numbers for a pair of ranks."""
 
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
@@ -239,7 +239,7 @@ class Shape:
 
 
 class LinearShape(Shape):
-    """What the formats of linear layers share: modes of the input and modes of the output."""
+    """Base of the formats of linear layers: modes of the input and modes of the output."""
 
     in_modes: tuple[int, ...]
     out_modes: tuple[int, ...]
@@ -330,7 +330,7 @@ class TTShape(LinearShape):
 
     @property
     def split(self) -> int:
-        """How many cores carry the input."""
+        """Number of cores that carry the input."""
         return len(self.in_modes)
 
 
@@ -426,7 +426,7 @@ class TTMShape(Shape):
 
     @property
     def split(self) -> int:
-        """How many cores form the left factor of a lookup."""
+        """Number of cores that form the left factor of a lookup."""
         return len(self.row_modes) // 2
 
     def describe_modes(self) -> str:
@@ -462,7 +462,7 @@ def check_cover(name: str, width: int, modes: tuple[int, ...]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether it is a real number, numpy's too, and neither a boolean nor text."""
+    """Return whether it is a real number, numpy's too, and neither a boolean nor text."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -614,7 +614,7 @@ class BTTShape(LinearShape):
 
     @property
     def split(self) -> int:
-        """How many cores carry the input."""
+        """Number of cores that carry the input."""
         return 1
 
 

@@ -31,7 +31,7 @@ from comera.checkpoint.streams import (
 
 @dataclass(frozen=True)
 class Quality:
-    """What lossy tensors lose; see :class:`comera.checkpoint.chain.CheckpointChain`."""
+    """Precision of lossy tensors; see :class:`comera.checkpoint.chain.CheckpointChain`."""
 
     bits: int = 4
     rate: float = 0.055
@@ -561,7 +561,7 @@ def _has_lines(shape: torch.Size | list[int]) -> bool:
 
 
 MANY = 12
-"""Where more than one of so many entries is kept, a code for all takes fewer bytes than gaps."""
+"""Entries for each kept one below which a code for all takes fewer bytes than gaps."""
 
 
 def write_gaps(section: Section, places: Tensor, of: str = "") -> int:

@@ -30,7 +30,7 @@ _SECOND_MOMENT = "exp_avg_sq"
 
 
 class Policy:
-    """How tensors are kept, by patterns of names, and else by their kind.
+    """Treatment of tensors, by patterns of names, and else by their kind.
 
     Weights and moments of floats are lossy if they are matrices or larger; the rest is exact:
     vectors, counters, projections, quantised states, buffers, and everything in ``extra``.

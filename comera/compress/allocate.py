@@ -24,7 +24,7 @@ _LEAST, _MOST = 1e-60, 1e60
 
 @dataclass(frozen=True)
 class Choice:
-    """What there is to choose for one weight.
+    """Choices for one weight.
 
     Attributes:
         losses: By how much the loss rises without each direction, largest first, ``(K,)``.
@@ -146,7 +146,7 @@ def smallest_budget(least: int, total: int, in_bytes: bool) -> str:
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """What becomes of one layer.
+    """Result for one layer.
 
     Attributes:
         name: As in ``named_modules``.

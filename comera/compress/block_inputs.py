@@ -28,7 +28,7 @@ from comera.saved.shards import Shards, read_tensor
 
 @dataclass
 class Calls:
-    """How the blocks are called, for each batch.
+    """Arguments of the blocks, for each batch.
 
     Attributes:
         states: What the first block is given.
@@ -245,7 +245,7 @@ class Filler:
 
     @contextmanager
     def filled(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
-        """Let a module have its numbers for a while; afterwards it has none again.
+        """Load the numbers of a module for a while; afterwards it has none again.
 
         Layers that were put in the place of others meanwhile go to the ``meta`` device too.
         """

@@ -120,7 +120,7 @@ def _truncated(
 
 @dataclass(frozen=True, repr=False)
 class Compression(Report):
-    """What :func:`compress_` has done; prints itself.
+    """Result of :func:`compress_`; prints itself.
 
     Attributes:
         layers: One entry for each targeted layer.

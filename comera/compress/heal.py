@@ -1,4 +1,4 @@
-"""What compression took from a model, brought back by training it to answer as the dense one."""
+"""Distillation of a compressed model towards the dense one, to recover its loss."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 21
 
 @dataclass(frozen=True)
 class Healing:
-    """How it went; prints itself.
+    """Result of :func:`heal_`; prints itself.
 
     Attributes:
         steps: Batches that were trained on.

@@ -302,7 +302,7 @@ def _empty(layer: Layer) -> LayerMoments:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have the model evaluate, with parameters that ask for no gradient."""
+    """Run in evaluation mode, with parameters that require no gradient."""
     wanted = {param: param.requires_grad for param in model.parameters()}
     with evaluation_mode(model), every_layer_called():
         for param in wanted:

@@ -1,4 +1,4 @@
-"""What the loss says of each layer's ranks, before anything is changed."""
+"""Sensitivity of the loss to the ranks of each layer, before anything is changed."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Report):
-    """What :func:`sensitivity` has found; prints itself, also in Jupyter.
+    """Result of :func:`sensitivity`; prints itself, also in Jupyter.
 
     :func:`compress_` takes it in the place of calibration data, for this model or copies of it.
 

@@ -24,7 +24,7 @@ takes the place of moments that are all zero; ten times as much where that does 
 
 
 _DAMPING, _GRAD_DAMPING = 1e-4, 1e-3
-"""What is added to moments of inputs and of gradients, as shares of their mean variances."""
+"""Damping of the moments of inputs and of gradients, as shares of their mean variances."""
 
 
 @dataclass(frozen=True)

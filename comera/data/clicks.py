@@ -46,7 +46,7 @@ log = logging.getLogger("comera")
 
 @dataclass
 class ClickData:
-    """Where clicks come from.
+    """Source of a click log.
 
     Args:
         file: A table with named columns (``.npz``, ``.csv``, ``.tsv``, ``.parquet``), Criteo's

@@ -58,7 +58,7 @@ _EXPECTED = (
 
 @dataclass
 class NliData:
-    """Where sentence pairs come from.
+    """Source of sentence pairs.
 
     Args:
         train: A training file or several, or ``datasets:NAME@SPLIT``.

@@ -44,7 +44,7 @@ _TOKENIZER_SAMPLE = 4_000_000
 
 @dataclass
 class TextData:
-    """Where the text of a language model comes from.
+    """Source of the text of a language model.
 
     Args:
         folder: Text files are taken from here and below, except folders written by runs; by

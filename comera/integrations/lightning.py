@@ -29,7 +29,7 @@ _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
 class RankCallback(Callback):
-    """Let a trainer of Lightning learn the ranks of its model.
+    """Callback of Lightning that learns the ranks of a model.
 
     The loss that ``training_step`` returns is differentiated together with the terms of ``ranks``;
     what the module logs stays the loss alone. When ``ranks`` is due, ranks and the optimizer's
@@ -69,7 +69,7 @@ class RankCallback(Callback):
 
     @property
     def outcome(self) -> dict[str, Any] | None:
-        """What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut."""
+        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
         return self._steps.outcome
 
     def state_dict(self) -> dict[str, Any]:

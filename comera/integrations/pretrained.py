@@ -33,11 +33,11 @@ with needed_by("comera.integrations.transformers"):
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "comera"
-"""What ``config.json`` calls it."""
+"""Name in ``config.json``."""
 
 
 def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTrainedModel:
-    """Let a compressed model of transformers be saved by ``save_pretrained``, in place.
+    """Prepare a compressed model of transformers for ``save_pretrained``, in place.
 
     Its ``resize_token_embeddings`` can then append rows to tables that are tensor trains.
     ``AutoModel.from_pretrained(folder)`` and its like then make it again, with the ranks that it
@@ -76,7 +76,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
 
 @register_quantization_config(METHOD)
 class TensorTrainConfig(QuantizationConfigMixin):
-    """How a model of transformers is held as tensor trains: a ``quantization_config``.
+    """Description of a model of transformers with tensor trains: a ``quantization_config``.
 
     ``AutoModel.from_pretrained(name, quantization_config=TensorTrainConfig(config))`` compresses a
     dense model once it is loaded.
@@ -112,7 +112,7 @@ class TensorTrainConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class TensorTrainQuantizer(HfQuantizer):
-    """What transformers calls while it loads and saves a model that is held as tensor trains.
+    """Quantizer that transformers calls while it loads and saves a model with tensor trains.
 
     Loaded, it counts as a model that is not quantized: it is trained, cast and moved like others.
     """

@@ -13,7 +13,7 @@ log = logging.getLogger("comera")
 
 
 class RankSteps:
-    """What callbacks of other libraries have in common, in the order in which they call it.
+    """The common part of callbacks of other libraries, in the order of their calls.
 
     Args:
         ranks: Rank learning of the model that is trained.
@@ -80,7 +80,7 @@ class RankSteps:
         return self.outcome
 
     def end(self) -> None:
-        """Say so where training has ended before ranks were cut."""
+        """Warn if training has ended before ranks were cut."""
         if self.ranks.forced is None:
             log.warning(
                 "training ended after %d steps of rank learning, before its last: no rank was cut",

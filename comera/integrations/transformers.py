@@ -28,7 +28,7 @@ __all__ = ["RankCallback", "TensorTrainConfig", "attach_", "learn_ranks_", "set_
 
 
 def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
-    """Let a trainer train rank gates at a rate of their own, and decay neither gates nor cores.
+    """Give a trainer a rate of its own for rank gates, and no decay of gates and cores.
 
     The optimizer is still the one of ``TrainingArguments.optim``. One that was handed over as
     ``Trainer(optimizers=...)`` stays as it is: :func:`comera.param_groups` makes its groups.
@@ -72,7 +72,7 @@ def _split_groups_(optimizer: Optimizer, model: Any, gate_lr: float) -> None:
 
 
 def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) -> "RankCallback":
-    """Let a trainer learn the ranks of its model: all it takes beside :func:`comera.tensorize_`.
+    """Add rank learning to a trainer; beside :func:`comera.tensorize_` nothing else is needed.
 
     The loss is differentiated together with the terms of ``ranks``, by whatever way the trainer
     gets it; what is logged and evaluated stays the loss alone. When ``ranks`` is due, ranks and the
@@ -111,7 +111,7 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
 
 
 class RankCallback(TrainerCallback, ExportableState):
-    """What :func:`learn_ranks_` adds to a trainer; its state is part of ``trainer_state.json``.
+    """Callback that :func:`learn_ranks_` adds; its state is part of ``trainer_state.json``.
 
     Args:
         trainer: The trainer that it is added to.
@@ -128,7 +128,7 @@ class RankCallback(TrainerCallback, ExportableState):
 
     @property
     def outcome(self) -> dict[str, Any] | None:
-        """What :meth:`~comera.TwoStage.finish_` has returned; None before ranks are cut."""
+        """Result of :meth:`~comera.TwoStage.finish_`; None before ranks are cut."""
         return self._steps.outcome
 
     def state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from comera.nn.fused import gated_feed_forward, linears
 
 _EPS = 1e-6
-"""What the RMS norms add to the mean square, so that rows of zeros stay finite."""
+"""Epsilon that RMS norms add to the mean square, so that rows of zeros stay finite."""
 _BASE = 10_000.0
 """Wavelengths of the rotary positions run from 2 pi to this times 2 pi tokens (2104.09864)."""
 

@@ -176,7 +176,7 @@ def area_under_curve(scores: Tensor, labels: Tensor) -> float:
 Kind = Literal["hashed", "quotient_remainder", "shared_array"]
 
 _PRIME = 2**31 - 1
-"""Of the hash ``(a x + b) mod p``: products of two numbers below it fit in 64 bits."""
+"""Prime of the hash ``(a x + b) mod p``: products of two numbers below it fit in 64 bits."""
 
 
 class SmallTable(nn.Module):

@@ -19,7 +19,7 @@ from comera.ops.dispatch import may_read_values
 PAD = 0
 """Token that is attended to by nobody."""
 _EPS = 1e-6
-"""What the norms of queries and keys add to the mean square."""
+"""Epsilon that the norms of queries and keys add to the mean square."""
 _STD = 0.02
 """Standard deviation of fresh embeddings, as in BERT."""
 

@@ -19,7 +19,7 @@ from comera.nn.swap import swap_layers_
 
 
 class Form(NamedTuple):
-    """How layers of one class are read and written as torch layers, see :func:`register_layer`."""
+    """Conversion of a class of layers to and from torch layers, see :func:`register_layer`."""
 
     name: str
     to_torch: Callable[[Any], nn.Module]
@@ -39,7 +39,7 @@ def register_layer(
     feature_dim: int = -1,
     fits: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Let :func:`~comera.tensorize_` and :func:`~comera.densify_` know layers of another class.
+    """Register layers of another class for :func:`~comera.tensorize_` and :func:`~comera.densify_`.
 
     Such a layer computes what a torch layer does, on the same input, and holds its numbers in a
     parameter ``weight``. It is then picked, shaped, trained, saved and made dense again like that.
@@ -212,7 +212,7 @@ class SplitExperts(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether all its layers are torch's own."""
+        """Whether all layers are torch's own."""
         return all(type(layer) is nn.Linear for layer in (*self.up, *self.down))
 
     def fuse(self) -> nn.Module:

@@ -40,7 +40,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_pass_of_its_own(module: nn.Module) -> bool:
-    """Say whether a pass was put on the object, or on a tensor train's class by somebody else."""
+    """Return whether the forward pass of the object, or of a tensor train's class, was patched."""
     if "forward" in vars(module):
         return True
     ours: Any = type(module).forward
@@ -48,7 +48,7 @@ def has_pass_of_its_own(module: nn.Module) -> bool:
 
 
 def passes_of(*kinds: Any) -> dict[Any, Any]:
-    """Note the forward pass of each class as it is now, for :func:`is_as_noted`."""
+    """Record the forward pass of each class as it is now, for :func:`is_as_noted`."""
     return {kind: kind.forward for kind in kinds}
 
 

@@ -63,7 +63,7 @@ class HotRows(TensorTrainModule):
 
     @property
     def basis(self) -> Tensor:
-        """What all rows are made of, ``(rank, width)``, the gates multiplied in; differentiable."""
+        """Basis of all rows, ``(rank, width)``, with the gates multiplied in; differentiable."""
         return rank_gate(self.cores[1].squeeze(-1).T, self.gates[0], self.prune_below).T
 
     def dense_weight(self) -> Tensor:
@@ -216,7 +216,7 @@ class TTTable(TensorTrainModule):
 
     @property
     def row_step(self) -> int | None:
-        """How far apart neighbours are kept, k of ``scatter_rows``; None where rows are not."""
+        """Distance between neighbours, k of ``scatter_rows``; None where rows are not scattered."""
         return self._step if self.row_order is None else None
 
     def _kept_at(self, indices: Tensor) -> Tensor:

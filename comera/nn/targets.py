@@ -32,7 +32,7 @@ _LEAST = {"order": 1, "embedding_order": 2, "hot_rows": 0, "min_size": 0, "token
 @names_misspelt
 @dataclass
 class TTConfig:
-    """How :func:`tensorize_` picks layers and shapes them.
+    """Settings of :func:`tensorize_`: which layers it converts, and to which shapes.
 
     Args:
         rank: Bound on the bonds of linear layers: one int, or a list of all inner bonds, which

@@ -82,7 +82,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _Transformed(_Eager):
-    """The same for ``torch.func``; in plain calls autograd would inspect a signature each time."""
+    """Rule for ``torch.func``; in plain calls autograd would inspect a signature each time."""
 
     @staticmethod
     def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What other parts need of any optimizer: unwrapped, stepped alone, its state packed and loaded.
+"""Operations on any optimizer: unwrap it, step one parameter, pack and load its state.
 
 Two class attributes of an optimizer say what is particular about it, so that nothing has to import
 it to find out:

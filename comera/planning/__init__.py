@@ -1,4 +1,4 @@
-"""What a layer costs, and in which way it is best computed, before it runs. Imports no torch.
+"""Predicted cost of a layer, and the best way to compute it. Imports no torch.
 
 The ways to compute a layer (``linear_ways``, ``lookup_ways``) are lists of steps (``candidate``),
 timed on a ``machine`` and ranked by the ``planner``, which also searches the contraction tree with

@@ -1,4 +1,4 @@
-"""What a machine can do, in the few numbers that predict the time of a layer.
+"""The speeds of a machine, in the few numbers that predict the time of a layer.
 
 The numbers are measured once (``comera calibrate``) and kept as one JSON file a machine in the
 cache folder; until then, and where the file cannot be used, rough defaults stand in.
@@ -135,12 +135,12 @@ class Machine:
 
     @property
     def without_onednn(self) -> "Machine":
-        """The same machine, every product by what torch takes by itself."""
+        """This machine with every product by torch's default library."""
         return replace(self, onednn=1.0)
 
     @property
     def eager(self) -> "Machine | None":
-        """The same GPU in eager mode, where the host starts every kernel; None of a CPU."""
+        """This GPU in eager mode, where the host starts every kernel; None for a CPU."""
         if self.kind != "cuda" or self.runs_ahead:
             return None
         return replace(

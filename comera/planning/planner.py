@@ -237,7 +237,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Whether a tensor train pays at a batch; ``str`` says it in a sentence or two.
+    """Comparison of a tensor train with nn.Linear at a batch; ``str`` gives a sentence or two.
 
     Attributes:
         tokens: Rows of the batch.

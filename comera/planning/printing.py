@@ -174,13 +174,13 @@ class _Column:
 
     @property
     def full(self) -> int:
-        """How wide it is with no cell broken."""
+        """Width with no cell broken."""
         heading = self.heading.split() if self.broken_heading else [self.heading]
         return max(map(len, [*heading, *self.cells]))
 
     @property
     def floor(self) -> int:
-        """How narrow it may become, if it holds words."""
+        """Least width of a column of words."""
         least, most = _WORDS
         parts = [part for text in (self.heading, *self.cells) for part in self.part.findall(text)]
         longest = max((len(part.rstrip()) for part in parts), default=0)

@@ -162,7 +162,7 @@ running mean looks back."""
 
 @dataclass
 class ImportanceSettings:
-    """How :class:`ImportancePruning` chooses among ranks.
+    """Settings by which :class:`ImportancePruning` chooses among ranks.
 
     Args:
         min_keep: What every layer keeps at least, as a share of what it would have if all were cut

@@ -35,7 +35,7 @@ log = logging.getLogger("comera")
 
 
 _SAME = 1e-3
-"""How far gates may differ that are one: machines of several kinds round differently."""
+"""Tolerance of equal gates: machines of several kinds round differently."""
 
 _WAY_OUT = (
     "Nothing has been changed. Processes that train one model start with equal weights and average "
@@ -133,7 +133,7 @@ _Copy = tuple[dict[str, object], dict[str, list[Tensor]]]
 
 
 def _difference(one: _Copy, other: _Copy) -> str | None:
-    """Say in what two processes differ, in words; None if they do not."""
+    """Return in what two processes differ, in words; None if they do not."""
     (settings, gates), (other_settings, other_gates) = one, other
     for name, value in settings.items():
         if value != other_settings[name]:
@@ -265,7 +265,7 @@ class RankLearning(ABC):
 
     @property
     def due(self) -> bool:
-        """Tell whether it is time for :meth:`finish_`, which has not run yet."""
+        """Return whether it is time for :meth:`finish_`, which has not run yet."""
         return self.forced is None and self.steps_left == 0
 
     @property

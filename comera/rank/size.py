@@ -143,7 +143,7 @@ class SizeOfRanks:
         return bonds.index_select(0, self._ends).chunk(2)  # type: ignore[return-value]
 
     def _index(self, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        """Note which bond each gate belongs to, and which two bonds each core lies between."""
+        """Record which bond each gate belongs to, and which two bonds each core lies between."""
         self._indexed, self._widths = (widths, device, dtype), widths
         before: list[int] = []
         after: list[int] = []

@@ -34,7 +34,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What the data of a run are.
+    """Identity of the data of a run.
 
     Attributes:
         files: Digests of all that is read, by name.
@@ -65,7 +65,7 @@ def read_record(folder: Path) -> DataRecord | None:
 
 
 def write_record(folder: Path, record: DataRecord) -> None:
-    """Note in the folder of a run what its data are."""
+    """Write the record of a run's data into its folder."""
     with replacing(folder / NAME) as temporary:
         facts = {"files": dict(record.files), "prepared": record.prepared}
         temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -540,7 +540,7 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
 
 
 def _holds(path: Path) -> bool:
-    """Tell whether there is a file, or a folder with anything in it but a lock."""
+    """Return whether there is a file, or a folder with anything in it but a lock."""
     if path.is_dir():
         return any(entry.name != ".lock" for entry in path.iterdir())
     return path.exists()

@@ -23,7 +23,7 @@ from comera.optim.muon import MuonAdamW
 Groups = list[dict[str, Any]]
 
 _ADAFACTOR_EPS = (1e-15, 1e-3)
-"""As of ``comera.GaLoreAdafactor``: torch's own keeps no scale for small gradients."""
+"""Epsilons of ``comera.GaLoreAdafactor``: torch's own keep no scale for small gradients."""
 
 
 @dataclass(kw_only=True)

@@ -239,7 +239,7 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        """Whether it has settings of its own."""
+        """Whether the setting is a section with settings of its own."""
         return section_of(self.hint)[0] is not None
 
     @property

@@ -314,7 +314,7 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """How the state of training is kept; see :class:`comera.CheckpointChain`.
+    """Settings of checkpoints; see :class:`comera.CheckpointChain`.
 
     Args:
         mode: ``lossless`` resumes a run exactly; ``lossy`` keeps a series of checkpoints many times
@@ -477,7 +477,7 @@ class RunConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures, the most telling metric first."""
+        """Metrics of an evaluation, the most telling one first."""
         return METRICS[self.task]
 
     @property

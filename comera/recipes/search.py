@@ -183,7 +183,7 @@ class Search:
         return []
 
     def tell(self) -> None:
-        """Tell Optuna what came of the trials whose runs have all ended."""
+        """Report to Optuna the results of the trials whose runs have all ended."""
         waiting = [trial.number for trial in self._study.trials if trial.state.name == "RUNNING"]
         for number in waiting:
             jobs = self._of[number]

@@ -56,7 +56,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file says.
+    """Content of a sweep file.
 
     Attributes:
         out: Folder of everything.
@@ -383,7 +383,7 @@ def _carry_out(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Say which data are missing where no run can begin: else each that has none says so.
+    """Return which data are missing where no run can begin: else each that has none says so.
 
     Raises:
         FileNotFoundError: If that is so.
@@ -397,7 +397,7 @@ def _check_data(jobs: Sequence[Job]) -> None:
 
 
 def _lacking_data(config: RunConfig) -> str | None:
-    """Say which data of a run are not there, None if all are; no file is read."""
+    """Return which data of a run are not there, None if all are; no file is read."""
     if missing := missing_data(config):
         named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
         return f"there is no {named}; put the data there, or say by those settings where they are"

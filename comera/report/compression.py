@@ -1,4 +1,4 @@
-"""How much smaller a tensorised model is, layer by layer, and what its layers cost."""
+"""Size and predicted cost of a tensorised model, layer by layer."""
 
 import math
 import operator

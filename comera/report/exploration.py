@@ -91,7 +91,7 @@ class Point:
 
 @dataclass(frozen=True, repr=False)
 class Exploration(Report):
-    """What :func:`comera.explore` has measured; prints itself, also in Jupyter.
+    """Result of :func:`comera.explore`; prints itself, also in Jupyter.
 
     The table is as wide as the terminal at most, and names the columns for which there is no room;
     :meth:`to_pandas` has them all.
@@ -109,7 +109,7 @@ class Exploration(Report):
         return data_frame(self.points)
 
     def pareto(self) -> "Exploration":
-        """Keep the points to which no other is equal or better in both size and loss.
+        """Return the points to which no other is equal or better in both size and loss.
 
         Sizes are parameters of the whole model. Of points that are alike the first is kept.
         """

@@ -1,4 +1,4 @@
-"""What the planner says about the layers of a model: which way each runs, and against dense."""
+"""The plans of all layers of a model: the way each runs, and its cost beside dense."""
 
 import copy
 from dataclasses import dataclass, replace

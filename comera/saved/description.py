@@ -222,7 +222,7 @@ _DAMAGE = (
     AttributeError, KeyError, NotImplementedError, OverflowError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What constructors raise for numbers that no layer was ever made of."""
+"""Errors that constructors raise for sizes of no layer."""
 
 
 def rebuild_(model: nn.Module, layers: Mapping[str, Entry]) -> nn.Module:
@@ -395,7 +395,7 @@ def fill_(
     tied: Mapping[str, str],
     frozen: Iterable[str],
 ) -> None:
-    """Let a model have tensors as they are, dtypes included, in place.
+    """Assign tensors to a model as they are, dtypes included, in place.
 
     Args:
         model: Its parameters become new ones.

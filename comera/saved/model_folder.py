@@ -40,7 +40,7 @@ log = logging.getLogger("comera")
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "comera.json"
 _KEY = "comera"
-"""Of the description in the header of the weights."""
+"""Key of the description in the header of the weights."""
 
 
 def save_model(model: nn.Module, folder: str | Path, *, config: TTConfig | None = None) -> Path:

@@ -32,7 +32,7 @@ from comera.shapes import whole_number
 log = logging.getLogger("comera")
 
 _WORTH_ITS_MEMORY = 1.1
-"""How many times faster a dense layer must be than a smaller one to be taken instead."""
+"""Speed-up from which a dense layer is taken instead of a smaller one."""
 
 _ROUNDS, _CALLS = 7, 5
 """Timings of each layer, the shortest of which counts, and passes within one."""
@@ -195,7 +195,7 @@ def _refuse_training(model: nn.Module, _: Any) -> None:
 
 
 def refuse_training_(model: nn.Module) -> None:
-    """Let a frozen model raise when it is called in training mode and gradients are wanted."""
+    """Add a hook that raises when a frozen model is called in training mode with gradients on."""
     if not refuses_training(model):
         model.register_forward_pre_hook(_refuse_training)
 

@@ -50,11 +50,11 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def renew_(wrapper: DistributedDataParallel) -> None:
-    """Let a ``DistributedDataParallel`` average gradients of the shapes that parameters have now.
+    """Rebuild the buffers of a ``DistributedDataParallel`` for the present shapes of parameters.
 
-    It sorts them into buffers once and for all, and follows each parameter by an object that goes
-    with its old shape. This is done as by its own ``__setstate__``; all processes do it at the same
-    step.
+    The wrapper sorts parameters into buffers when it is made, and holds an accumulator of the old
+    shape for each. Both are made again as in its own ``__setstate__``; all processes call this at
+    the same step.
     """
     # The old one first: accumulators of gradients live as long as it, on their old stream.
     del wrapper.reducer, wrapper.logger
@@ -89,7 +89,7 @@ def slice_state_(
     scale: Tensor | None = None,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Keep some rows of a parameter, of its gradient and of its optimizer state, in place.
+    """Select rows of a parameter, of its gradient and of its optimizer state, in place.
 
     Args:
         param: Changed in place to ``param[keep] * scale``; its identity stays.
@@ -138,12 +138,12 @@ def _power_of_gradient(key: str, state: Mapping[str, object]) -> int:
 
 
 def _spans(value: Tensor, scale: Tensor) -> bool:
-    """Tell whether the scale fits: a factored moment lacks the dimension of some scales."""
+    """Return whether the scale fits: a factored moment lacks the dimension of some scales."""
     return torch.broadcast_shapes(value.shape, scale.shape) == value.shape
 
 
 def follows(tensor: Tensor, shape: torch.Size) -> bool:
-    """Tell whether a tensor has the dimensions of a parameter, some of them of size one."""
+    """Return whether a tensor has the dimensions of a parameter, some of them of size one."""
     return tensor.dim() == len(shape) and all(
         mine in (1, theirs) for mine, theirs in zip(tensor.shape, shape, strict=True)
     )

@@ -51,7 +51,7 @@ _VARIANTS = 2
 
 
 class _Course(enum.IntEnum):
-    """What to do with a batch; of several processes all do the least that one of them can."""
+    """Ways to run a batch; of several processes all take the least that one of them can."""
 
     FALL_BACK = 0
     EAGER = 1
@@ -68,7 +68,7 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDescription:
-    """How a training step runs.
+    """Report on a training step: eager, or recorded.
 
     Attributes:
         captured: Whether it runs as one CUDA graph.
@@ -210,7 +210,7 @@ class Capture:
         return next((kept for kept in self._kept if kept.static.signature == like), None)
 
     def describe(self) -> StepDescription:
-        """Say how the update runs now, and what has been recorded so far."""
+        """Return a text on how the update runs now, and what has been recorded so far."""
         counts = self._captures, self._replays
         if self.why_not is not None:
             return StepDescription(False, self.why_not, *counts)

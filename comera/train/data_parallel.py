@@ -52,16 +52,16 @@ class DataParallel:
             self._renewed += 1
 
     def forget(self) -> None:
-        """Have the buffers made anew: a backward pass broke off, and they wait for its rest."""
+        """Rebuild the buffers: a backward pass broke off, and they wait for its rest."""
         self._made_for = None
 
     @property
     def times_renewed(self) -> int:
-        """How often the buffers were made anew; a recording writes to those it was made with."""
+        """Number of rebuilds of the buffers; a recording writes to those it was made with."""
         return self._renewed
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Say why a graph cannot hold the averaging of gradients; None if it can."""
+        """Return why a graph cannot hold the averaging of gradients; None if it can."""
         model, name = self._model, "DistributedDataParallel"
         if model.find_unused_parameters:
             return (
@@ -108,7 +108,7 @@ def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
 
 
 def _why_not_nccl(group: dist.ProcessGroup) -> str | None:
-    """Say why a graph cannot hold the reductions of a group; None if it can.
+    """Return why a graph cannot hold the reductions of a group; None if it can.
 
     PyTorch's notes also ask for TORCH_NCCL_ASYNC_ERROR_HANDLING=0, for the thread that watches
     over operations; since torch 2.1 it leaves captured ones alone (pytorch #102542).

@@ -40,7 +40,7 @@ class Recording(Protocol):
     """A recorded function, to be replayed until it is freed."""
 
     output: Tensor
-    """Where each replay leaves the result."""
+    """Result of each replay."""
 
     def replay(self) -> None: ...
 
@@ -228,7 +228,7 @@ def signature(batch: Any) -> Signature:
 
 
 def why_not_static(batch: Any, device: torch.device) -> str | None:
-    """Say what in a batch a recorded function could not read, and what to give instead."""
+    """Return what in a batch a recorded function could not read, and what to give instead."""
     for path, value in tree_flatten_with_path(batch)[0]:
         name = f"batch{keystr(path)}"
         if isinstance(value, Tensor):
@@ -244,7 +244,7 @@ def why_not_static(batch: Any, device: torch.device) -> str | None:
 
 
 def difference(before: Signature, now: Signature, batch: Any) -> str:
-    """Say which part of a batch is not as it was.
+    """Return which part of a batch is not as it was.
 
     Args:
         before: What it was like.
@@ -265,7 +265,7 @@ def difference(before: Signature, now: Signature, batch: Any) -> str:
 
 
 def is_variant(now: Signature, before: Signature) -> bool:
-    """Tell whether batches differ in plain values alone: their tensors have the same places."""
+    """Return whether batches differ in plain values alone: their tensors have the same places."""
     (old_spec, old), (new_spec, new) = before, now
     return old_spec == new_spec and all(
         mine == theirs or Tensor not in (mine[0], theirs[0])
@@ -274,7 +274,7 @@ def is_variant(now: Signature, before: Signature) -> bool:
 
 
 def is_shorter(now: Signature, before: Signature) -> bool:
-    """Tell whether a batch only has fewer rows, as the last one of a data set has."""
+    """Return whether a batch only has fewer rows, as the last one of a data set has."""
     (old_spec, old), (new_spec, new) = before, now
     if old_spec != new_spec:
         return False

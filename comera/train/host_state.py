@@ -1,4 +1,4 @@
-"""What a recorded training step takes for granted: addresses, and everything on the host."""
+"""The state that a recorded training step has fixed: addresses, and everything on the host."""
 
 import operator
 import random
@@ -32,7 +32,7 @@ class Captured(Protocol):
 
 
 class HostState:
-    """What a training step depends on besides its batch, and how it is put back.
+    """The state that a training step depends on besides its batch, and its restoration.
 
     Args:
         step: The training step, whose model and optimizer are on one device; :meth:`identity` sets
@@ -43,7 +43,7 @@ class HostState:
         self._step = step
 
     def why_not_capturable(self, device: torch.device) -> str | None:
-        """Say why the step cannot be a graph, as far as that can be told beforehand."""
+        """Return why the step cannot be a graph, as far as that can be told beforehand."""
         model, parallel = self._step.model, self._step.parallel
         problem = None if parallel is None else parallel.why_not_capturable(device)
         if problem is not None:
@@ -146,7 +146,7 @@ def _constant(value: Any) -> Any:
 
 
 def why_not_capturable(optimizer: AnyOptimizer) -> str | None:
-    """Say why a graph cannot hold the optimizer's step; None if it can."""
+    """Return why a graph cannot hold the optimizer's step; None if it can."""
     name = type(optimizer).__name__
     why = getattr(optimizer, "not_capturable", None)
     if why is not None:

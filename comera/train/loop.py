@@ -28,7 +28,7 @@ Evaluate = Callable[[nn.Module], dict[str, float]]
 
 @dataclass
 class LoopResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         steps: Optimizer steps in all, earlier sessions included.

@@ -43,7 +43,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the one process that writes and speaks."""
+        """Return whether this is the one process that writes and logs."""
         return self.rank == 0
 
     def share_of(self, batch: Any) -> Any:
@@ -72,7 +72,7 @@ class Processes:
             torch.manual_seed(int(words[0]) >> 1)
 
     def any(self, flag: bool) -> bool:
-        """Tell whether a flag is set in any process."""
+        """Return whether a flag is set in any process."""
         if self.count == 1:
             return flag
         value = torch.tensor(int(flag))

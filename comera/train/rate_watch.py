@@ -27,7 +27,7 @@ _FIRST = (1, 5, 10, 20)
 _LARGEST_CHANGE = 1.0
 """Share of a weight that one step may change; those that learn have some hundredths."""
 _USUAL_CHANGE = 0.03
-"""What the rate is to be set for where it is too high."""
+"""Change of a weight in a step for which the advised rate is computed."""
 _LARGEST_SCORE = 30.0
 """Standard deviation of attention scores from weights; 1/3 at the start of a run.
 
@@ -41,7 +41,7 @@ _NORMS = ("query_norm", "q_norm")
 
 @dataclass(frozen=True)
 class Seen:
-    """What one look found.
+    """Result of one look at the weights.
 
     Args:
         change: Largest relative change of a weight in a step, its cores' added up; 0 for none.
@@ -79,7 +79,7 @@ class RateWatch:
         self._said: set[str] = set()
 
     def advice(self) -> str:
-        """Say what may be behind a loss that is not finite, for the end of an error."""
+        """Return the likely cause of a loss that is not finite, for the end of an error."""
         rate = _rate(self.optimizer)
         seen = self.last
         score = (

@@ -32,7 +32,7 @@ from comera.train.sharded import (
 from comera.train.step import TrainStep
 
 _PLACES = ("row_order", "_extra_state")
-"""What the state dict of a table says of where it keeps its rows."""
+"""Keys of a table's state dict that say at which rows indices are kept."""
 
 
 def save_checkpoint(

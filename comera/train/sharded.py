@@ -212,9 +212,9 @@ def shard_dense_(model: nn.Module) -> nn.Module:
 
 
 class Sharded:
-    """What a training step has to do between its parts for a model of which parts are shared out.
+    """Averages and norms of gradients for a model with sharded parameters.
 
-    By :func:`shard_dense_` or torch's ``parallelize_module``.
+    They are sharded by :func:`shard_dense_` or torch's ``parallelize_module``.
 
     Args:
         model: The model. ``fully_shard`` averages the gradients of what it has shared out, and of
@@ -283,7 +283,7 @@ def _check_steps_parts(optimizer: AnyOptimizer) -> None:
 
 
 def has_shared_parts(model: nn.Module) -> bool:
-    """Tell whether any parameter of a model is shared out among processes."""
+    """Return whether any parameter of a model is sharded among processes."""
     return any(map(is_sharded, model.parameters()))
 
 
@@ -324,7 +324,7 @@ def _is_shared(leaf: Any) -> bool:
 
 
 def _split_gradient_(param: Any) -> None:
-    """Let a process have its part of a gradient alone: of an embedding it may have the whole."""
+    """Shard a gradient as its parameter is: that of an embedding may be whole in each process."""
     if param.grad is not None and param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
 

@@ -197,7 +197,7 @@ class TrainStep:
         return total
 
     def describe(self) -> StepDescription:
-        """Say how the step runs: eagerly and why, or as which CUDA graph; to be printed."""
+        """Return a text on how the step runs: eagerly and why, or as which CUDA graph."""
         if self._capture is not None:
             return self._capture.describe()
         return StepDescription(False, self._why_eager)

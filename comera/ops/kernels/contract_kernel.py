@@ -292,7 +292,7 @@ def contract_backward(groups: Sequence[Chains], grads: Sequence[Tensor]) -> tupl
 
 @dataclass
 class _Plan:
-    """What a launch works on.
+    """Arguments of a launch.
 
     Attributes:
         descriptors: One for each factor, on the card.

@@ -21,7 +21,7 @@ from comera.ops.kernels.launch import dense, launch
 from comera.ops.product import product
 
 ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}
-"""What the names of the kernels for a dtype end in."""
+"""Suffix of the names of kernels, by dtype."""
 
 THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES = 256, 128, 64, 3
 BOND, WIDE_BOND = 32, 48

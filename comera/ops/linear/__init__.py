@@ -1,1 +1,1 @@
-"""What linear layers run: two factors or the weight formed from them, and layers in one go."""
+"""Operators of linear layers: products with factors or weights, feed-forward, eight bits."""

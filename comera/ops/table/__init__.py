@@ -1,1 +1,1 @@
-"""What embedding tables run: rows and bags read from factors or from slices of cores."""
+"""Operators of embedding tables: rows and bags read from factors or from slices of cores."""

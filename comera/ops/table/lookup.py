@@ -90,7 +90,7 @@ def _case(given: Lookup, *_: Any) -> Case:
 
 
 def _case_if_static(given: Lookup, checked: bool) -> Case | None:
-    """Where shapes are static torch makes every row for itself, elsewhere distinct rows."""
+    """Return the case with static shapes, where torch computes every row; else None."""
     return _case(given) if shapes_are_static(given.indices_N) else None
 
 

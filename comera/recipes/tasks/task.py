@@ -60,7 +60,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a batch is trained on: a device, and one of several processes."""
+    """Device and process of a run: its share of batches, and sums over all processes."""
 
     device: torch.device
     processes: Processes

@@ -129,7 +129,7 @@ _EVALUATED = 32
 _SHOWN = 5
 """Words that are told for each masked one."""
 _DRAWN_EVERY = 7
-"""Of a batch without data, each such word is masked."""
+"""Interval of masked words in a batch that is drawn without data."""
 
 
 class MaskedTextKind(OfStreams):
