@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import comera
+from comera.ops import contract_cores
 from comera.ops.context import static_shapes
 
 
@@ -58,13 +59,20 @@ def test_linear_layers(tokens, widths, rank, order, bias, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [16, 512])
-def test_tables(tokens, dtype):
-    """Of a small one, whose factors are contracted whole."""
+def test_tables(tokens, dtype, monkeypatch):
+    """Of a small one, whose factors are contracted whole; in eager mode with copies of cores."""
     table = comera.TTEmbedding(1000, 64, rank=8, dtype=dtype)
     plan = comera.plan(table, tokens=tokens)
     indices = torch.randint(0, 1000, (tokens,))
+    in_eager_mode = kept(table, indices)
+    monkeypatch.setattr(
+        contract_cores, "_FEW", 0
+    )  # as of large cores, which one operator contracts
     assert kept(table, indices) == plan.chosen.saved_bytes
     assert kept(nn.Embedding(1000, 64, dtype=dtype), indices) == plan.dense.saved_bytes
+    # Autograd keeps cores gated, in the dtype of the gates.
+    cores = 4 * 4 * sum(core.numel() for core in table.cores) * max(1, dtype.itemsize // 4)
+    assert plan.chosen.saved_bytes < in_eager_mode < plan.chosen.saved_bytes + cores
 
 
 def test_a_model_lists_them_beside_dense():
