@@ -290,7 +290,10 @@ def train(
                     return False
                 return together.from_first(lambda: run.clock.seconds() >= seconds)
 
-            ended = step.steps_done >= steps or time_is_up()
+            # A run whose time is up ends with its ranks cut; a session that was broken off may not
+            # have come to that.
+            uncut = step.ranks is not None and step.ranks.forced is None
+            ended = step.steps_done >= steps or (not uncut and time_is_up())
             while not ended and not together.any(stopped.is_set()):
                 batch = get_batch(step.steps_done)
                 together.draw_(seed, step.steps_done)

@@ -195,3 +195,22 @@ def test_a_run_ends_when_its_seconds_are_up(device, slow, tmp_path, caplog):
     assert "train: ends after step 8 of 100, as its 30 seconds are up" in caplog.text
     again = loop.train(slow_step(device), **limited, **slow)
     assert (again.steps, again.metrics) == (8, result.metrics)
+
+
+def test_ranks_are_cut_where_the_seconds_were_up_before_a_run_was_broken_off(
+    device, slow, tmp_path
+):
+    def broken_off(number):
+        if number == 5:
+            raise KeyError("no such batch")
+        return slow["get_batch"](number)
+
+    with pytest.raises(KeyError, match="no such batch"):
+        loop.train(
+            slow_step(device), steps=100, folder=tmp_path, save_every=4,
+            **{**slow, "get_batch": broken_off},
+        )  # fmt: skip
+    limited = {"steps": 100, "seconds": 5, "log_every": 2, "folder": tmp_path, "resume": True}
+    result = loop.train(slow_step(device), **limited, **slow)
+    assert (result.steps, result.interrupted) == (6, False)
+    assert result.ranks is not None
