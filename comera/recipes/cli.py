@@ -232,7 +232,7 @@ def _help_of_commands(start: str) -> str:
     for name in COMMANDS:
         if name.startswith(start):
             text = RUN_COMMANDS.get(name) or parse(_function(name).__doc__ or "").short_description
-            lines += row(name, text or "")
+            lines.append(row(name, text or ""))
     return "\n".join([*lines, "", "`comera COMMAND --help` shows the options of a command."])
 
 

@@ -182,8 +182,8 @@ class MuonConfig(AdamWConfig):
     """``comera.MuonAdamW``.
 
     Args:
-        target_modules: Dense layers to step by muon as cores are, a regular expression or names;
-            by default none.
+        target_modules: Dense layers to step by muon as cores are, or to project by GaLore, a
+            regular expression or names; by default none, or all.
     """
 
     default_lr = 7e-4
@@ -276,10 +276,10 @@ class GaLoreConfig(OptimizerConfig):
     """The projection of ``comera.GaLore``, which the optimizers below share.
 
     Args:
-        rank: Rank of the subspaces; by default a quarter of ``model.d_model``, about what its
-            authors take.
-        update_proj_gap: Steps between two subspaces.
-        scale: Factor of every projected step.
+        rank: Rank of the subspaces of GaLore; by default a quarter of ``model.d_model``, about as
+            its authors take.
+        update_proj_gap: Steps between two subspaces of GaLore.
+        scale: Factor of every projected step of GaLore.
         target_modules: Dense layers to project, a regular expression or names; by default all.
     """
 
