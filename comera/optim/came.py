@@ -198,12 +198,14 @@ class CAME(Optimizer):
             first, second, third = (1 - beta**steps_b1 for beta in settings["betas"])
             corrections = _Corrections(second.sqrt(), 1 / first, third.sqrt())
         if view is None:
-            means = {"exp_avg_sq": _stack(_every(states, "exp_avg_sq"), shape)}
-            _plain_step_(param, grad, average, *means.values(), settings, corrections)
+            square = _stack(_every(states, "exp_avg_sq"), shape)
+            _plain_step_(param, grad, average, square, settings, corrections)
+            means = {"exp_avg_sq": square}
         else:
             flat = (len(params), sum(view))
-            means = {key: _stack(_every(states, key), flat) for key in _FACTORS}
-            _factored_step_(param, grad, average, *means.values(), settings, corrections)
+            square, residual = (_stack(_every(states, key), flat) for key in _FACTORS)
+            _factored_step_(param, grad, average, square, residual, settings, corrections)
+            means = dict(zip(_FACTORS, (square, residual), strict=True))
         if "step" in states[0]:
             torch._foreach_add_(_every(states, "step"), 1.0)
         else:
