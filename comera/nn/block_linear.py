@@ -18,7 +18,7 @@ from comera.ops.linear.blocks import (
     weight_to_blocks,
 )
 from comera.ops.linear.tt_linear import check_width
-from comera.planning.products import Layer
+from comera.planning.linear_ways import Layer
 from comera.shapes import BTTShape, only_one
 
 
