@@ -14,8 +14,8 @@ from comera.ops.context import static_shapes
 from comera.ops.dispatch import TABLE, Sample, way_times_of, ways_of
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.planning.linear_ways import first_where
 from comera.planning.printing import show_seconds
-from comera.planning.products import first_where
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDTH, _RANKS = 768, (32, 128, 256, 384, 512)
