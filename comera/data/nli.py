@@ -17,6 +17,7 @@ from torch import Tensor
 from comera.data.vocabulary import (
     CLS,
     PAD,
+    PATH,
     SEP,
     array_digest,
     as_array,
@@ -71,10 +72,10 @@ class NliData:
         limit: Use only the first so many training rows.
     """
 
-    train: str | list[str] = field(default_factory=list)
-    dev: str | list[str] = field(default_factory=list)
-    test: str | list[str] = field(default_factory=list)
-    vocab: str | None = None
+    train: str | list[str] = field(default_factory=list, metadata=PATH)
+    dev: str | list[str] = field(default_factory=list, metadata=PATH)
+    test: str | list[str] = field(default_factory=list, metadata=PATH)
+    vocab: str | None = field(default=None, metadata=PATH)
     vocab_size: int = 30522
     length: int = 128
     limit: int | None = None

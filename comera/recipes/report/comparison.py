@@ -15,9 +15,9 @@ from rich.table import Table
 from comera.files import replacing
 from comera.planning.printing import show_bytes
 from comera.recipes.folder import read_result
+from comera.recipes.run_config import HIGHER_IS_BETTER
 from comera.train.log import from_json, to_json
 
-HIGHER_IS_BETTER = ("accuracy", "auc")
 _NONE = "–"
 _WIDEST = 200
 
