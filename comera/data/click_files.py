@@ -155,7 +155,7 @@ class ClickRows:
             with safe_open(path, "numpy") as file:
                 described = json.loads((file.metadata() or {})[_KEY])
                 fields = [
-                    Field(*facts, file.get_tensor(f"codes.{k}"), file.get_tensor(f"rows.{k}"))
+                    Field(*facts, *(file.get_tensor(f"{part}.{k}") for part in ("codes", "rows")))
                     for k, facts in enumerate(described["fields"])
                 ]
                 scale = file.get_tensor("mean"), file.get_tensor("spread")
