@@ -54,8 +54,7 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
 
     from comera.allocator import reuse_freed_memory
     from comera.recipes.run import print_plan, run
-    from comera.train.processes import joined
-    from comera.train.stop_signals import stop_with_parent
+    from comera.train.processes import joined, stop_with_parent
 
     if command == "plan":
         print_plan(settings, console)
