@@ -31,8 +31,8 @@ from comera.files import replacing
 from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.params import model_size
 from comera.saved.description import describe
-from comera.saved.model_folder import DESCRIPTION, WEIGHTS, description_text, note_of
-from comera.saved.shards import INDEX, Shards, write_by_tensor
+from comera.saved.model_folder import DESCRIPTION, write_folder
+from comera.saved.shards import INDEX, Shards
 
 log = logging.getLogger("comera")
 
@@ -262,12 +262,7 @@ def _write(
         tensor = state[name]
         return filler.read(tensor) if tensor.is_meta else tensor.detach()
 
-    described["tensors"] = {name: note_of(read(name)) for name in state}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    text = description_text(described)
-    write_by_tensor(folder / WEIGHTS, shapes, read, {"format": "pt", "comera": text})
-    with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+    write_folder(folder, described, state, read)
 
 
 def _write_config(source: Path, folder: Path, model: nn.Module) -> None:
