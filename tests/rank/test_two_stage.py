@@ -251,7 +251,7 @@ def test_state_goes_on_where_it_was(batch, steps):
     ranks = comera.TwoStage(first, 0.7, 3, 30)
     optimizer = optimizer_for(first, gate_lr=0.1)
     learn(first, batch, ranks, optimizer, steps)
-    assert bool(ranks._reached) == (steps == 14)
+    assert bool(ranks.state_dict()["target_met"]) == (steps == 14)
     second = make_model()
     second.load_state_dict(first.state_dict())
     other_optimizer = optimizer_for(second, gate_lr=0.1)
