@@ -374,7 +374,7 @@ class TestInterface:
 class TestEightBits:
     @pytest.mark.parametrize("entries", [256, 4096, 5000])
     def test_codes_are_within_half_a_step_of_the_block_s_largest(self, entries, monkeypatch):
-        monkeypatch.setitem(came._AT_A_TIME, "cpu", 3 * 256 * 5)
+        monkeypatch.setitem(came._BLOCK, "cpu", 4 * 3 * 256 * 5)
         values = torch.randn(3, entries) * torch.logspace(-9, 9, entries)
         values[1] = 0
         codes, scales = came.quantized(values)

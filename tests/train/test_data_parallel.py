@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from torch import nn
 
 import comera
 from comera.ops.context import static_shapes
-from comera.train import data_parallel
 from comera.train import step as step_module
-from comera.train.data_parallel import WARM_UP_TOGETHER
+from comera.train.data_parallel import WARM_UP_TOGETHER, DataParallel
 from comera.train.host_state import make_capturable_
 from tests.processes import in_two_processes
 
@@ -330,7 +330,11 @@ def test_what_nccl_needs_to_be_captured(monkeypatch):
     def why(backends, version=(2, 27, 5)):
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-        return data_parallel._why_not_nccl(None)
+        wrapper = SimpleNamespace(
+            module=nn.Linear(1, 1), process_group=None, find_unused_parameters=False,
+            _comm_hooks=[], mixed_precision=None, _delay_all_reduce_params=[],
+        )  # fmt: skip
+        return DataParallel(wrapper).why_not_capturable(torch.device("cuda"))
 
     assert why("cpu:gloo,cuda:nccl") is None
     assert "talk over gloo, and only operations of nccl" in why("cpu:gloo,cuda:gloo")
