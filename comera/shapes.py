@@ -120,7 +120,7 @@ class Shape:
     ranks: tuple[int, ...]
     _to_be_smaller = "use more modes (order=)"
     _default_rank = DEFAULT_RANK
-    _bonds: ClassVar[Callable[[Modes, Modes], int]]
+    _bonds: ClassVar[Any]  # the number of bonds of a shape with two given sides
 
     @property
     def sides(self) -> tuple[Modes, Modes]:
@@ -251,7 +251,7 @@ class Shape:
         check_whole_numbers(**widths)
         given: Any = shape
         if not isinstance(shape, cls):
-            modes = choose() if shape is None else cls._two_sides(shape)
+            modes = choose() if shape is None else cls._two_sides(shape)  # type: ignore[arg-type]
             given = cls(*modes, (1,) * cls._bonds(*modes))  # type: ignore[call-arg]
         for (name, width), modes in zip(widths.items(), given.sides, strict=True):
             _check_cover(name, width, modes)

@@ -175,9 +175,10 @@ def plan_layer(layer: Layer | Lookup, *, machine: Machine, dtype: str = "float32
         made = linear_ways.candidates(layer, machine, dtype)
         dense = linear_ways.torch_linear(layer, machine, dtype)
         best = linear_ways.best_tree(layer)
-    eager = machine.eager and plan_layer(layer, machine=machine.eager, dtype=dtype)
+    eager = machine.eager
+    mode = None if eager is None else plan_layer(layer, machine=eager, dtype=dtype)
     made.sort(key=lambda one: one.seconds)  # of equals the first listed
-    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, eager)
+    return Plan(str(layer), layer.tokens, dtype, machine, tuple(made), dense, best, mode)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def break_even(layer: Layer, *, machine: Machine, dtype: str = "float32") -> Bre
         plan.time_ratio,
         plan.memory_ratio,
         suggest(layer, machine=machine, dtype=dtype) if plan.time_ratio > 1 else None,
-        plan.eager and plan.eager.time_ratio,
+        None if plan.eager is None else plan.eager.time_ratio,
         isinstance(layer.shape, BTTShape),
     )
 

@@ -194,7 +194,7 @@ def _layer(name: str, layer: TensorTrainModule, tokens: int) -> LayerReport:
     work = planned_work(layer, tokens)
     costs = (0, 0, 0, 0)  # every index is counted as one of the train's, none as a hot row
     if work is not None:
-        work = replace(work, shape=shape.of_ranks(ranks))
+        work = replace(work, shape=shape.of_ranks(ranks))  # type: ignore[arg-type]
         made = plan_layer(work, **layer.planner_setting())
         ours, dense = made.chosen, made.dense
         costs = (ours.operations, dense.operations, ours.saved_bytes, dense.saved_bytes)

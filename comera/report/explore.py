@@ -144,8 +144,9 @@ def explore(
         dense = kept.add(dataclasses.replace(dense, **_evaluated(evaluate, small)))
     points, planned = [dense], 1
     try:
-        found = calibration if isinstance(calibration, Sensitivity) else None
-        if found is not None:
+        found: Any = None
+        if isinstance(calibration, Sensitivity):
+            found = calibration
             target_modules = _targets_of(model, found)
         elif budgets and calibration is not None:
             layers = linear_targets(model, target_modules, exclude_modules, "explore")
@@ -230,7 +231,7 @@ def _measure(model: nn.Module, point: Point, make: Make, evaluate: Evaluate, tok
     return dataclasses.replace(point, note="; ".join(dict.fromkeys(notes)))
 
 
-def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, float]:
+def _evaluated(evaluate: Evaluate, model: nn.Module) -> dict[str, Any]:
     begun = time.perf_counter()
     loss = measured(evaluate, model)
     return {"loss": loss, "measured_seconds": time.perf_counter() - begun}
@@ -304,9 +305,10 @@ def _tries(
     ``which`` adds to budgets the layers they are for, where these are not all.
     """
     tries: list[tuple[str, str, Make]] = []
-    for budget in budgets if found is not None else ():
-        words = f"budget={budget!r}{which}"
-        tries.append((words, WHOLE, partial(_by_data, found, budget)))
+    if found is not None:
+        for budget in budgets:
+            words = f"budget={budget!r}{which}"
+            tries.append((words, WHOLE, partial(_by_data, found, budget)))
     tries += [(_in_words(config), WHOLE, partial(_converted, config)) for config in configs]
     if not each_layer:
         return tries
