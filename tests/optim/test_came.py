@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import comera
 from comera.models.transformer import Encoder, MaskedLanguageModel
@@ -18,6 +17,7 @@ from comera.optim import came
 from comera.optim.came import matrix_view, product
 from comera.surgery.truncate import slice_state_
 from tests.peers import peer
+from tests.train.counting import Calls
 
 from .training import (
     STATES,
@@ -178,14 +178,6 @@ class TestMemory:
         assert optimizer.state[small]["exp_avg_update"].dtype == torch.float32
         assert optimizer.state[large]["exp_avg_update"].dtype == torch.int8
         assert optimizer.state[large]["exp_avg_update_scale"].shape == (16,)
-
-
-class Calls(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 class TestCost:
