@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.nn.embedding import TTEmbeddingBag
-from comera.nn.fused import is_as_noted, passes_of
+from comera.nn.fused import is_plain
 from comera.nn.table import HotRows
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete
@@ -21,7 +21,7 @@ from comera.ops.table.tt_embedding import places, tt_embedding_bags
 _RANKS_ALIKE = 8
 """Ranks within so many of each other are padded to one."""
 
-_PASSES = passes_of(TTEmbeddingBag)
+_FORWARD = TTEmbeddingBag.forward
 
 Bags = Tensor | Mapping[str, Any] | Sequence[Any]
 
@@ -144,9 +144,7 @@ def _named(table: str) -> Iterator[None]:
 
 def _kind(table: nn.Module) -> Any:
     """Return what tables must agree in to be read together; None for one that cannot be."""
-    if not isinstance(table, TTEmbeddingBag) or not is_as_noted(table, _PASSES):
-        return None
-    if table.mode == "max":
+    if type(table) is not TTEmbeddingBag or table.mode == "max" or not is_plain(table, _FORWARD):
         return None
     if isinstance(table.hot, HotRows) or any(p.numel() == 0 for p in table.cores):
         return None

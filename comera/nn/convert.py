@@ -33,6 +33,7 @@ from comera.planning.planner import break_even
 from comera.shapes import BTTShape
 
 log = logging.getLogger("comera")
+speed_log = logging.getLogger("comera.speed")
 
 _LOSES = "tensorize_: %s: %s%s"
 _GUESS = " (as a default profile predicts it: `comera calibrate` measures this machine)"
@@ -140,7 +141,8 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    _warn_of_slower_layers(made, config.tokens or _TOKENS)
+    if speed_log.isEnabledFor(logging.WARNING):
+        _warn_of_slower_layers(made, config.tokens or _TOKENS)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # but for a single layer, whose place another takes
@@ -289,7 +291,7 @@ def _warn_of_slower_layers(layers: Mapping[str, nn.Module], tokens: int) -> None
             slower = found.loses_time or (found.eager_ratio or 0) > 1
             guess = "" if setting["machine"].measured else _GUESS
             names = listed([name for name, _ in members], most=2)
-            log.log(logging.WARNING if slower else logging.INFO, _LOSES, names, found, guess)
+            speed_log.log(logging.WARNING if slower else logging.INFO, _LOSES, names, found, guess)
 
 
 def _convert(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from comera.extras import listed
-from comera.nn.fused import feed_forward, gated_feed_forward, is_hooked
+from comera.nn.fused import feed_forward, gated_feed_forward, is_plain
 from comera.nn.linear import TTLinear
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_concrete, is_traced
@@ -268,7 +268,7 @@ def _part_of(module: nn.Module) -> _Part | None:
 def _part_of_sequential(module: nn.Sequential) -> _Part | None:
     children = list(module)
     places = [k for k, child in enumerate(children) if type(child) is TTLinear]
-    if len(places) != 2 or not _is_own(nn.Sequential, "forward"):
+    if len(places) != 2 or nn.Sequential.forward is not _own(nn.Sequential, "forward"):
         return None
     first, second = places
     inner = children[first + 1 : second]
@@ -304,13 +304,8 @@ def _are_dropouts(steps: Sequence[Any]) -> bool:
     return all(type(step) is nn.Dropout and _is_plain(step) for step in steps)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether to call a module runs the forward pass that its class defines, and no hook."""
-    return _is_own(type(module), "forward") and not is_hooked(module)
-
-
-def _is_own(kind: type, method: str) -> bool:
-    return getattr(kind, method) is _own(kind, method)
+def _is_plain(module: Any) -> bool:
+    return is_plain(module, _own(module.__class__, "forward"))
 
 
 @functools.cache

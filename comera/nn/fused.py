@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comera.nn.linear import TTLinear
-from comera.nn.module import TensorTrainModule
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
 from comera.ops.dispatch import Case, Times, Ways
@@ -26,41 +25,21 @@ from comera.ops.product import affine
 _CALL = nn.Module.__call__
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Check for hooks on a module's passes: it must then run by itself, or they are skipped.
+_FORWARD = TTLinear.forward
 
-    A forward pass of its own counts as one, as accelerate hooks its modules, and so does what has
-    been patched into its class, or into all modules, for being called.
+
+def is_plain(module: nn.Module, forward: Any) -> bool:
+    """Return whether calling a module runs this function and no hook, so that it may be fused.
+
+    False if the forward pass or the call is patched, on the module or its class.
     """
+    kind: Any = type(module)
     hooks = (
         module._forward_hooks, module._forward_pre_hooks,
         module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
-    return any(hooks) or "forward" in vars(module) or type(module).__call__ is not _CALL
-
-
-def has_pass_of_its_own(module: nn.Module) -> bool:
-    """Return whether the forward pass of the object, or of a tensor train's class, was patched."""
-    if "forward" in vars(module):
-        return True
-    ours: Any = type(module).forward
-    return isinstance(module, TensorTrainModule) and not ours.__module__.startswith("comera.")
-
-
-def passes_of(*kinds: Any) -> dict[Any, Any]:
-    """Record the forward pass of each class as it is now, for :func:`is_as_noted`."""
-    return {kind: kind.forward for kind in kinds}
-
-
-def is_as_noted(module: nn.Module, passes: dict[Any, Any]) -> bool:
-    """Return True if the class is in ``passes``, its forward is still the one noted there, and
-    nothing is hooked.
-    """
-    kind: Any = type(module)
-    return kind in passes and kind.forward is passes[kind] and not is_hooked(module)
-
-
-_PASSES = passes_of(TTLinear)
+    patched = "forward" in vars(module) or kind.__call__ is not _CALL
+    return kind.forward is forward and not patched and not any(hooks)
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -243,15 +222,12 @@ def _attention_of_heads(
 
 def _factorized_layers(x: Tensor, layers: Sequence[nn.Module]) -> list[TTLinear] | None:
     """Return the layers if all are tensor trains, better left factorized and not hooked."""
-    trains = [layer for layer in layers if isinstance(layer, TTLinear)]
+    trains = [layer for layer in layers if type(layer) is TTLinear and is_plain(layer, _FORWARD)]
     if not trains or len(trains) < len(layers):
         return None
     bias = trains[0].bias is not None
-    for layer in trains:
-        if not is_as_noted(layer, _PASSES):
-            return None
-        if (layer.bias is not None) != bias or not layer.is_factorized(x):
-            return None
+    if any((m.bias is not None) != bias or not m.is_factorized(x) for m in trains):
+        return None
     if torch.is_grad_enabled() and not all(c.requires_grad for m in trains for c in m.cores):
         return None  # a frozen layer needs fewer products by itself
     return trains

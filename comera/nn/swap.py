@@ -11,7 +11,7 @@ from torch import nn
 
 from comera.extras import listed
 from comera.nn.feed_forward_parts import fuse_feed_forwards_
-from comera.nn.fused import has_pass_of_its_own
+from comera.nn.module import TensorTrainModule
 
 log = logging.getLogger("comera")
 
@@ -37,7 +37,19 @@ def swap_layers_(
     Returns:
         The model; if it is itself replaced, the layer that replaces it.
     """
-    _name_lost_passes(model, replacements)
+    lost = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in replacements
+        and ("forward" in vars(module) or _is_patched_train(type(module)))
+    ]
+    if lost:
+        log.warning(
+            "%s: the forward pass of its own, put on the layer or written in its class, is lost: "
+            "what takes its place computes with the weight and the bias alone. Hooks are taken "
+            "over, see register_forward_hook; those of accelerate must be put on anew",
+            listed(lost),
+        )  # fmt: skip
     if id(model) in replacements:
         return _with_hooks_of(model, replacements[id(model)])
     seen: set[int] = set()
@@ -58,19 +70,9 @@ def swap_layers_(
     return model
 
 
-def _name_lost_passes(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
-    lost = [
-        name
-        for name, module in model.named_modules()
-        if id(module) in replacements and has_pass_of_its_own(module)
-    ]
-    if lost:
-        log.warning(
-            "%s: the forward pass of its own, put on the layer or written in its class, is lost: "
-            "what takes its place computes with the weight and the bias alone. Hooks are taken "
-            "over, see register_forward_hook; those of accelerate must be put on anew",
-            listed(lost),
-        )  # fmt: skip
+def _is_patched_train(kind: Any) -> bool:
+    """Return whether the forward pass of a class of tensor trains is not of this package."""
+    return issubclass(kind, TensorTrainModule) and not kind.forward.__module__.startswith("comera.")
 
 
 def _swapped(value: Any, replacements: Mapping[int, nn.Module], seen: set[int]) -> Any:

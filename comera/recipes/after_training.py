@@ -26,8 +26,8 @@ from comera.recipes.jobs import LOG, last_session, why_failed
 from comera.recipes.parse import read_yaml
 from comera.recipes.run import find_device, without_remarks
 from comera.recipes.run_commands import changes_of
-from comera.recipes.run_config import METRICS
-from comera.recipes.tasks.task_kinds import prepare_task
+from comera.recipes.run_config import TASKS
+from comera.recipes.tasks.task import prepare_task
 from comera.recipes.trained import export, load_run, predictions
 from comera.train.log import last_logged
 
@@ -273,7 +273,7 @@ def _row(run: Path) -> tuple[str, ...]:
         state += f", its dense twin {_begun(run / 'dense')}"
     metrics = result.get("metrics") or ({"loss": evaluated[1]} if evaluated else {})
     return (
-        next((name for name in METRICS if settings.get(name)), ""),
+        next((name for name in TASKS if settings.get(name)), ""),
         f"{done:,} of {of:,}" if of else f"{done:,}",
         state,
         f"{result['params']:,}" if "params" in result else "",

@@ -29,8 +29,8 @@ from comera.recipes.run_commands import (
     help_of,
     row,
     run_run_command,
-    run_settings,
     settings_by_name,
+    typed_settings,
     value_of,
     with_underscores,
 )
@@ -134,7 +134,7 @@ def _call(words: Sequence[str], console: Console, count: int) -> Callable[[], in
         if text := help_of(command, rest):
             print(text)
             sys.exit(0)
-        settings = run_settings(rest)
+        settings = typed_settings(rest)
         return lambda: run_run_command(command, settings, console, count)
     function = _function(command)
     options = _options(command, function, rest)

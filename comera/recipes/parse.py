@@ -20,9 +20,6 @@ from comera.files import naming_what_is_no_text
 
 T = TypeVar("T")
 
-_SHORT = {"optimizer": "name"}
-"""Sections of a run that can be given by one word, and the key that it is."""
-
 
 def parse_settings(kind: type[T], values: Mapping[str, Any], within: str = "") -> T:
     """Return an instance of a dataclass of settings, with values of the types of its fields.
@@ -114,6 +111,14 @@ def check_nulls(settings: Any, within: str = "") -> None:
             check_nulls(value, f"{key}.")
 
 
+def check_least(settings: Any, within: str, **least: float) -> None:
+    """Raise ``ValueError`` for a field that is below its least value; None is not checked."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"{within}{name}={value} must be at least {bound}")
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with the values of ``over``: mappings key by key, all else replaced."""
     out = dict(base)
@@ -125,16 +130,10 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def spelled_out(settings: Any) -> Any:
+def spelled_out(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return settings with ``optimizer: came`` written as the section that it is short for."""
-    if not isinstance(settings, Mapping):
-        return settings
-    short = {key: {_SHORT[key]: v} for key, v in settings.items() if _is_short(key, v)}
-    return {**settings, **short}
-
-
-def _is_short(key: Any, value: Any) -> bool:
-    return key in _SHORT and isinstance(value, str)
+    name = settings.get("optimizer")
+    return {**settings, "optimizer": {"name": name}} if isinstance(name, str) else settings
 
 
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
@@ -177,7 +176,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with naming_what_is_no_text(path):
             content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as problem:
-        raise ValueError(f"{path} is not readable as YAML: {_one_line(problem)}") from None
+        raise ValueError(
+            f"{path} is not readable as YAML: {' '.join(str(problem).split())}"
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold keys and values, not {content!r}")
     return content
@@ -245,10 +246,6 @@ _ONE: dict[Any, list[str]] = {
     type(None): ["null"],
 }
 _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
-
-
-def _one_line(problem: Exception) -> str:
-    return " ".join(str(problem).split())
 
 
 _FIRST = "quickstart.yaml"

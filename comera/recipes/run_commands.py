@@ -48,25 +48,19 @@ FIRST = (
 _COLUMN, _WIDEST = 26, 100
 
 
-def run_settings(words: Sequence[str]) -> RunConfig:
-    """Return the settings of ``train`` or ``plan``; raises what :func:`typed_settings` does."""
-    settings = typed_settings(words)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        settings.overwrite = False  # torchrun has started the processes again: they go on
-    return settings
-
-
 def run_run_command(command: str, settings: RunConfig, console: Console, count: int) -> int:
     """Run ``train`` or ``plan`` in one of ``count`` processes; returns the exit status."""
     import torch
 
     from comera.allocator import reuse_freed_memory
-    from comera.recipes.run import run
+    from comera.recipes.run import print_plan, run
     from comera.train.processes import joined, stop_with_parent
 
     if command == "plan":
-        _show_plan(settings, console)
+        print_plan(settings, console)
         return 0
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        settings.overwrite = False  # torchrun has started the processes again: they resume
     stop_with_parent()
     reuse_freed_memory()
     if count == 1:
@@ -77,45 +71,63 @@ def run_run_command(command: str, settings: RunConfig, console: Console, count: 
         return 0 if run(settings, shown, processes=processes) else INTERRUPTED
 
 
-def _show_plan(config: RunConfig, console: Console) -> None:
-    from comera.recipes.run import plan, planned_memory
-
-    report, layers, target = plan(config)
-    memory = planned_memory(config)
-    console.print(str(report), soft_wrap=True, highlight=False)
-    if layers is not None:
-        console.print(str(layers), soft_wrap=True, highlight=False)
-    for table in memory:
-        console.print(str(table), soft_wrap=True, highlight=False, markup=False)
-    if target is not None:
-        cores = report.live_params
-        rest = report.params - cores
-        console.print(
-            f"rank learning from {cores:,} to at most {target:,} entries in the cores: "
-            f"the whole model then has at most {rest + target:,} parameters, "
-            f"{report.dense_params / (rest + target):.1f}x fewer than dense"
-        )
-
-
 def typed_settings(words: Sequence[str]) -> RunConfig:
     """Return the settings that the words after ``comera train`` or ``comera plan`` stand for.
 
     Args:
         words: One of them may be a YAML file, the name of a configuration that comes along, or the
-            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, and count whatever
-            the file says. ``--config=FILE`` is a file too, which counts over those before it.
+            folder of a run. The others are ``--KEY=VALUE`` or ``--KEY VALUE``, which override the
+            file. ``--config=FILE`` is a file too, which overrides those before it.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If a word is none of that, or a setting is unknown or does not fit; names the
             first one, what was typed and what would be right.
     """
-    file, pairs = _taken_apart(words)
-    settings = {} if file is None else _of_file(file)
-    for key, text in pairs:
-        given = _of_file(text) if key == "config" else nested({key: _value(key, text)})
+    file, pairs, rest = None, [], list(words)
+    while rest:
+        word = with_underscores(rest.pop(0), _is_option)
+        key, equals, text = word.partition("=")
+        if not key.startswith("-"):
+            if equals and _hint_of(key) is not None:
+                raise ValueError(f"{word} is no file: if it is a setting, type --{word}")
+            if file is not None:
+                raise ValueError(f"{word} cannot stand beside {file}: a run is one file")
+            file = word
+            continue
+        if not _is_option(key):
+            near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
+            raise ValueError(
+                f"{word} is not a setting"
+                + (
+                    f": did you mean {near[0]}?"
+                    if near
+                    else "; `comera train --help_all` lists them"
+                )
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"{word} needs a value: {word}=...")
+            text = rest.pop(0)
+        pairs.append((key.removeprefix("--"), text))
+    settings: dict[str, Any] = {}
+    files: dict[Path, dict[str, Any]] = {}
+    for key, text in [("config", file), *pairs] if file is not None else pairs:
+        if key == "config":
+            path, given = _of_file(text)
+            files[path] = given
+        else:
+            given = nested({key: value_of(text, _hint_of(key))})
         settings = merged(settings, given)
-    return parse_settings(RunConfig, settings)
+    try:
+        return parse_settings(RunConfig, settings)
+    except ValueError:
+        for path, given in files.items():
+            try:
+                parse_settings(RunConfig, given)
+            except ValueError as problem:
+                raise ValueError(f"{path}: {problem}") from None
+        raise
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
@@ -129,7 +141,7 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"--set={word} must be KEY=VALUE, such as nli.train=pairs.jsonl")
-        changes[key] = _value(key, text)
+        changes[key] = value_of(text, _hint_of(key))
     return changes
 
 
@@ -148,35 +160,12 @@ def with_underscores(word: str, is_option: Callable[[str], bool]) -> str:
     return word
 
 
-def _taken_apart(words: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the file, if one was typed, and keys with the texts that they are to be."""
-    file, pairs, rest = None, [], list(words)
-    while rest:
-        word = rest.pop(0)
-        word = with_underscores(word, _is_option)
-        key, equals, text = word.partition("=")
-        if not key.startswith("-"):
-            if equals and _hint_of(key) is not None:
-                raise ValueError(f"{word} is no file: if it is a setting, type --{word}")
-            if file is not None:
-                raise ValueError(f"{word} cannot stand beside {file}: a run is one file")
-            file = word
-            continue
-        _check_key(word, key)
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ValueError(f"{word} needs a value: {word}=...")
-            text = rest.pop(0)
-        pairs.append((key.removeprefix("--"), text))
-    return file, pairs
-
-
 def _is_option(word: str) -> bool:
     return word == "--config" or (word.startswith("--") and _hint_of(word[2:]) is not None)
 
 
-def _of_file(word: str) -> dict[str, Any]:
-    """Return the settings in the file that a word stands for, checked by themselves."""
+def _of_file(word: str) -> tuple[Path, dict[str, Any]]:
+    """Return the file that a word stands for, and its settings."""
     path = Path(word).expanduser() / "config.yaml"
     is_folder = path.is_file()
     path = path if is_folder else file_of(word)
@@ -185,17 +174,11 @@ def _of_file(word: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no run but a sweep: comera sweep trains it")
     try:
         settings = nested(settings)
-        parse_settings(RunConfig, settings)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
     # A run does not write where it is, so that its folder can be moved.
-    return {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
-
-
-def _value(key: str, text: str) -> Any:
-    """Read a value as it would be in a file, but leave a text as it was typed."""
-    return value_of(text, _hint_of(key))
+    return path, {"out": str(path.parent), **settings} if is_folder or of_a_run else settings
 
 
 def value_of(text: str, hint: Any) -> Any:
@@ -208,16 +191,6 @@ def value_of(text: str, hint: Any) -> Any:
         return text
     holds_text = str in typing.get_args(hint)
     return text if holds_text and not isinstance(value, list | None) else value
-
-
-def _check_key(word: str, key: str) -> None:
-    if _is_option(key):
-        return
-    near = difflib.get_close_matches(key, [f"--{name}" for name in settings_by_name()], n=1)
-    raise ValueError(
-        f"{word} is not a setting"
-        + (f": did you mean {near[0]}?" if near else "; `comera train --help_all` lists them")
-    )
 
 
 @dataclass(frozen=True)
@@ -241,25 +214,22 @@ class Setting:
         """Whether the setting is a section with settings of its own."""
         return section_of(self.hint)[0] is not None
 
-    @property
-    def default(self) -> str:
-        """The default in brackets; empty where it is null, which the docstring describes."""
-        own = next(each for each in fields(self.holder) if each.name == self.name)
-        value = own.default if own.default_factory is MISSING else own.default_factory()
-        if value is None or self.is_section:
-            return ""
-        return f" [{str(value).lower() if isinstance(value, bool) else value}]"
-
-    @property
-    def text(self) -> str:
-        """The description in the docstring of the dataclass, or of the one that it extends."""
+    def help(self, with_type: bool = False) -> str:
+        """Return the description in the docstring, and the default in brackets if it is no null."""
         told = {
             param.arg_name: param.description
             for kind in reversed(self.holder.__mro__)
             for param in parse(kind.__doc__ or "").params
         }
         text = " ".join((told[self.name] or "").replace("``", "").split())
-        return f"{text} Of {', '.join(self.takers)}." if self.takers else text
+        text += f" Of {', '.join(self.takers)}." if self.takers else ""
+        if self.is_section:
+            return text
+        own = next(each for each in fields(self.holder) if each.name == self.name)
+        value = own.default if own.default_factory is MISSING else own.default_factory()
+        shown = str(value).lower() if isinstance(value, bool) else value
+        text += f" ({wanted(self.hint)})" if with_type else ""
+        return text if value is None else f"{text} [{shown}]"
 
 
 @functools.cache
@@ -315,26 +285,18 @@ def help_of(command: str, words: Sequence[str]) -> str | None:
 def _short_help(command: str) -> str:
     known = settings_by_name()
     sections = [name for name, setting in known.items() if setting.is_section and "." not in name]
+    first = [line for key in FIRST for line in row(f"--{key}=", known[key].help())]
     return "\n".join(
         [
-            f"usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]",
-            "",
-            RUN_COMMANDS[command],
-            "",
+            f"usage: comera {command} FILE_OR_NAME [--KEY=VALUE ...]\n",
+            f"{RUN_COMMANDS[command]}\n",
             "FILE_OR_NAME is a YAML file, a name that `comera init` lists, or the folder of a run.",
-            "What is set on the command line counts, whatever the file says.",
-            "",
-            "changed first, in brackets what counts where nothing is given:",
-            *(
-                line
-                for key in FIRST
-                for line in row(f"--{key}=", known[key].text + known[key].default)
-            ),
-            "",
-            "sections of settings:",
-            *(line for name in sections for line in row(name, known[name].text)),
-            "",
-            f"`comera {command} --help_all` lists every key, with its type and default.",
+            "What is set on the command line overrides the file.\n",
+            "changed first, in brackets the defaults:",
+            *first,
+            "\nsections of settings:",
+            *(line for name in sections for line in row(name, known[name].help())),
+            f"\n`comera {command} --help_all` lists every key, with its type and default.",
         ]
     )
 
@@ -345,9 +307,9 @@ def _table(keys: Iterable[str]) -> str:
     for key in keys:
         setting = settings_by_name()[key]
         if setting.is_section:
-            lines += ["", f"{key}: {setting.text}"]
+            lines += ["", f"{key}: {setting.help()}"]
         else:
-            lines += row(f"--{key}=", f"{setting.text} ({wanted(setting.hint)}){setting.default}")
+            lines += row(f"--{key}=", setting.help(with_type=True))
     return "\n".join(lines)
 
 

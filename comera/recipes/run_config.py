@@ -6,7 +6,7 @@ The types of its fields say where a section is defined: data in ``comera.data``,
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from comera.rank.importance_pruning import ImportancePruning, ImportanceSettings
 from comera.rank.learning import check_target
 from comera.rank.two_stage import TwoStage, TwoStageSettings
 from comera.recipes.optimizers import OPTIMIZERS, OptimizerConfig, default_name, gate_rate
-from comera.recipes.parse import check_nulls
+from comera.recipes.parse import check_least, check_nulls
 
 _NOT_IDENTITY = {"identity": False}
 """Mark of a setting that does not change the trained model: a run goes on whatever it is."""
@@ -48,7 +48,7 @@ class TwoStageConfig(TwoStageSettings):
     late_share: float = 0.4
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
+        """Raise ``ValueError`` for a setting that is out of range, in a run of so many steps."""
         _check("two_stage", self.target, super().check)
         early, late = self.early_share, self.late_share
         if early < 0 or late <= 0 or early + late > 1:
@@ -85,35 +85,30 @@ class ImportancePruningConfig(ImportanceSettings):
     share: float = 0.3
 
     def check(self, steps: int | None = None) -> None:
-        """Raise ``ValueError`` for a setting that is out of range, for so many steps if given."""
+        """Raise ``ValueError`` for a setting that is out of range, in a run of so many steps."""
         _check("importance_pruning", self.target, super().check)
         if not 0 < self.share <= 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} must be a share of all steps, in (0, 1]"
             )
-        if steps is not None and self.steps(steps) < 1:
+        if steps is not None and round(self.share * steps) < 1:
             raise ValueError(
                 f"importance_pruning.share={self.share} of {steps} steps is no step: some are "
                 "needed, which tell the importance of ranks"
             )
 
-    def steps(self, steps: int) -> int:
-        """Return after how many steps of so many ranks are pruned."""
-        return round(self.share * steps)
-
     def build(self, model: nn.Module, steps: int) -> ImportancePruning:
         """Return the rank learning of a model in a run of so many steps."""
         own = _own(ImportanceSettings, self)
-        return ImportancePruning(model, self.target, self.steps(steps), **own)
+        return ImportancePruning(model, self.target, round(self.share * steps), **own)
 
 
-RankConfig = TwoStageConfig | ImportancePruningConfig
 RANK_SECTIONS = ("two_stage", "importance_pruning")
 """Names of the sections of a run that learn ranks; at most one is given."""
 
 
-def _check(section: str, target: Any, check: Any) -> None:
-    """Make the checks of the method itself; errors name the section."""
+def _check(section: str, target: Any, check: Callable[[], None]) -> None:
+    """Check a target and what the method itself checks; errors name the section."""
     try:
         check_target(target)
         check()
@@ -123,16 +118,7 @@ def _check(section: str, target: Any, check: Any) -> None:
 
 def _own(kind: type, settings: Any) -> dict[str, Any]:
     """Return the settings of a section that are arguments of its method."""
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(kind)}
-
-
-METRICS: Mapping[str, tuple[str, ...]] = {
-    "masked_text": ("loss", "perplexity"),
-    "causal_text": ("loss", "perplexity"),
-    "nli": ("accuracy", "loss"),
-    "clicks": ("auc", "accuracy", "nce", "loss"),
-}
-"""Metrics of an evaluation, the first one to compare runs by, for each section of data."""
+    return {each.name: getattr(settings, each.name) for each in dataclasses.fields(kind)}
 
 
 @dataclass
@@ -179,9 +165,7 @@ class ModelConfig:
             raise ValueError(f"model.position_std={self.position_std} must be positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
-        for name in ("d_model", "num_layers", "num_heads", "ffn_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        check_least(self, "model.", d_model=1, num_layers=1, num_heads=1, ffn_dim=1)
 
 
 @dataclass
@@ -240,8 +224,7 @@ class DlrmConfig:
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that are out of range."""
-        if self.embedding_dim < 1:
-            raise ValueError(f"dlrm.embedding_dim={self.embedding_dim} must be at least 1")
+        check_least(self, "dlrm.", embedding_dim=1)
         for name in ("bottom", "top"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
@@ -292,15 +275,10 @@ class TrainConfig:
         """Raise ``ValueError`` for a setting that is out of range."""
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of train.steps and train.epochs")
-        at_least_one = ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "threads")
-        for name, least in {
-            **dict.fromkeys(at_least_one, 1),
-            "eval_every": 0,
-            "save_every": 0,
-        }.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"train.{name}={value} must be at least {least}")
+        check_least(
+            self, "train.", steps=1, batch_size=1, accumulate=1, log_every=1, eval_every=0,
+            eval_batches=1, save_every=0, threads=1,
+        )  # fmt: skip
         for name in ("epochs", "seconds", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -322,14 +300,12 @@ class CheckpointConfig:
         bits: Bits of codes, 2 to 8, in lossy checkpoints.
         rate: The cost of a bit against error: larger makes smaller files and larger errors.
         keep_last: Older checkpoints are deleted; null keeps all.
-        keep_every: Steps divisible by it are kept for good; null for none.
     """
 
     mode: Literal["lossless", "lossy"] = "lossless"
     bits: int = Quality.bits
     rate: float = Quality.rate
     keep_last: int | None = 2
-    keep_every: int | None = None
 
     def chain(self, folder: Path) -> CheckpointChain:
         """Open the checkpoints in a folder.
@@ -353,6 +329,24 @@ class ParallelConfig:
 
     kind: Literal["ddp", "fsdp"] = "ddp"
     timeout_minutes: float = 60.0
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """Mark of a section of data, which makes a run one of its task.
+
+    Attributes:
+        made_by: The class of the task, as ``module:class`` in ``comera.recipes.tasks``.
+        better: Whether ``higher`` or ``lower`` is better of each metric, the first one to compare
+            runs by.
+    """
+
+    made_by: str
+    better: Mapping[str, str]
+
+
+def _task(made_by: str, **better: Literal["higher", "lower"]) -> dict[str, TaskEntry]:
+    return {"task": TaskEntry(made_by, better)}
 
 
 @dataclass
@@ -384,10 +378,23 @@ class RunConfig:
     out: str = field(default="runs/run", metadata=_NOT_IDENTITY)
     seed: int = 0
     device: str = "auto"
-    masked_text: TextData | None = None
-    causal_text: TextData | None = None
-    nli: NliData | None = None
-    clicks: ClickData | None = None
+    masked_text: TextData | None = field(
+        default=None,
+        metadata=_task("text_tasks:MaskedTextTask", loss="lower", perplexity="lower"),
+    )
+    causal_text: TextData | None = field(
+        default=None,
+        metadata=_task("text_tasks:CausalTextTask", loss="lower", perplexity="lower"),
+    )
+    nli: NliData | None = field(
+        default=None, metadata=_task("text_tasks:NliTask", accuracy="higher", loss="lower")
+    )
+    clicks: ClickData | None = field(
+        default=None,
+        metadata=_task(
+            "click_logs:ClicksTask", auc="higher", accuracy="higher", nce="lower", loss="lower"
+        ),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     dlrm: DlrmConfig = field(default_factory=DlrmConfig)
     tensorize: TTConfig | None = None
@@ -433,71 +440,55 @@ class RunConfig:
         return self.optimizer or default(name=None)
 
     @property
-    def ranks(self) -> RankConfig | None:
-        """Return the section by which ranks are learned, if they are."""
+    def ranks(self) -> TwoStageConfig | ImportancePruningConfig | None:
+        """Section by which ranks are learned, if they are."""
         return self.two_stage or self.importance_pruning
 
     @property
     def rank_section(self) -> str:
-        """Return the name of the section by which ranks are learned; one is there."""
+        """Name of the section by which ranks are learned; one is there."""
         return RANK_SECTIONS[self.two_stage is None]
 
     @property
     def task(self) -> str:
-        """Return the name of the section that describes the data."""
-        return next(name for name in METRICS if getattr(self, name) is not None)
+        """Name of the section that describes the data."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
 
     @property
-    def data(self) -> TextData | NliData | ClickData:
-        """The section that describes the data."""
+    def data(self) -> Any:
+        """Section that describes the data."""
         return getattr(self, self.task)
-
-    @property
-    def text(self) -> TextData | NliData | None:
-        """The section of the data, if it is text."""
-        return self.masked_text or self.causal_text or self.nli
 
     @property
     def width(self) -> int:
         """Width of the model's hidden states."""
-        return self.model.d_model if self.text is not None else self.dlrm.embedding_dim
+        return self.model.d_model if self.clicks is None else self.dlrm.embedding_dim
 
     @property
     def tokens(self) -> int:
         """Rows that a layer sees at once: of a batch, or of the part that it is split into."""
         rows = max(1, self.train.batch_size // self.train.accumulate)
-        return rows if self.text is None else rows * self.text.length
+        return rows * getattr(self.data, "length", 1)
 
     @property
     def tt_config(self) -> TTConfig | None:
-        """The section ``tensorize``, its ``tokens`` those of the run where it says nothing."""
+        """The section ``tensorize``, with the ``tokens`` of the run where it names none."""
         if self.tensorize is None or self.tensorize.tokens is not None:
             return self.tensorize
         return dataclasses.replace(self.tensorize, tokens=self.tokens)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of an evaluation, the most telling one first."""
-        return METRICS[self.task]
-
-    @property
-    def without_effect(self) -> list[str]:
-        """Settings of the model that is not the one of the data, where they are no defaults."""
-        name, other = ("model", self.model) if self.clicks is not None else ("dlrm", self.dlrm)
-        default = type(other)()
-        return [
-            f"{name}.{key}={value}"
-            for key, value in vars(other).items()
-            if value != getattr(default, key)
-        ]
+        """Metrics of an evaluation, the first one to compare runs by."""
+        return tuple(TASKS[self.task].better)
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that contradict each other."""
         check_nulls(self)
         if not self.out:
             raise ValueError("out='' must name the folder of the run")
-        *first, last = METRICS
-        given = [name for name in METRICS if getattr(self, name) is not None]
+        *first, last = TASKS
+        given = [name for name in TASKS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"give exactly one of the sections {', '.join(first)} and {last}, "
@@ -537,14 +528,17 @@ class RunConfig:
             self.ranks.check(self.train.steps)
 
 
-def marked(identity: bool | str) -> list[str]:
-    """Return the dotted names of the settings of a run, or of its loop, that have such a mark."""
-    return [
-        within + each.name
-        for kind, within in ((RunConfig, ""), (TrainConfig, "train."))
-        for each in dataclasses.fields(kind)
-        if each.metadata.get("identity", True) == identity
-    ]
+TASKS: dict[str, TaskEntry] = {
+    each.name: each.metadata["task"]
+    for each in dataclasses.fields(RunConfig)
+    if "task" in each.metadata
+}
+"""The tasks by the names of their sections of data."""
+
+HIGHER_IS_BETTER = {
+    name for task in TASKS.values() for name, better in task.better.items() if better == "higher"
+}
+"""Metrics of which more is better."""
 
 
 def check_device(name: str) -> None:
@@ -587,7 +581,7 @@ _OF_SHARDS = ("adamw", "muon", "sgd")
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Check that a run can train a model whose dense matrices are shared out or split."""
+    """Raise ``ValueError`` where a run cannot train a model whose dense matrices are split."""
     kind = f"parallel.kind={config.parallel.kind}"
     way_out = "or keep the model whole in every process: parallel.kind=ddp"
     optimizer = config.optimizer_for(config.train.steps)

@@ -22,7 +22,6 @@ from comera.extras import needed_by
 from comera.files import replacing
 from comera.nn.convert import densify_
 from comera.params import model_size
-from comera.recipes.tasks.task_kinds import kind_of
 from comera.saved.model_folder import load_model
 from comera.serving.freeze import to_plain_
 from comera.train.log import from_json, read_metrics
@@ -37,7 +36,7 @@ with needed_by("load_run()"):
     from comera.recipes.folder import read_result
     from comera.recipes.parse import parse_settings, read_yaml
     from comera.recipes.run_config import RunConfig
-    from comera.recipes.tasks.task_kinds import kind_of
+    from comera.recipes.tasks.task import task_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +132,7 @@ def load_run(
             f"{place} has no {CATEGORIES}: comera train {folder} --overwrite=true writes it again"
         )
     with torch.device("meta"):
-        dense = kind_of(config).dense_model(result["sizes"])
+        dense = task_of(config).dense_model(result["sizes"])
     model = load_model(place, dense, device=device).eval()
     categories = None if config.clicks is None else ClickRows.load(known)
     tokenizer, path = None, place / "tokenizer.json"
@@ -157,7 +156,8 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
             a JSON object, without its label.
         new_tokens: Tokens that a causal model adds, the most likely one each time.
     """
-    kind = kind_of(run.config)
+    task = task_of(run.config)
+    task.vocabulary = run.tokenizer if run.categories is None else run.categories
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r\n")
         try:
@@ -167,7 +167,7 @@ def predictions(run: TrainedRun, lines: Iterable[str], new_tokens: int) -> Itera
                 said = line.encode(errors="surrogateescape")
                 raise ValueError(f"{said!r} is no text in UTF-8") from None
             with torch.no_grad():
-                yield kind.predict(run, line, new_tokens)
+                yield task.predict(run.model, line, new_tokens)
         except ValueError as problem:
             yield {"error": f"line {number}: {problem}"}
 
@@ -201,7 +201,7 @@ def export(run: TrainedRun, path: Path) -> str:
             save_file({name: value.contiguous() for name, value in dense.items()}, temporary)
     else:
         model = _Positional(to_plain_(run.model)).eval()
-        inputs = kind_of(run.config).example_inputs(run.result["sizes"])
+        inputs = task_of(run.config).example_inputs(run.result["sizes"])
         auto = torch.export.Dim.AUTO  # one alone, as of columns, is always that
         sizes = [{k: auto for k, n in enumerate(each.shape) if n > 1} for each in inputs]
         shapes = (tuple(sizes),)

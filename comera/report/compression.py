@@ -14,7 +14,7 @@ from comera.nn.table import HotRows, TTTable
 from comera.params import model_size
 from comera.planning.candidate import Candidate
 from comera.planning.lookup_ways import Lookup
-from comera.planning.planner import plan_embedding, plan_linear
+from comera.planning.planner import plan_layer
 from comera.planning.printing import Report, Table, data_frame, show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -224,12 +224,12 @@ def _ways(
     machine, dtype = setting["machine"], setting["dtype"]
     shape: Any = layer.shape.of_ranks(ranks)
     if isinstance(layer, CompressedLinear):
-        made = plan_linear(replace(layer.at(tokens), shape=shape), dtype=dtype, machine=machine)
+        made = plan_layer(replace(layer.at(tokens), shape=shape), dtype=dtype, machine=machine)
         return made.chosen, made.dense
     if isinstance(layer, TTTable):
         rows = layer.num_embeddings - layer.hot_rows
         lookup = Lookup(shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
-        made = plan_embedding(lookup, dtype=dtype, machine=machine)
+        made = plan_layer(lookup, dtype=dtype, machine=machine)
         return made.chosen, made.dense
     assert isinstance(layer, HotRows), "there are no other layers"
     return None, None  # every index is counted as one of the train's

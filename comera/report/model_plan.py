@@ -15,7 +15,7 @@ from comera.nn.targets import TTConfig
 from comera.ops.context import machine_of
 from comera.planning.lookup_ways import Lookup
 from comera.planning.machine import Machine
-from comera.planning.planner import Plan, plan_embedding, plan_linear, suggest
+from comera.planning.planner import Plan, plan_layer, suggest
 from comera.planning.printing import Report, Table, show_bytes, show_seconds
 from comera.report.compression import CompressionReport
 
@@ -243,11 +243,11 @@ def _plan_layer(
 ) -> Plan:
     setting = _setting(layer, machine)
     if isinstance(layer, CompressedLinear):
-        return plan_linear(layer.at(tokens, together=together), **setting)
+        return plan_layer(layer.at(tokens, together=together), **setting)
     assert isinstance(layer, TTTable), "there are no other layers"
     rows = layer.num_embeddings - layer.hot_rows
     lookup = Lookup(layer.shape, tokens, num_embeddings=rows, embedding_dim=layer.embedding_dim)
-    return plan_embedding(lookup, **setting)
+    return plan_layer(lookup, **setting)
 
 
 def _instead(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from comera.checkpoint.chain import Checkpoint, CheckpointChain
-from comera.checkpoint.snapshot import parsed, put_together, take_apart
+from comera.checkpoint.skeleton import parsed, put_together, take_apart
 from comera.nn.module import tensor_trains
 from comera.optim.state_layout import unwrap
 from comera.params import is_sharded

@@ -165,7 +165,7 @@ def cut(got, shape, k):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_without_padding_the_closed_forms_agree(shape, monkeypatch):
-    monkeypatch.setattr("comera.planning.products.padded_rank", lambda rank, bias: rank)
+    monkeypatch.setattr("comera.planning.linear_ways.padded_rank", lambda rank, bias: rank)
     layer = Layer(shape, 50, shape.in_width, shape.out_width, bias=False)
     made, closed = factorized(layer, CPU, "float32"), tt_linear_cost(shape, 50)
     assert sum(step.operations for step in made.forward) == closed.forward
