@@ -282,7 +282,7 @@ def test_losses_cut_and_weights_are_those_of_one_process(results, name):
 
 TABLE_STEPS, BATCH = 20, 16
 SIZES = {"user": 150, "item": 61, "city": 3}
-"""The first becomes a tensor train_recommender; of the last four processes do not all get a row."""
+"""The first becomes a tensor train; of the last four processes do not all get a row."""
 
 
 def make_recommender():
