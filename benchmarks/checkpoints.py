@@ -42,17 +42,14 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
     """Measure all the tensors of a model, there and back."""
     model, states = _state(session, entries, width)
     raw = 3 * sum(weight.nbytes for weight in model.values())
-    policy = Policy()
     base = {f"model.{name}": weight - torch.randn_like(weight) for name, weight in model.items()}
 
     def snapshot() -> Any:
-        return take_snapshot(model, states, None, policy)
+        return take_snapshot(model, states, None, Policy())
 
     lossless = take_snapshot(model, states, None, Policy(lossless=True))
     taken = snapshot()
-    cases = {
-        "change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None),
-    }  # fmt: skip
+    cases = {"change": (taken, base), "key frame": (taken, None), "lossless": (lossless, None)}
     done = {name: encode(what, from_, quality)[0].done for name, (what, from_) in cases.items()}
     runs: dict[str, Callable[[], object]] = {"copied": snapshot}
     for name, (what, from_) in cases.items():
@@ -70,7 +67,7 @@ def _whole(session: Session, entries: int, width: int, quality: Quality) -> None
 
 
 def _clusters(session: Session, values: Tensor) -> None:
-    """Measure finding a codebook of a tensor and the codes of all its entries."""
+    """Time the codebook of a tensor and the codes of its entries."""
 
     def ours() -> tuple[Tensor, Tensor]:
         book = learn(values, _CODES)
