@@ -134,9 +134,7 @@ def write_reproduction(out: Path) -> Path:
     """Collect the results below ``out`` in its ``REPRODUCTION.md``, beside those of the papers."""
     parts = ["# Reproduction", "What the papers report, and what came out here."]
     for name, scales in experiments().items():
-        for scale in get_args(Scale):
-            if scale in scales:
-                parts.append(_section(name, scale, scales[scale], out))
+        parts += [_section(name, s, scales[s], out) for s in get_args(Scale) if s in scales]
     out.mkdir(parents=True, exist_ok=True)
     path = out / "REPRODUCTION.md"
     with replacing(path) as temporary:
@@ -202,12 +200,9 @@ def try_out(
     """Train every variant for two steps, see :func:`dry_run`; returns a line for each.
 
     ``changes`` and ``skip`` are those of :func:`comera.recipes.sweep.run_sweep`.
-
-    Raises:
-        ValueError: If a variant's settings do not go together; names it.
     """
     lines = []
-    sweep = read_sweep(file_of(name, scale), changes or {})
+    sweep = read_sweep(file_of(name, scale), changes)
     for variant in dict.fromkeys(job.variant for job in unskipped(make_jobs(sweep), skip)):
         try:
             lines.append(f"{variant}: {dry_run(sweep.variants[variant], most)}")
@@ -220,13 +215,8 @@ def dry_run(config: RunConfig, most_bytes: int) -> str:
     """Train a run for two steps of two drawn rows each, with its optimizer and rank learning.
 
     Nothing is read or written, and losses mean nothing. Above ``most_bytes`` of weights, gradients
-    and optimizer state, forward and backward go through the shapes alone.
-
-    Returns:
-        Its parameters, its memory and what was done, in a sentence.
-
-    Raises:
-        ValueError: If the settings do not go together.
+    and optimizer state, forward and backward go through the shapes alone. Returns a sentence on
+    parameters, memory and steps; raises ``ValueError`` for settings that do not go together.
     """
     needed = planned_memory(dataclasses.replace(config, twin=False))[0].total.total
     steps = config.train.steps or _WHERE_DATA_TELL

@@ -18,32 +18,24 @@ from comera.recipes.folder import read_result
 from comera.train.log import from_json, to_json
 
 HIGHER_IS_BETTER = ("accuracy", "auc")
+_FIGURES = ("params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
 _NONE = "–"
 _WIDEST = 200
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One finished run of a sweep.
-
-    Attributes:
-        params: Parameters of the whole model after training.
-        metrics: Figures of the last evaluation.
-        seconds: Time in training steps.
-        test: Figures on test data; empty for a run without such data.
-        checkpoint_bytes: Mean size of the kept checkpoints; None if it is not known.
-        more: The rest of ``result.json``, without the layers.
-    """
+    """One finished run of a sweep."""
 
     variant: str
     seed: int
-    params: int
-    metrics: dict[str, float]
+    params: int  # of the whole model after training
+    metrics: dict[str, float]  # of the last evaluation
     steps: int
-    seconds: float
+    seconds: float  # in training steps
     test: dict[str, float] = field(default_factory=dict)
-    checkpoint_bytes: float | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    checkpoint_bytes: float | None = None  # mean of the kept checkpoints
+    more: dict[str, Any] = field(default_factory=dict)  # the rest of result.json but the layers
 
 
 @dataclass(frozen=True)
@@ -62,53 +54,35 @@ class Failed:
 class Row:
     """Means of one variant over its finished seeds; None where no run gives such a figure.
 
-    Attributes:
-        fewer: How many times fewer parameters than the reference.
-        deviation: Sample standard deviation of the metric.
-        differences: Metric minus that of the reference, by the seeds that both have.
-        reference_mean: Mean metric of the reference over those seeds.
-        difference: Mean of the differences.
-        difference_error: Standard error of that mean.
-        seconds: Time in training steps.
-        speed: Time of a step of the reference, divided by that of this variant, over those seeds.
-        dev_mean: Mean metric on development data, if all other figures are of test data.
-        checkpoint_bytes: Mean size of a checkpoint.
+    Differences, ``reference_mean`` and ``speed`` are over the seeds that the reference has too.
     """
 
     variant: str
     seeds: tuple[int, ...]
     params: float
-    fewer: float | None
+    fewer: float | None  # how many times fewer parameters than the reference
     mean: float
-    deviation: float | None
-    differences: dict[int, float]
+    deviation: float | None  # sample standard deviation of the metric
+    differences: dict[int, float]  # metric minus that of the reference, by seed
     reference_mean: float | None
-    difference: float | None
-    difference_error: float | None
+    difference: float | None  # mean of the differences
+    difference_error: float | None  # standard error of that mean
     steps: float
     seconds: float
-    speed: float | None
-    dev_mean: float | None = None
+    speed: float | None  # time of a step of the reference over that of this variant
+    dev_mean: float | None = None  # on development data, if all other figures are of test data
     checkpoint_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All variants that have a finished run, against one of them.
-
-    Attributes:
-        metric: Key of the evaluation that is compared.
-        seeds: All seeds of the sweep, finished or not.
-        rows: One for each variant, in the order of the sweep.
-        tested: Whether the figures are of test data, which all runs then have.
-        failed: Runs that ended without a result; they are in no figure.
-    """
+    """All variants that have a finished run, against one of them."""
 
     metric: str
     reference: str
-    seeds: tuple[int, ...]
-    rows: tuple[Row, ...]
-    tested: bool = False
+    seeds: tuple[int, ...]  # of the sweep, finished or not
+    rows: tuple[Row, ...]  # in the order of the sweep
+    tested: bool = False  # figures are of test data, which all finished runs then have
     failed: tuple[Failed, ...] = ()
 
     @property
@@ -140,14 +114,9 @@ class Comparison:
 
 
 def read_trained(variant: str, seed: int, folder: Path) -> Trained:
-    """Return the content of ``result.json`` in the folder of a finished run.
-
-    Raises:
-        ValueError: If that is damaged.
-    """
+    """Read ``result.json`` of a finished run; raises ``ValueError`` if it is damaged."""
     facts = read_result(folder)
-    main = {key: facts.pop(key) for key in ("params", "metrics", "steps", "seconds")}
-    main |= {"test": facts.pop("test", {}), "checkpoint_bytes": facts.pop("checkpoint_bytes", None)}
+    main = {key: facts.pop(key) for key in _FIGURES if key in facts}
     del facts["layers"]
     return Trained(variant, seed, **main, more={"folder": str(folder), **facts})
 
@@ -162,9 +131,8 @@ def compare(
 ) -> Comparison:
     """Compute means over the seeds, and differences to the reference seed by seed.
 
-    Runs of one seed see the same batches in the same order, so what seeds have in common drops
-    out of the differences. Figures on test data are compared if every finished run has them.
-    ``variants`` are all names in the order of the table; the reference may have no run yet.
+    Runs of one seed see the same batches in the same order. Figures on test data are compared if
+    every finished run has them. ``variants`` are all names, in the order of the table.
     """
     tested = bool(runs) and all(metric in run.test for run in runs)
     by_variant: dict[str, dict[int, Trained]] = {name: {} for name in variants}
@@ -186,8 +154,9 @@ def _row(
     def seconds_a_step(runs: Sequence[Trained]) -> float:
         return sum(run.seconds for run in runs) / sum(run.steps for run in runs)
 
+    mean = statistics.mean
     runs = list(mine.values())
-    params = statistics.mean(run.params for run in runs)
+    params = mean(run.params for run in runs)
     sizes = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes is not None]
     shared = [seed for seed in mine if seed in base]
     own, other = [mine[seed] for seed in shared], [base[seed] for seed in shared]
@@ -199,18 +168,18 @@ def _row(
         variant=name,
         seeds=tuple(mine),
         params=params,
-        fewer=statistics.mean(run.params for run in base.values()) / params if base else None,
-        mean=statistics.mean(figures(runs)),
+        fewer=mean(run.params for run in base.values()) / params if base else None,
+        mean=mean(figures(runs)),
         deviation=statistics.stdev(figures(runs)) if len(runs) > 1 else None,
         differences=dict(zip(shared, differences, strict=True)),
-        reference_mean=statistics.mean(figures(other)) if shared else None,
-        difference=statistics.mean(differences) if shared else None,
+        reference_mean=mean(figures(other)) if shared else None,
+        difference=mean(differences) if shared else None,
         difference_error=error,
-        steps=statistics.mean(run.steps for run in runs),
-        seconds=statistics.mean(run.seconds for run in runs),
+        steps=mean(run.steps for run in runs),
+        seconds=mean(run.seconds for run in runs),
         speed=seconds_a_step(other) / seconds_a_step(own) if shared else None,
-        dev_mean=statistics.mean(figures(runs, of_test=False)) if tested else None,
-        checkpoint_bytes=statistics.mean(sizes) if len(sizes) == len(runs) else None,
+        dev_mean=mean(figures(runs, of_test=False)) if tested else None,
+        checkpoint_bytes=mean(sizes) if len(sizes) == len(runs) else None,
     )
 
 
@@ -309,14 +278,14 @@ def write_comparison(comparison: Comparison, runs: Sequence[Trained], folder: Pa
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Compare again the runs that ``results.json`` in the folder of a sweep lists.
+    """Compare the runs of ``results.json`` in the folder of a sweep.
 
     Raises:
         FileNotFoundError: If there is none.
         ValueError: If it is damaged.
     """
     path = folder / "results.json"
-    names = ("variant", "seed", "params", "metrics", "steps", "seconds", "test", "checkpoint_bytes")
+    names = ("variant", "seed", *_FIGURES)
     try:
         facts = from_json(path.read_text(encoding="utf-8"))
         runs = [Trained(**{name: run[name] for name in names}) for run in facts["runs"]]

@@ -13,15 +13,12 @@ from comera.planning.printing import show_count
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first of a row names it.
-
-    ``text_columns`` columns from the left hold text, the others numbers; ``total`` is a last row.
-    """
+    """Cells as text; the first of a row names it."""
 
     header: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    total: list[str] | None = None
+    text_columns: int = 1  # from the left; the others hold numbers
+    total: list[str] | None = None  # a last row
 
 
 def write_page(path: Path, template: str, content: Any) -> None:
@@ -76,33 +73,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One value: shown are ``text`` when it is pointed at, ``name`` always.
-
-    ``error`` is half the length of the bar through it.
-    """
+    """One value of a line."""
 
     x: float
     y: float
-    text: str
-    name: str = ""
-    error: float = 0.0
+    text: str  # shown when it is pointed at
+    name: str = ""  # always shown
+    error: float = 0.0  # half the length of the bar through it
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together.
-
-    Attributes:
-        look: Class of the style sheet.
-        joined: Whether a line goes through the points.
-        dots: Whether each point is drawn; else only the one that is pointed at.
-    """
+    """Points that belong together."""
 
     name: str
-    look: str
+    look: str  # class of the style sheet
     points: Sequence[Point]
-    joined: bool = True
-    dots: bool = False
+    joined: bool = True  # by a line
+    dots: bool = False  # draw each point; else only the one that is pointed at
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,12 @@ Series = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class History:
-    """Log and result of one model.
+    """Log and result of one model."""
 
-    ``name`` is ``compressed``, ``dense``, or ``model`` if the folder does not say; ``result`` is
-    None while it is unfinished; ``target_share`` is the target of rank learning, as a share of the
-    size at the start.
-    """
-
-    name: str
+    name: str  # compressed, dense, or model if the folder does not tell
     lines: list[dict[str, Any]]
-    result: dict[str, Any] | None = None
-    target_share: float | None = None
+    result: dict[str, Any] | None = None  # None while it is unfinished
+    target_share: float | None = None  # of rank learning, of the size at the start
 
     def series(self, key: str) -> Series:
         """Return the values logged under ``key``, with their steps."""
@@ -105,23 +100,19 @@ class History:
 
 
 def read_histories(folder: Path) -> list[History]:
-    """Return the model of a run and, where there is one, its dense twin.
+    """Return the model of a run and its dense twin, if there is one.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
         ValueError: If a file in it is damaged.
     """
-    lines = read_metrics(folder)
+    lines, result = read_metrics(folder), _result(folder)
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-    result = _result(folder)
-    if result is not None:
-        name = result["name"]
-    else:
-        name = ("compressed" if config.get("tensorize") else "dense") if config else "model"
+    name = ("compressed" if config.get("tensorize") else "dense") if config else "model"
+    name = name if result is None else result["name"]
     sections = [s for name in RANK_SECTIONS if isinstance(s := config.get(name), dict)]
     share = next((section["target"] for section in sections if "target" in section), None)
-    found = [History(name, lines, result, share)]
-    twin = folder / "dense"
+    found, twin = [History(name, lines, result, share)], folder / "dense"
     if (twin / "metrics.jsonl").is_file():
         found.append(History("dense", read_metrics(twin), _result(twin)))
     return found
@@ -138,7 +129,6 @@ def _result(folder: Path) -> dict[str, Any] | None:
 
 
 def loss_by_step(models: Sequence[History]) -> Chart | None:
-    """Draw training and evaluation loss of each model over the optimizer steps."""
     caption = (
         "Each point of a line is the mean training loss since the one before it. Dots are "
         "evaluations on data the model was not trained on. Lower is better."
@@ -148,7 +138,6 @@ def loss_by_step(models: Sequence[History]) -> Chart | None:
 
 
 def loss_by_clock(models: Sequence[History]) -> Chart | None:
-    """Draw the same losses over the time in training steps."""
     caption = (
         "The same by the wall clock: seconds spent in training steps, without evaluation and "
         "saving. Further left is faster."
@@ -239,7 +228,6 @@ def size_by_step(model: History) -> Chart | None:
 
 
 def rate_by_step(models: Sequence[History]) -> Chart | None:
-    """Draw the learning rate of each model over the steps."""
     caption = "Of the weights. The gates of the ranks have a constant rate."
     rates = [(model, _picked(_finite(model.series("lr")))) for model in models]
     lines = [_line(model, "learning rate", series, "{:.3g}") for model, series in rates]
@@ -248,7 +236,6 @@ def rate_by_step(models: Sequence[History]) -> Chart | None:
 
 
 def steps_axis(models: Sequence[History]) -> Axis:
-    """Return the axis that all charts over steps share."""
     return Axis("optimizer step", 0, max(1, *(model.last_step for model in models)))
 
 

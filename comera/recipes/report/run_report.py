@@ -141,15 +141,12 @@ def _progress(model: History) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps ``first`` to ``last`` over which the live ranks of a layer stayed the same.
-
-    ``share`` is the sum of the ranks over that before training.
-    """
+    """Steps over which the live ranks of a layer stayed the same."""
 
     first: int
     last: int
     ranks: list[int]
-    share: float
+    share: float  # their sum over that before training
 
 
 @dataclass(frozen=True)
