@@ -21,7 +21,7 @@ from comera.planning.printing import show_bytes
 from comera.recipes import parse
 from comera.recipes.folder import DataRecord
 from comera.recipes.parse import read_yaml
-from comera.recipes.report.comparison import comparison_cells, read_comparison
+from comera.recipes.report.sweep_report import comparison_cells, read_comparison
 from comera.recipes.run import (
     build_step,
     make_model,

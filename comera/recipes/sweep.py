@@ -21,15 +21,15 @@ from comera.extras import did_you_mean
 from comera.recipes.folder import is_finished, lock, missing_data, with_whole_paths
 from comera.recipes.jobs import Job, LauncherName, make_launcher, resolve, run_jobs
 from comera.recipes.parse import file_of, merged, nested, parse_settings, read_yaml
-from comera.recipes.report.comparison import (
+from comera.recipes.report.page import show_metric
+from comera.recipes.report.sweep_report import (
     Failed,
     compare,
     comparison_text,
     read_trained,
-    show_metric,
     write_comparison,
+    write_sweep_report,
 )
-from comera.recipes.report.sweep_report import write_sweep_report
 from comera.recipes.run import planned_memory
 from comera.recipes.run_config import RunConfig
 from comera.recipes.search import Search, SearchConfig, extremes, read_search
