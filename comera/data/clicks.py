@@ -100,20 +100,15 @@ class ClickData:
         find_file(self.file)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of the file, by its name in the settings."""
+        """Return the digest of the file."""
         return {self.file: content_digest(find_file(self.file))}
 
 
 class Clicks:
     """Prepared rows, and batches that depend only on a seed and a step number.
 
-    Attributes:
-        table_sizes: Rows of each field's table.
-        field_names: Names of the fields' columns.
-        num_continuous: Continuous features.
-        skipped: Malformed lines that were left out.
-        digests: Digest of the file, by its name in the settings.
-        prepared: Digest of the prepared rows.
+    ``skipped`` is the number of malformed lines that were left out, ``digests`` that of the file,
+    ``prepared`` that of the prepared rows.
     """
 
     def __init__(

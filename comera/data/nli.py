@@ -132,11 +132,8 @@ class NliData:
 class NliPairs:
     """Encoded pairs, and batches that depend only on a seed and a step number.
 
-    Batches hold pairs of similar length, padded to the longest.
-
-    Attributes:
-        digests: Digests of the files and data sets that were read, as the settings name them.
-        prepared: Digest of the encoded pairs.
+    Batches hold pairs of similar length, padded to the longest. ``digests`` are those of the files
+    and data sets that were read, ``prepared`` is that of the encoded pairs.
     """
 
     num_classes = len(LABELS)
