@@ -13,7 +13,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,8 @@ class ClickRows:
     fields: list[Field]  # in the order of the model's tables
     continuous: list[str]  # columns of numbers
     transform: str  # see ClickData
-    mean: np.ndarray = field(default_factory=lambda: np.empty(0))  # (C,), for "standard"
-    spread: np.ndarray = field(default_factory=lambda: np.empty(0))
+    mean: np.ndarray  # (C,), for "standard"
+    spread: np.ndarray  # (C,), standard deviations
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """Return inputs ``(n, C)`` float32 and ``(n, F)`` int64, and each row's unknown columns.
