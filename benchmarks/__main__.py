@@ -20,8 +20,7 @@ NAMES = (
     "optimizers", "serve",
 )  # fmt: skip
 
-_FILE_WIDTH = 120
-"""Characters of a line without a terminal."""
+_FILE_WIDTH = 120  # characters of a line without a terminal
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -25,14 +25,10 @@ import torch
 from comera._command import INTERRUPTED
 from comera.files import replacing
 
-SECONDS = 600
-"""Default time of all stages together."""
-
+SECONDS = 600  # default time of all stages together
 _CHECKOUT = Path(__file__).parents[1]
 _TOOLS = 2
-_TAIL = 3
-"""Last lines of a test's output that are put into the page."""
-
+_TAIL = 3  # last lines of a test's output that are put into the page
 _STEP = "step --peers=none --repeats=5"
 _WIDE = "--layers=2 --width=4096 --ffn=16384 --heads=64 --vocab=8192 --rank=64"
 _MIDDLE = "--layers=4 --width=2048 --ffn=8192 --heads=32 --vocab=8192 --rank=64"

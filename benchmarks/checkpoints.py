@@ -15,8 +15,7 @@ from comera.checkpoint.contents import Quality, decode, encode
 from comera.checkpoint.snapshot import Policy, take_snapshot
 
 _CODES = 15
-_LARGEST = 50304 * 1024
-"""Entries of the largest tensor of Pythia-410M, the model of ExCP's release."""
+_LARGEST = 50304 * 1024  # entries of the largest tensor of Pythia-410M, the model of ExCP's release
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -23,9 +23,7 @@ from comera.nn.table import HotRows
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest relative error, by the dtype that is timed."""
 
-_VANISHING = 1e-9
-"""Size of a reference that is rounding alone, over the median one."""
-
+_VANISHING = 1e-9  # size of a reference that is rounding alone, over the median one
 _ROWS = 128
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -73,11 +71,7 @@ def agreement(
 
 
 def check_model(
-    what: str,
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    most: int = _ROWS,
-    **settings: Any,
+    what: str, model: nn.Module, inputs: tuple[Tensor, ...], most: int = _ROWS, **settings: Any
 ) -> str:
     """Compare a layer or a model with its dense one, at most ``most`` rows of a batch.
 

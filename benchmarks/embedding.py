@@ -33,9 +33,7 @@ POINTS = {
     "indices": [256, 1024, 4096, 16384, 65536, 262144],
     "rows": [10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000],
 }
-_CHECKED = 4096
-"""Indices of a curve whose rows and gradients are checked."""
-
+_CHECKED = 4096  # indices of a curve whose rows and gradients are checked
 _LEARNING_RATE = 1e-4
 _COPIES = {"dense, fused AdamW": 4, "dense, AdamW": 4, "sparse, SparseAdam": 3}
 """Weight, gradient unless it is sparse, and two moments, each as large as the table."""

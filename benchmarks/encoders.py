@@ -20,9 +20,7 @@ from comera.rank.two_stage import TwoStage
 from comera.train.step import TrainStep
 
 LEARNING_RATE = 1e-4
-TARGET = 0.2
-"""Target of rank learning, as a share of the cores; all take the same time."""
-
+TARGET = 0.2  # target of rank learning, as a share of the cores; all take the same time
 _FIRST_WORD = 5  # smaller tokens are padding and other marks
 _CLASSES, _DROPOUT, _SEGMENTS, _STD = 3, 0.1, 2, 0.02
 PAPER_TABLE = {(30522, 768): [[16, 20, 10, 10], [4, 4, 8, 6]]}

@@ -31,9 +31,7 @@ from comera.saved.model_folder import WEIGHTS, load_model, save_model
 from comera.serving.freeze import freeze_
 
 _ROWS = ("dense", "compressed", "frozen", "frozen, int8")
-_AGREE = 1e-4
-"""Largest difference of frozen from compressed logits, over the largest logit."""
-
+_AGREE = 1e-4  # largest difference of frozen from compressed logits, over the largest logit
 _SEED = 0
 
 

@@ -25,8 +25,7 @@ from comera.planning.machine import processor_name, usable_threads
 PAPER_RANKS = [12, 30, 30, 30, 16]
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-_SAMPLE_SECONDS = 0.02
-"""Least duration of a sample."""
+_SAMPLE_SECONDS = 0.02  # least duration of a sample
 
 
 def positive(text: str) -> int:

@@ -9,12 +9,9 @@ from statistics import median, quantiles
 from typing import Any
 
 _STAT = Path("/proc/stat")
-_SHORTEST = 0.5
-"""Seconds below which the system's counters are too coarse."""
-_TOLERATED = 0.1
-"""Cores that other processes may use."""
-_MORE_ROOM = 1.2
-"""Planned duration of a sample over its least one."""
+_SHORTEST = 0.5  # seconds below which the system's counters are too coarse
+_TOLERATED = 0.1  # cores that other processes may use
+_MORE_ROOM = 1.2  # planned duration of a sample over its least one
 
 
 def watch_neighbours() -> Callable[[int], str | None]:

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 CATEGORIES = "categories.safetensors"
 """Name of the file of :class:`ClickRows` in the folder of a run."""
 
-RARE = 0
-"""Row of a table for all categories that are not in the vocabulary."""
-
+RARE = 0  # row of a table for all categories that are not in the vocabulary
 _KEY = "comera.categories"
 
 
@@ -163,9 +161,7 @@ def _number(name: str, value: Any) -> float:
     raise ValueError(f"{name} is {value!r}, expected a number that is finite")
 
 
-CHUNK = 200_000
-"""Lines or rows of a chunk."""
-
+CHUNK = 200_000  # lines or rows of a chunk
 CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
 CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
 CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
@@ -271,12 +267,7 @@ def read_chunks(
 
 
 def _chunk(
-    path: Path,
-    unit: str,
-    frame: "pd.DataFrame",
-    columns: Columns,
-    skip_bad: bool,
-    skipped: int = 0,
+    path: Path, unit: str, frame: "pd.DataFrame", columns: Columns, skip_bad: bool, skipped: int = 0
 ) -> dict[str, np.ndarray]:
     """Check numbers and encode fields of a frame, whose index holds line numbers for errors."""
     pd = _pandas()

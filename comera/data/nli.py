@@ -36,9 +36,7 @@ from comera.files import cache_folder, naming_what_is_no_text
 
 log = logging.getLogger("comera")
 
-_SHORTEST = 5
-"""Tokens of the shortest pair: ``[CLS]``, one of each sentence, ``[SEP]`` after both."""
-
+_SHORTEST = 5  # tokens of the shortest pair: [CLS], one of each sentence, [SEP] after both
 LABELS = ("entailment", "neutral", "contradiction")
 _LABEL_NUMBERS = {
     "entailment": 0, "neutral": 1, "contradiction": 2, "not_entailment": 1, "0": 0, "1": 1, "2": 2,

@@ -37,8 +37,7 @@ from comera.files import cache_folder
 
 _STREAMS = ("train", "valid", "test")
 
-_TOKENIZER_SAMPLE = 4_000_000
-"""Characters that a tokenizer is trained on."""
+_TOKENIZER_SAMPLE = 4_000_000  # characters that a tokenizer is trained on
 
 
 @dataclass

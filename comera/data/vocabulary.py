@@ -157,9 +157,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-LARGE = 1 << 26
-"""Bytes from which the digest of a file is cached."""
-
+LARGE = 1 << 26  # bytes from which the digest of a file is cached
 _SETTLED_SECONDS = 2.0
 """Age of the last change after which another one is sure to change the file's times."""
 

@@ -122,9 +122,6 @@ def resolve(jobs: Sequence[Job], overwrite: bool = False) -> None:
             begin_anew(job, f"that was begun with other data ({difference}); restore them, choose")
 
 
-# ── where runs are started ───────────────────────────────────────────────────────────────────────
-
-
 class Started(NamedTuple):
     """A run that was started or queued."""
 
@@ -344,9 +341,6 @@ def _ray(settings: Mapping[str, Any], at_once: int | None) -> Launcher:
         return Started(poll, lambda: ray.cancel(result, force=next(force)))
 
     return Launcher(start, at_once, ray.shutdown)
-
-
-# ── running them ─────────────────────────────────────────────────────────────────────────────────
 
 
 def run_jobs(

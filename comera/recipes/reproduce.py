@@ -42,8 +42,7 @@ _FACTS = "machine.txt"
 _ROWS, _STEPS = 2, 2
 _STEPPED_UP_TO = 1 << 29
 """Bytes of weights, gradients and optimizer state up to which a dry run does steps."""
-_WHERE_DATA_TELL = 1000
-"""Steps of a run that is as long as its data, for schedules and stages."""
+_WHERE_DATA_TELL = 1000  # steps of a run that is as long as its data, for schedules and stages
 
 
 def experiments() -> dict[str, dict[str, Path]]:
@@ -127,9 +126,6 @@ def reproduce(
     return status
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def write_reproduction(out: Path) -> Path:
     """Collect the results below ``out`` in its ``REPRODUCTION.md``, beside those of the papers."""
     parts = ["# Reproduction", "What the papers report, and what came out here."]
@@ -185,9 +181,6 @@ def write_facts(folder: Path, changes: Mapping[str, Any]) -> None:
         facts += f" Of its settings these are others (--set): {changed}."
     with replacing(folder / _FACTS) as temporary:
         temporary.write_text(facts, encoding="utf-8")
-
-
-# ── dry runs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def try_out(

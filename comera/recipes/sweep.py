@@ -212,9 +212,6 @@ def _read_search(given: Any, base: dict[str, Any], variants: Mapping[str, Any]) 
     return search
 
 
-# ── running ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def sweep(
     file: str,
     /,

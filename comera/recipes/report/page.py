@@ -36,8 +36,7 @@ def write_page(path: Path, template: str, content: Any) -> Path:
     return path
 
 
-SIDE = 1000
-"""Width and height of a picture, which the page stretches."""
+SIDE = 1000  # width and height of a picture, which the page stretches
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,8 @@ from comera.recipes.report.page import (
 from comera.recipes.run_config import RANK_SECTIONS
 from comera.train.log import read_metrics
 
-MOST_POINTS = 150
-"""Most points of a line: more cannot be told apart, and make the page large."""
-
-MOST_COLUMNS = 60
-"""Most steps at which ranks are shown."""
-
+MOST_POINTS = 150  # most points of a line: more cannot be told apart, and make the page large
+MOST_COLUMNS = 60  # most steps at which ranks are shown
 _STAGES = {"late": "late stage", "done": "ranks truncated"}
 
 _IN_EVERY_RESULT = (
