@@ -166,7 +166,7 @@ CRITEO_CONTINUOUS = tuple(f"I{k}" for k in range(1, 14))
 CRITEO_FIELDS = tuple(f"C{k}" for k in range(1, 27))
 CRITEO_COLUMNS = ["label", *CRITEO_CONTINUOUS, *CRITEO_FIELDS]
 _MOVIELENS = ["user", "item", "rating", "time"]
-_EXPECTED = (
+EXPECTED = (
     "expected a table with named columns (.npz, .csv, .tsv, .parquet; .csv and .tsv also .gz), "
     "Criteo's train.txt (format: criteo) or the ratings of MovieLens (format: movielens)"
 )
@@ -180,14 +180,6 @@ class Columns:
     label: str
     continuous: tuple[str, ...]
     fields: tuple[str, ...]
-
-
-def find_file(source: str) -> Path:
-    """Return the path of a data file, or raise ``FileNotFoundError``."""
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
 
 
 def fields_named(format: str, fields: Sequence[str]) -> Sequence[str]:
@@ -425,7 +417,7 @@ def _layout(path: Path, format: str) -> _Layout:
     if ".tsv" in path.suffixes:
         return _Layout(_first_line(path).split("\t"), "\t", header=True)
     if ".csv" not in path.suffixes:
-        raise ValueError(f"{path}: {_EXPECTED}")
+        raise ValueError(f"{path}: {EXPECTED}")
     try:
         return _Layout(_cells(_first_line(path)), ",", header=True)
     except csv.Error as problem:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from comera.data.click_files import (
     CATEGORIES,
+    EXPECTED,
     RARE,
     ClickRows,
     Columns,
     Field,
     columns_of,
-    find_file,
     read_chunks,
     transformed,
 )
@@ -35,6 +35,7 @@ from comera.data.vocabulary import (
     changed_meanwhile,
     check_unchanged,
     content_digest,
+    find_file,
     save_arrays,
     short_digest,
     signature,
@@ -97,11 +98,11 @@ class ClickData:
 
     def find(self) -> None:
         """Raise ``FileNotFoundError`` if there is no such file; nothing is read."""
-        find_file(self.file)
+        find_file(self.file, EXPECTED)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of the file."""
-        return {self.file: content_digest(find_file(self.file))}
+        return {self.file: content_digest(find_file(self.file, EXPECTED))}
 
 
 class Clicks:
@@ -138,7 +139,7 @@ class Clicks:
             ValueError: If a column is missing, a line malformed, or a share leaves no rows.
         """
         settings.check()
-        path = find_file(settings.file)
+        path = find_file(settings.file, EXPECTED)
         digests = settings.digests() if digests is None else digests
         relevant = {**vars(settings), "file": [path.name, digests[settings.file]]}
         folder = cache_folder() / f"clicks-{short_digest([4, relevant])}"

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from comera.data.vocabulary import (
     cached_arrays,
     changed_meanwhile,
     content_digest,
+    find_file,
     find_vocabulary,
     frequency_order,
     from_array,
@@ -107,7 +107,7 @@ class NliData:
                 raise ValueError(f"nli.{name} names no file; {_EXPECTED}")
             for source in sources:
                 if not _is_on_hub(source):
-                    _find(source)
+                    find_file(source, _EXPECTED)
         if self.vocab:
             find_vocabulary(self.vocab)
 
@@ -261,7 +261,7 @@ class _Split:
 
 def _digest(source: str) -> str:
     if not _is_on_hub(source):
-        return content_digest(_find(source))
+        return content_digest(find_file(source, _EXPECTED))
     running = hashlib.sha256()
     for row in _hub_rows(source):
         running.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -302,7 +302,7 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
     if _is_on_hub(source):
         yield from _hub_rows(source)
         return
-    path = _find(source)
+    path = find_file(source, _EXPECTED)
     open_text = gzip.open if path.suffix == ".gz" else open
     with naming_what_is_no_text(path), open_text(path, "rt", encoding="utf-8") as file:
         first = file.readline()
@@ -329,13 +329,6 @@ def _rows(source: str) -> Iterator[Mapping[str, Any]]:
 
 def _is_on_hub(source: str) -> bool:
     return source.startswith("datasets:")
-
-
-def _find(source: str) -> Path:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no data file at {path}; {_EXPECTED}")
-    return path
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:

@@ -85,14 +85,16 @@ def load_word_pieces(path: str | Path) -> Tokenizer:
     return _word_piece(models.WordPiece(vocab, unk_token=SPECIAL[UNKNOWN]))
 
 
-def find_vocabulary(path: str | Path) -> Path:
-    """Return the path of a vocabulary file, or raise ``FileNotFoundError``."""
-    path = Path(path).expanduser()
+def find_file(source: str | Path, expected: str, kind: str = "data file") -> Path:
+    """Return the path of a file, or raise ``FileNotFoundError``."""
+    path = Path(source).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no vocabulary at {path}: expected a text file with one WordPiece token a line"
-        )
+        raise FileNotFoundError(f"no {kind} at {path}; {expected}")
     return path
+
+
+def find_vocabulary(path: str | Path) -> Path:
+    return find_file(path, "expected a text file with one WordPiece token a line", "vocabulary")
 
 
 def _word_piece(model: Any) -> Tokenizer:
