@@ -20,10 +20,9 @@ from comera.compress.sensitivity import (
     look_at,
 )
 from comera.nn.embedding import TTEmbedding
-from comera.nn.evaluation_mode import evaluation_mode
 from comera.nn.linear import TTLinear
 from comera.nn.module import check_model
-from comera.nn.swap import swap_layers_
+from comera.nn.swap import evaluation_mode, swap_layers_
 from comera.params import model_size
 from comera.planning.printing import Report, Table, show_bytes
 from comera.shapes import TTShape

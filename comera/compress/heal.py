@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.evaluation_mode import evaluation_mode, every_layer_called
 from comera.nn.module import TensorTrainModule, check_model
+from comera.nn.swap import evaluation_mode, every_layer_called
 
 log = logging.getLogger("comera")
 

@@ -68,11 +68,9 @@ class CompressedLinear(TensorTrainModule):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None, init: Init = "orthogonal") -> None:
-        """Draw new cores; the dense weight they stand for has standard deviation ``std``.
+        """Draw new cores for a dense weight of standard deviation ``std``, by default as torch's.
 
-        Args:
-            std: By default ``1 / sqrt(3 * in_features)``, that of :class:`torch.nn.Linear`.
-            init: ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
+        ``init`` is ``"orthogonal"`` or ``"normal"``, see :class:`~comera.TTConfig`.
         """
         self._init_cores_(1 / math.sqrt(3 * self.in_features) if std is None else std, init)
         if self.bias is not None:
@@ -88,12 +86,9 @@ class CompressedLinear(TensorTrainModule):
         )  # fmt: skip
 
     def at(self, tokens: int, *, together: int = 1) -> Layer:
-        """Describe this layer at a batch to the planner.
+        """Describe this layer to the planner at a batch of ``tokens`` rows.
 
-        Args:
-            tokens: Rows of the batch.
-            together: How many layers of this kind contract their cores in the same calls. Only
-                chains do.
+        ``together`` is the number of layers of this kind whose cores are contracted in one call.
         """
         return Layer(
             self.shape, tokens, self.in_features, self.out_features, self.bias is not None,
@@ -145,15 +140,9 @@ class CompressedLinear(TensorTrainModule):
     ) -> Self:
         """Approximate the weight of a dense layer by TT-SVD, or block by block; copy the bias.
 
-        Args:
-            linear: Any module with ``weight (out, in)`` and ``bias``.
-            rank: As for the constructor.
-            shape: As for the constructor.
-            compression: Instead of a rank: how many times fewer parameters than the dense weight.
-            tolerance: Instead of a rank: bound on the relative Frobenius error. Trained weights
-                come out smallest with ``order=1``.
-            prune_below: A gate at or below this is a pruned rank.
-            fit: The ``order`` of a :class:`~comera.TTLinear`.
+        ``linear`` is any module with ``weight (out, in)`` and ``bias``. Other arguments are those
+        of the constructor, and ``tolerance`` instead of a rank: a bound on the relative Frobenius
+        error. Trained weights come out smallest with ``order=1``.
 
         Raises:
             ValueError: If more than one of rank, compression and tolerance is given.
@@ -178,11 +167,7 @@ class CompressedLinear(TensorTrainModule):
         cores: Sequence[Tensor],
         prune_below: float = PRUNE_BELOW,
     ) -> Self:
-        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one.
-
-        Raises:
-            ValueError: If the sizes of the cores are not ``shape.core_shapes``.
-        """
+        """Make a layer of these cores, with the bias, dtype, device and mode of a dense one."""
         sizes = [tuple(core.shape) for core in cores]
         if sizes != list(shape.core_shapes):
             raise ValueError(f"cores of {sizes} are given, and {shape} has {shape.core_shapes}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from comera.nn.decompose import check_tolerance, relative_error
+from comera.nn.decompose import check_tolerance
 from comera.nn.dense_weight import WeightByAssignment, read_only
 from comera.nn.init import Init, init_
 from comera.ops.context import machine_of
@@ -247,7 +247,8 @@ class TensorTrainModule(WeightByAssignment):
             self._decompose_(exact, tolerance)
             if tolerance is not None:
                 self.start_ranks = self.ranks
-            return relative_error(self.dense_weight(), exact)
+            wide = exact.double()
+            return float((self.dense_weight() - wide).norm()) / (float(wide.norm()) or 1.0)
 
     def _as_read(self, weight: Tensor) -> Tensor:
         """Return a dense weight without the entries that the module cannot hold."""

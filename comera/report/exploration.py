@@ -21,7 +21,6 @@ from torch import nn
 from comera.compress.compress import measured
 from comera.extras import needed_by
 from comera.files import replacing
-from comera.nn.block_linear import BTTLinear
 from comera.nn.forms import as_torch
 from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.module import tensor_trains
@@ -407,7 +406,7 @@ def _ranks(each: Sequence[tuple[int, ...]]) -> str:
 
 def _order(layer: CompressedLinear | TTTable) -> int | None:
     """Return how many modes a side has; None of blocks."""
-    if isinstance(layer, BTTLinear):
+    if not layer.is_chain:
         return None
     return len(layer.cores) // (2 if isinstance(layer, TTLinear) else 1)
 
