@@ -117,10 +117,7 @@ class TensorTrainQuantizer(HfQuantizer):
     _dtype: torch.dtype | None = None
     given: Mapping[str, Any] | None = None
 
-    @property
-    def is_trainable(self) -> bool:
-        """True."""
-        return True
+    is_trainable = True  # type: ignore[assignment]
 
     def is_serializable(self) -> bool:
         """Return True."""
@@ -137,7 +134,14 @@ class TensorTrainQuantizer(HfQuantizer):
         """Describe the present layers, if any; ``save_pretrained`` writes ``config.json`` next."""
         described = describe(model)
         del described["model"]  # config.json is about it
-        described["layers"] |= _other_names(model, described["layers"])
+        # Further names of a layer too, of which a resized table in T5 has two.
+        layers = dict(described["layers"])
+        name_of = {id(model.get_submodule(name)): name for name in layers}
+        inside = tuple(f"{name}." for name in layers)
+        for name, module in model.named_modules(remove_duplicate=False):
+            lead = name_of.get(id(module))
+            if lead is not None and name not in layers and not name.startswith(inside):
+                described["layers"][name] = {**layers[lead], "works_on": lead}
         self.quantization_config.described = described
         if described["layers"]:
             model.config.quantization_config = self.quantization_config
@@ -157,7 +161,11 @@ class TensorTrainQuantizer(HfQuantizer):
             apart = _names_in(model, described["split_experts"])
             with experts_apart(model, apart.values()):
                 layers = _as_in(model, described["layers"], where)
-            rebuild_(model, {name: _cast(entry, self._dtype) for name, entry in layers.items()})
+            dtype = str(self._dtype).removeprefix("torch.")  # that of the whole model
+            for name, entry in layers.items():
+                if entry.get("dtype") is not None:  # else an output layer without a bias
+                    layers[name] = {**entry, "dtype": dtype}
+            rebuild_(model, layers)
             for name in _names_in(model, described["served"]).values():
                 refuse_training_(model.get_submodule(name))
         return model
@@ -176,17 +184,6 @@ class TensorTrainQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         # that of the model's config, which save_pretrained has made a string
         return densify_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-
-
-def _other_names(model: PreTrainedModel, layers: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Describe layers under their further names, of which a resized table in T5 has two."""
-    name_of = {id(model.get_submodule(name)): name for name in layers}
-    inside = tuple(f"{name}." for name in layers)
-    return {
-        name: {**layers[name_of[id(module)]], "works_on": name_of[id(module)]}
-        for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in name_of and name not in layers and not name.startswith(inside)
-    }
 
 
 def _set_methods_(model: Any) -> None:
@@ -214,13 +211,6 @@ def _save_pretrained(
     finally:
         if isinstance(quantizer, TensorTrainQuantizer):
             quantizer.given = None
-
-
-def _cast(entry: Entry, dtype: torch.dtype | None) -> Entry:
-    """Describe a layer in the dtype of the whole model."""
-    if entry.get("dtype") is None:  # an output layer without a bias
-        return entry
-    return {**entry, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _as_in(model: Any, layers: Mapping[str, Entry], where: str) -> dict[str, Entry]:

@@ -66,20 +66,6 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         self._at: dict[tuple[str, ...], tuple[Any, Tensor]] = {}  # see _places
 
     def forward(self, bags: Bags) -> dict[str, Tensor]:
-        request = self._by_name(bags)
-        groups: dict[Any, list[str]] = {}
-        for name, table in self.items():
-            groups.setdefault(_kind(table) or name, []).append(name)
-        found: dict[str, Tensor] = {}
-        for names in groups.values():
-            if len(names) == 1:
-                with _named(names[0]):
-                    found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
-            else:
-                found |= self._together(names, request)
-        return {name: found[name] for name in self}
-
-    def _by_name(self, bags: Bags) -> dict[str, tuple[Any, ...]]:
         if isinstance(bags, Tensor):
             if bags.dim() != 2 or bags.shape[1] != len(self):
                 raise ValueError(
@@ -93,10 +79,21 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
             bags = dict(zip(self, bags, strict=True))
         if bags.keys() != set(self):
             raise ValueError(f"the tables are {sorted(self)}, got bags of {sorted(bags)}")
-        return {
+        request = {
             name: (given,) if isinstance(given, Tensor) else tuple(given)
             for name, given in bags.items()
         }
+        groups: dict[Any, list[str]] = {}
+        for name, table in self.items():
+            groups.setdefault(_kind(table) or name, []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in groups.values():
+            if len(names) == 1:
+                with _named(names[0]):
+                    found[names[0]] = self.get_submodule(names[0])(*request[names[0]])
+            else:
+                found |= self._together(names, request)
+        return {name: found[name] for name in self}
 
     def _together(
         self, names: list[str], request: Mapping[str, tuple[Any, ...]]

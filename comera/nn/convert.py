@@ -131,7 +131,19 @@ def _tensorized(
         )
     elif config.init == "svd":
         _warn_of_approximations(model, targets, made, calibration)
-    _warn_of_slower_layers(made, config.tokens or _TOKENS)
+    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
+    for name, layer in made.items():
+        if isinstance(layer, CompressedLinear):
+            alike.setdefault(layer.kind(), []).append((name, layer))
+    for members in alike.values():
+        layer = members[0][1]
+        setting = layer.planner_setting()
+        found = break_even(layer.at(config.tokens or _TOKENS, together=len(members)), **setting)
+        if found.worst > _WORST_RATIO:
+            slower = found.loses_time or (found.eager_ratio or 0) > 1
+            guess = "" if setting["machine"].measured else _GUESS
+            which = listed([name for name, _ in members], most=2)
+            log.log(logging.WARNING if slower else logging.INFO, _LOSES, which, found, guess)
     converted = swap_layers_(model, replacements)
     rename_tied_weights_(converted)
     return cast(Model, converted)  # or the layer in its place
@@ -256,23 +268,6 @@ def _output_errors(
         name: float((off / whole).sqrt()) if whole > 0 else 0.0
         for name, (off, whole) in sums.items()
     }
-
-
-def _warn_of_slower_layers(layers: Mapping[str, nn.Module], tokens: int) -> None:
-    """Log a line for each kind of layer that is predicted to be slower or larger than dense."""
-    alike: dict[object, list[tuple[str, CompressedLinear]]] = {}
-    for name, layer in layers.items():
-        if isinstance(layer, CompressedLinear):
-            alike.setdefault(layer.kind(), []).append((name, layer))
-    for members in alike.values():
-        layer = members[0][1]
-        setting = layer.planner_setting()
-        found = break_even(layer.at(tokens, together=len(members)), **setting)
-        if found.worst > _WORST_RATIO:
-            slower = found.loses_time or (found.eager_ratio or 0) > 1
-            guess = "" if setting["machine"].measured else _GUESS
-            names = listed([name for name, _ in members], most=2)
-            log.log(logging.WARNING if slower else logging.INFO, _LOSES, names, found, guess)
 
 
 def _convert(

@@ -99,14 +99,8 @@ def freeze_(
 def frozen(model: nn.Module, *, batch: int = 1) -> Iterator[nn.Module]:
     """Freeze a model inside the context, in evaluation mode, and restore its layers afterwards.
 
-    Writes to parameters inside take effect after it.
-
-    Args:
-        model: The model, changed in place meanwhile.
-        batch: As for :func:`freeze_`.
-
-    Yields:
-        The model, or the layer in its place.
+    Writes to parameters inside take effect after it. ``batch`` is that of :func:`freeze_`. Yields
+    the model, or the layer in its place.
 
     Example::
 
@@ -137,15 +131,8 @@ def to_plain_(model: nn.Module) -> nn.Module:
     computes the same, to rounding, and can be trained further. ``torch.export``, ONNX,
     ``torch.jit.trace`` and AOTInductor accept it, and their programs run without this package.
 
-    Args:
-        model: The model; if it was frozen, its weights stay frozen.
-
-    Returns:
-        The model, or the layer that replaces it.
-
-    Raises:
-        ValueError: If a layer is sharded.
-        TypeError: If ``model`` is no module.
+    Weights of a frozen model stay frozen. Returns the model, or the layer that replaces it. Raises
+    ``ValueError`` if a layer is sharded.
 
     Example::
 
@@ -223,9 +210,6 @@ def _contracted(
         batch: Rows for which they should be fast; None for the smallest layers.
         keep_forms: Whether dense layers of other packages, such as Conv1D of transformers, have
             their class; else they are ``nn.Linear``.
-
-    Raises:
-        ValueError: If ``batch`` is below one, or a layer is sharded.
     """
     try:
         enough = batch is None or whole_number(batch) >= 1
@@ -266,7 +250,7 @@ class _Contraction:
         if isinstance(layer, TiedTTLinear):
             table: Any = self._table(layer.embedding)
             if not isinstance(table, FactoredTable):
-                return _dense_head(layer, table.weight)
+                return _linear(table.weight, layer.bias).train(layer.training)
             bias = None if layer.bias is None else _kept(layer.bias)
             thin: Any = FactoredHead(table, bias).train(layer.training)
         else:
@@ -277,24 +261,20 @@ class _Contraction:
         return self._dense(layer)
 
     def _thin(self, layer: TTLinear) -> ThinLinear:
-        key = id(layer.cores)
-        if key not in self._shared:
-            left, right = thin_factors(layer)
-            self._shared[key] = _kept(left.T), _kept(right.T)
-        weights = self._shared[key]
-        first = nn.Linear(layer.in_features, len(weights[0]), False, "meta")
-        second = nn.Linear(len(weights[0]), layer.out_features, False, "meta")
-        first.weight, second.weight = weights
-        if layer.bias is not None:
-            second.bias = _kept(layer.bias)
+        if id(layer.cores) not in self._shared:
+            self._shared[id(layer.cores)] = [_kept(factor.T) for factor in thin_factors(layer)]
+        left, right = self._shared[id(layer.cores)]
         form = layer.dense_form if _is_pointwise(layer) else None
-        return ThinLinear(from_torch(first, form), from_torch(second, form), form).train(
-            layer.training
+        first, second = (
+            from_torch(_linear(left), form),
+            from_torch(_linear(right, layer.bias), form),
         )
+        return ThinLinear(first, second, form).train(layer.training)
 
     def _dense(self, layer: TTLinear | TiedTTLinear) -> nn.Module:
         if isinstance(layer, TiedTTLinear):
-            return _dense_head(layer, _kept(layer.embedding.dense_weight()))
+            weight = _kept(layer.embedding.dense_weight())
+            return _linear(weight, layer.bias).train(layer.training)
         dense: Any = layer.to_dense()
         dense.weight = self._shared.setdefault(("dense", id(layer.cores)), dense.weight)
         if self._keep_forms or _is_pointwise(layer):
@@ -345,11 +325,13 @@ class _Contraction:
         return self._gains[sizes]
 
 
-def _dense_head(layer: TiedTTLinear, weight: nn.Parameter) -> nn.Linear:
-    dense = layer.to_dense(weight)
-    if layer.bias is not None:
-        dense.bias = _kept(layer.bias)  # the layer keeps its own
-    return dense.requires_grad_(False)
+def _linear(weight: nn.Parameter, bias: Tensor | None = None) -> nn.Linear:
+    """Make a linear layer without gradients, on a weight and a copy of a bias."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], False, "meta")
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = _kept(bias)
+    return linear
 
 
 def _is_pointwise(layer: Any) -> bool:
