@@ -82,7 +82,26 @@ class RankCallback(Callback):
     def on_fit_start(self, trainer, pl_module):
         """Check the model, the trainer and the optimizer; restore the random state."""
         check_model(self.ranks, pl_module)
-        _check(trainer, pl_module)
+        kind = type(trainer.strategy).__name__
+        if kind in _SHARDED:
+            raise ValueError(
+                f"ranks are learned of whole parameters, and {kind} cuts them into shards: take "
+                'strategy="ddp" or one device'
+            )
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            how = f"{len(trainer.optimizers)} optimizers"
+            if not pl_module.automatic_optimization:
+                how = "automatic_optimization=False"
+            raise ValueError(
+                "RankCallback counts the steps of one optimizer that Lightning takes, and the "
+                f"module has {how}: call ranks.objective, ranks.step and ranks.finish_ in "
+                "training_step"
+            )
+        if trainer.precision == "16-mixed":
+            raise ValueError(
+                'precision="16-mixed" skips steps whose gradients are not finite, and RankCallback '
+                'would count them: take precision="bf16-mixed"'
+            )
         gates = {id(gate) for layer in tensor_trains(pl_module).values() for gate in layer.gates}
         for group in trainer.optimizers[0].param_groups:
             decay = group.get("weight_decay", 0.0)
@@ -129,25 +148,3 @@ class RankCallback(Callback):
     def on_exception(self, trainer, pl_module, exception):
         """Restore the trainer."""
         vars(trainer.strategy).pop("backward", None)
-
-
-def _check(trainer: Any, module: Any) -> None:
-    kind = type(trainer.strategy).__name__
-    if kind in _SHARDED:
-        raise ValueError(
-            f"ranks are learned of whole parameters, and {kind} cuts them into shards: take "
-            'strategy="ddp" or one device'
-        )
-    if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        how = f"{len(trainer.optimizers)} optimizers"
-        if not module.automatic_optimization:
-            how = "automatic_optimization=False"
-        raise ValueError(
-            f"RankCallback counts the steps of one optimizer that Lightning takes, and the module "
-            f"has {how}: call ranks.objective, ranks.step and ranks.finish_ in training_step"
-        )
-    if trainer.precision == "16-mixed":
-        raise ValueError(
-            'precision="16-mixed" skips steps whose gradients are not finite, and RankCallback '
-            'would count them: take precision="bf16-mixed"'
-        )

@@ -42,12 +42,7 @@ def attach_(model: PreTrainedModel, config: TTConfig | None = None) -> PreTraine
     ``comera.integrations.transformers`` is imported, and ``resize_token_embeddings`` appends rows
     to tensor-train tables. :func:`~comera.integrations.transformers.learn_ranks_` calls this.
 
-    Args:
-        model: With its tensor-train layers in place.
-        config: How it was compressed, for readers of ``config.json``.
-
-    Returns:
-        The model.
+    ``config``, how it was compressed, is for readers of ``config.json``. Returns the model.
 
     Raises:
         TypeError: If it is no model of transformers.

@@ -31,13 +31,8 @@ def set_optimizer_groups_(trainer: Any, gate_lr: float = 1e-3) -> None:
     This changes the optimizer of ``TrainingArguments.optim``, not one from
     ``Trainer(optimizers=...)``, for which :func:`comera.param_groups` makes groups.
 
-    Args:
-        trainer: A ``transformers.Trainer``, or one of a subclass, before training.
-        gate_lr: Learning rate of the gates, which follows the schedule of the others. Under Adam a
-            gate falls from one to zero in ``1 / gate_lr`` steps at best.
-
-    Raises:
-        ValueError: If ``gate_lr`` is no positive number.
+    Call this before training. ``gate_lr`` follows the schedule of the other rates; under Adam a
+    gate falls from one to zero in ``1 / gate_lr`` steps at best.
     """
     if not is_number(gate_lr) or not gate_lr > 0:
         raise ValueError(f"gate_lr={gate_lr!r} must be a number above 0")
@@ -78,9 +73,6 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
             steps are optimizer steps.
         gate_lr: Learning rate of the gates, see :func:`set_optimizer_groups_`.
 
-    Returns:
-        The callback that was added to the trainer.
-
     Raises:
         ValueError: If ``ranks`` is of another model, the trainer learns ranks already, or
             parameters cannot change their shapes in it, as in sharded training.
@@ -92,7 +84,29 @@ def learn_ranks_(trainer: Any, ranks: RankLearning, *, gate_lr: float = 1e-3) ->
         learn_ranks_(trainer, comera.TwoStage(model, 0.3, early_steps=600, late_steps=300))
         trainer.train()
     """
-    _check(trainer, ranks)
+    check_model(ranks, trainer.model)
+    if any(isinstance(known, RankCallback) for known in trainer.callback_handler.callbacks):
+        raise ValueError("this trainer learns ranks already: learn_ranks_ is called once")
+    if trainer.model_init is not None:
+        raise ValueError(
+            "Trainer(model_init=...) makes another model when it begins to train than the one "
+            "whose ranks are learned: give it the model"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            "ranks are learned of whole parameters, and DeepSpeed and FSDP cut them into shards: "
+            "start the script by torchrun or accelerate launch with plain data parallelism"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {trainer.args.n_gpu} GPUs, which Trainer would use by copying the "
+            "model in each step: start the script by torchrun, a process for each"
+        )
+    if trainer.args.restore_callback_states_from_checkpoint:
+        raise ValueError(
+            "restore_callback_states_from_checkpoint=True makes all callbacks anew, this one too, "
+            "and it would know of no model: leave it out, ranks go on from a checkpoint without it"
+        )
     set_optimizer_groups_(trainer, gate_lr)
     if isinstance(trainer.model, PreTrainedModel):
         attach_(trainer.model)
@@ -170,29 +184,3 @@ class RankCallback(TrainerCallback, ExportableState):
         accelerator = self._trainer.accelerator
         parts = self._trainer.current_gradient_accumulation_steps
         type(accelerator).backward(accelerator, self._steps.objective(loss, parts), **kwargs)
-
-
-def _check(trainer: Any, ranks: RankLearning) -> None:
-    check_model(ranks, trainer.model)
-    if any(isinstance(known, RankCallback) for known in trainer.callback_handler.callbacks):
-        raise ValueError("this trainer learns ranks already: learn_ranks_ is called once")
-    if trainer.model_init is not None:
-        raise ValueError(
-            "Trainer(model_init=...) makes another model when it begins to train than the one "
-            "whose ranks are learned: give it the model"
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError(
-            "ranks are learned of whole parameters, and DeepSpeed and FSDP cut them into shards: "
-            "start the script by torchrun or accelerate launch with plain data parallelism"
-        )
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"this process has {trainer.args.n_gpu} GPUs, which Trainer would use by copying the "
-            "model in each step: start the script by torchrun, a process for each"
-        )
-    if trainer.args.restore_callback_states_from_checkpoint:
-        raise ValueError(
-            "restore_callback_states_from_checkpoint=True makes all callbacks anew, this one too, "
-            "and it would know of no model: leave it out, ranks go on from a checkpoint without it"
-        )

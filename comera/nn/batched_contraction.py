@@ -30,12 +30,8 @@ class BatchedContraction:
     one batch, and forward passes use the cached factors; the gates of all layers are parts of one
     vector. Gradients are the same. ``comera.TrainStep`` enters it in each step.
 
-    Args:
-        model: The model, whose layers are found here; their ranks may change between two uses.
-        autocast: Dtype of the factors, for layers called under autocast.
-
-    Raises:
-        ValueError: If a tensor train is sharded, as by ``fully_shard``.
+    Ranks may change between two uses. ``autocast`` is the dtype of the factors, for layers called
+    under autocast. A tensor train that is sharded, as by ``fully_shard``, raises ``ValueError``.
 
     Note:
         Call ``backward`` once for each time it is entered, and inside with activation
@@ -88,10 +84,18 @@ class BatchedContraction:
         """Concatenate the gates and contract the cores of all layers; set both on the layers."""
         for train, params in zip(self._trains, self._params, strict=True):
             vars(train)["shared"] = Shared(params, versions_of(params), self._share)
-        _share_gates(self._trains)
+        gates = [gate for train in self._trains for gate in train.gates]
+        alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in gates}
+        if len(alike) == 1:  # else one may be frozen, and must get no gradient
+            flat, start = torch.cat(gates), 0
+            parts = iter(flat.split([gate.shape[0] for gate in gates]))
+            for train in self._trains:
+                own = tuple(islice(parts, len(train.gates)))
+                vars(train)["shared_gates"] = SharedGates(flat, start, own)
+                start += sum(part.shape[0] for part in own)
         for groups, (cores, *rest) in self._calls:
-            gates = [gate for layers in groups for m in layers for gate in m.bond_gates()]
-            factors = contract_groups(cores, gates, *rest)
+            bonds = [gate for layers in groups for m in layers for gate in m.bond_gates()]
+            factors = contract_groups(cores, bonds, *rest)
             for layers, pairs in zip(groups, _unbind_factors(groups, factors), strict=True):
                 for layer, pair in zip(layers, pairs, strict=True):
                     vars(layer)["shared_factors"] = pair
@@ -135,20 +139,6 @@ def _calls(
             biases += added
         calls.append((groups, (cores, biases, layout, [group[0].prune_below for group in groups])))
     return calls
-
-
-def _share_gates(trains: Sequence[TensorTrainModule]) -> None:
-    """Concatenate the gates of all modules, and set its part of the vector on each."""
-    gates = [gate for train in trains for gate in train.gates]
-    alike = {(gate.dtype, gate.device, gate.requires_grad) for gate in gates}
-    if len(alike) != 1:  # such as with a frozen gate, which must get no gradient
-        return
-    flat, start = torch.cat(gates), 0
-    parts = iter(flat.split([gate.shape[0] for gate in gates]))
-    for train in trains:
-        own = tuple(islice(parts, len(train.gates)))
-        vars(train)["shared_gates"] = SharedGates(flat, start, own)
-        start += sum(part.shape[0] for part in own)
 
 
 def gates_together(trains: Sequence[TensorTrainModule]) -> Tensor:

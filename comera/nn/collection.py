@@ -41,11 +41,7 @@ class TTEmbeddingBagCollection(nn.ModuleDict):
         need be. A tensor ``(bags, tables)`` has one entry a bag for each table. The output is
         ``(bags, width)`` by name.
 
-    Raises:
-        TypeError: If ``tables`` is no mapping.
-        ValueError: If the names of the input differ from those of the tables, or offsets do not
-            fit.
-        IndexError: If an index is no row; the table is named.
+    Errors of a table name it.
 
     Example::
 

@@ -219,15 +219,10 @@ def _warn_of_approximations(
 def _output_errors(
     model: nn.Module, layers: Mapping[str, tuple[Any, Tensor, Any]], batches: Iterable[Any]
 ) -> dict[str, float]:
-    """Run batches and return the relative Frobenius error of each layer's outputs, by name.
+    """Run batches in evaluation mode; return the relative Frobenius error of each layer's outputs.
 
-    Args:
-        model: Is in evaluation mode meanwhile.
-        layers: The present layer, its dense weight, and the layer that is to replace it.
-        batches: See :func:`tensorize_`.
-
-    Raises:
-        ValueError: If there is no batch, or a layer has no input.
+    ``layers`` holds the present layer, its dense weight, and the layer that will replace it. Raises
+    ``ValueError`` if there is no batch, or a layer has no input.
     """
     sums: dict[str, Tensor] = {}
 
@@ -287,15 +282,14 @@ def _convert(
         return "max_norm scales single rows, and the rows of a tensor train share their cores"
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq is not supported"
-    settings = _settings(name, module, config)
     if config.linear_format == "btt" and isinstance(module, nn.Linear):
         if feature_dim != -1:
             return 'linear_format="btt" is for layers whose features are last'
         least = BTTShape.fit(module.in_features, module.out_features, rank=1).num_params
-        if settings["shape"] is None and least >= module.weight.numel():
+        if _first(config.shape_pattern, name) is None and least >= module.weight.numel():
             return f"as a block tensor train it would hold {least} numbers or more"
     try:
-        new = _build(module, settings, config, feature_dim)
+        new = _build(name, module, config, feature_dim)
     except ValueError as problem:
         raise ValueError(f"{name or 'the model'}: {problem}") from None
     if new.num_stored >= new.num_dense:
@@ -304,55 +298,37 @@ def _convert(
     return new
 
 
-def _settings(name: str, module: nn.Module, config: TTConfig) -> dict[str, Any]:
-    """Collect constructor keywords for one module, by the settings and then the patterns."""
-    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    rank = config.rank
-    if is_table:
-        rank = config.embedding_rank
-        if rank is None and isinstance(config.rank, int) and config.linear_format == "tt":
-            rank = config.rank
-    settings: dict[str, Any] = {
-        "rank": rank,
-        "shape": _first(config.shape_pattern, name),
-        "order": config.embedding_order if is_table else config.order,
-        "compression": config.compression,
-        "prune_below": config.prune_below,
-    }
-    own_rank = _first(config.rank_pattern, name)
-    if own_rank is not None:
-        settings |= {"rank": own_rank, "compression": None}
-    if is_table:
-        hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
-        settings |= dict(zip(("hot_rows", "hot_rank"), hot, strict=True))
-        if config.init != "svd":
-            settings["scatter_rows"] = config.scatter_rows
-    elif config.linear_format == "btt":
-        del settings["order"]
-    if config.init == "svd":
-        settings["tolerance"] = config.tolerance if own_rank is None else None
-    return settings
-
-
 def _first(patterns: Mapping[str, Any], name: str) -> Any:
     return next((value for key, value in patterns.items() if matches(name, key)), None)
 
 
-def _build(
-    module: Any, settings: dict[str, Any], config: TTConfig, feature_dim: int
-) -> TensorTrainModule:
+def _build(name: str, module: Any, config: TTConfig, feature_dim: int) -> TensorTrainModule:
     """Make the layer that replaces a torch layer, from its weight or with random cores."""
-    weight, init = module.weight, config.init or "orthogonal"
-    is_linear = isinstance(module, nn.Linear)
-    kind: Any = TTEmbedding if isinstance(module, nn.Embedding) else TTEmbeddingBag
-    if is_linear and config.linear_format == "btt":
+    own_rank = _first(config.rank_pattern, name)
+    settings: dict[str, Any] = {
+        "rank": own_rank or config.rank,
+        "shape": _first(config.shape_pattern, name),
+        "compression": None if own_rank else config.compression,
+        "prune_below": config.prune_below,
+    }
+    is_linear, is_btt = isinstance(module, nn.Linear), config.linear_format == "btt"
+    kind: Any
+    if is_linear and is_btt:
         kind = BTTLinear
     elif is_linear:
         kind = TTLinear if feature_dim == -1 else TTPointwise
+        settings["order"] = config.order
+    else:
+        kind = TTEmbedding if isinstance(module, nn.Embedding) else TTEmbeddingBag
+        rank = config.rank if isinstance(config.rank, int) and not is_btt else None
+        hot = _first(config.hot_pattern, name) or (config.hot_rows, config.hot_rank)
+        settings["rank"] = own_rank or config.embedding_rank or rank
+        settings |= {"order": config.embedding_order, "hot_rows": hot[0], "hot_rank": hot[1]}
+    weight, init = module.weight, config.init or "orthogonal"
     if init == "svd" and not weight.is_meta:
+        settings["tolerance"] = None if own_rank else config.tolerance
         new = (kind.from_linear if is_linear else kind.from_embedding)(module, **settings)
     else:
-        settings = {key: value for key, value in settings.items() if key != "tolerance"}
         settings |= {"device": weight.device, "dtype": weight.dtype}
         if is_linear:
             sizes = module.in_features, module.out_features
@@ -360,9 +336,8 @@ def _build(
         else:
             sizes = module.num_embeddings, module.embedding_dim
             own = ("padding_idx", "sparse", *kind._own_settings)
-            settings |= {name: getattr(module, name) for name in own}
-            if init == "svd":
-                settings["scatter_rows"] = False
+            settings |= {key: getattr(module, key) for key in own}
+            settings["scatter_rows"] = config.scatter_rows if init != "svd" else False
         new = kind(*sizes, **settings)
         if not weight.is_meta:
             with torch.no_grad():  # the scale that the model's own initialisation gave the weight

@@ -79,9 +79,7 @@ class TTEmbeddingBag(TTTable):
     Raises:
         ValueError: If offsets decrease, do not begin at 0 or pass the end of the input (on the
             CPU), weights do not fit the input, or there are entries and no bags.
-        TypeError: If indices are no whole numbers.
         IndexError: If an index is no row (on the CPU).
-        NotImplementedError: For ``per_sample_weights`` in another mode than ``"sum"``.
     """
 
     __constants__ = (

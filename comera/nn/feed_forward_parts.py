@@ -84,17 +84,13 @@ def register_feed_forward(
         kind: The class, or its module and name with a dot between.
         layers: Names of the first and the second layer, or of gate, up and down projection.
         activation: Name of the module or function; or one of ``F.gelu``, ``F.relu`` and ``F.silu``
-            if the method calls it directly. Other activations run layer by layer.
+            if the method calls it directly. Others run layer by layer.
         before: Names of modules called on the input, such as a norm.
-        between: Names of ``nn.Dropout`` on the hidden activation. While one is active, the part
-            runs layer by layer.
+        between: Names of ``nn.Dropout`` on the hidden activation; an active one runs layer by
+            layer.
         after: Names of modules called on the result, such as dropout; None adds the input.
         inside: The class of each module whose own forward pass is skipped, by name.
         method: The method that computes the part.
-
-    Raises:
-        TypeError: If a class is neither a class nor a name.
-        ValueError: If there are not two or three layers, or the activation is another function.
 
     Example::
 
@@ -127,10 +123,7 @@ def fuse_feed_forwards_(model: nn.Module) -> list[str]:
     and of every ``nn.Sequential`` of such a layer, an activation and another such layer. Outputs
     and gradients stay the same. The part still runs layer by layer for fewer than 16 rows, under
     ``torch.compile``, ``torch.func`` and other tracing, while dropout acts on the hidden
-    activation, and if a hook or patched module inside would be skipped.
-
-    Returns:
-        The names of the parts, which the log names at level INFO.
+    activation, and if a hook or patched module inside would be skipped. Returns the parts' names.
     """
     unfuse_feed_forwards_(model)
     names = []

@@ -53,10 +53,6 @@ def register_layer(
             as -3 for pictures ``(N, C, H, W)``.
         fits: Returns whether a layer of the class can be converted; None for all.
 
-    Raises:
-        TypeError: If an argument is no class, name or function.
-        ValueError: If ``feature_dim`` is no whole number below zero.
-
     Example::
 
         comera.register_layer(MyLinear, lambda mine: mine.as_linear(), MyLinear.of_linear)
@@ -222,13 +218,8 @@ def experts_apart(model: nn.Module, names: Iterable[str] | None = None) -> Itera
 
     After an error all are fused again.
 
-    Args:
-        model: The model; its outputs stay the same.
-        names: Names of experts. If None, all; those whose layers are all dense in the end are fused
-            again.
-
-    Raises:
-        ValueError: If there are no fused experts of a name; the model is then unchanged.
+    Without ``names`` of experts all are split, and fused again if their layers are all dense in the
+    end. A name without fused experts raises ``ValueError``; the model is then unchanged.
     """
     found = {name: module for name, module in model.named_modules() if name and is_fused(module)}
     lost = [name for name in names or () if name not in found]

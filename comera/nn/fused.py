@@ -41,14 +41,9 @@ def is_plain(module: nn.Module, forward: Any) -> bool:
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Compute ``[layer(x) for layer in layers]``, in one pass over x where the layers allow it.
+    """Compute ``[layer(x) for layer in layers]``, in one pass over x if the layers allow it.
 
-    Args:
-        x: ``(*, in_features)``.
-        layers: Layers of one input, such as the query, key and value projections of an attention.
-
-    Returns:
-        ``(*, out_features)`` of each layer.
+    Such as for the query, key and value projections of an attention.
     """
     layers = list(layers)
     trains = _factorized_layers(x, layers)
@@ -61,13 +56,8 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str) -> Tensor:
     """Compute ``second(activation(first(x)))``; tensor trains keep nothing of the hidden width.
 
-    They compute the hidden activation again in the backward pass.
-
-    Args:
-        x: ``(*, in_features)``.
-        first: The layer to the hidden width.
-        second: The layer from the hidden width.
-        activation: ``"gelu"``, ``"relu"`` or ``"silu"``; ``ValueError`` for others.
+    They compute the hidden activation again in the backward pass. ``activation`` is ``"gelu"``,
+    ``"relu"`` or ``"silu"``; another one raises ``ValueError``.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
@@ -80,7 +70,7 @@ def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, activation: str
 def gated_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Compute ``down(silu(gate(x)) * up(x))``; tensor trains keep nothing of the hidden width.
 
-    They compute both hidden activations again in the backward pass. ``x`` is ``(*, in_features)``.
+    They compute both hidden activations again in the backward pass.
     """
     trains = _factorized_layers(x, [gate, up, down])
     if trains is None or products_are_fp8():
@@ -101,21 +91,11 @@ def self_attention(
 ) -> Tensor:
     """Compute multi-head self-attention, its projections included.
 
-    If all four projections are tensor trains of a middle bond below the width of a head, attention
-    stays in that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
-    ``(x A_q) (B_q B_k^T) (x A_k)^T``. Likewise for the values and the output. That takes fewer
-    operations than forming q, k and v.
-
-    Args:
-        x_BTD: ``(B, T, D)``.
-        query: Projection from D to D, as are key, value and out.
-        key: See there.
-        value: See there.
-        out: See there; its input are the heads side by side.
-        num_heads: Divides D.
-        keep_BT: The positions that may be attended to, or the bias that
-            :func:`~comera.ops.attention.score_bias` made of them; None for all.
-        dropout: Probability of dropping an attention weight.
+    If all four projections, each from D to D, are tensor trains of a middle bond below the width of
+    a head, attention stays in that bond: with ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of
+    a head are ``(x A_q) (B_q B_k^T) (x A_k)^T``. Likewise for the values and the output. That takes
+    fewer operations than forming q, k and v. ``keep_BT`` are the positions that may be attended to,
+    or the bias that :func:`~comera.ops.attention.score_bias` made of them; None for all.
 
     Raises:
         ValueError: If ``num_heads`` does not divide the width, ``keep_BT`` has another shape than

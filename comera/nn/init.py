@@ -95,7 +95,11 @@ def init_keys_as_queries_(model: nn.Module) -> nn.Module:
         names = ", ".join(f"{query} and {key}" for query, key in _PAIRS)
         raise ValueError(f"{type(model).__name__} has no layer with children {names}")
     for name, query, key in pairs:
-        if _shapes(query) != _shapes(key):
+        sizes, wanted = (
+            {part: value.shape for part, value in layer.state_dict().items()}
+            for layer in (key, query)
+        )
+        if sizes != wanted:
             raise ValueError(
                 f"{name} is {key} and its queries are {query}: keys can only begin as a copy of "
                 "queries of one shape"
@@ -103,7 +107,3 @@ def init_keys_as_queries_(model: nn.Module) -> nn.Module:
     for _, query, key in pairs:
         key.load_state_dict(query.state_dict())
     return model
-
-
-def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in layer.state_dict().items()}

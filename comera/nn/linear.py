@@ -27,13 +27,7 @@ from comera.shapes import LinearShape, TTShape, only_one, padded_rank
 
 
 class CompressedLinear(TensorTrainModule):
-    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates and a bias.
-
-    Attributes:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: ``(out_features,)``, or None.
-    """
+    """Base of the linear formats, drop-ins for :class:`torch.nn.Linear`: cores, gates, a bias."""
 
     __constants__ = ("in_features", "out_features")
     bias: nn.Parameter | None
@@ -344,13 +338,9 @@ _dense_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class TTPointwise(TTLinear):
     """A :class:`~comera.TTLinear` along the dimension ``feature_dim``, counted from the last.
 
-    Args:
-        feature_dim: Where the features are in input and output; below zero.
-        linear: Arguments of :class:`~comera.TTLinear`.
-
     Shapes:
-        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous
-        where the input is.
+        for -3: input ``(*, in_features, H, W)``, output ``(*, out_features, H, W)``, contiguous if
+        the input is.
     """
 
     _settings = (*TTLinear._settings, "feature_dim")

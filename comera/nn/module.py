@@ -307,11 +307,7 @@ class TensorTrainModule(WeightByAssignment):
             gate.fill_(1)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Resize cores and gates to other ranks, contents undefined; the same objects.
-
-        Raises:
-            ValueError: If there is not one rank for each bond.
-        """
+        """Resize cores and gates to other ranks, contents undefined; they stay the same objects."""
         sizes = self._modes.of_ranks(ranks).core_shapes
         for mine, size in zip(self.cores, sizes, strict=True):
             resize_(mine, size)

@@ -27,13 +27,8 @@ def swap_layers_(
     and dataclasses that are attributes of modules are replaced too, and so are their bound methods;
     other objects and closures keep the old layer. Registered feed-forward parts are fused.
 
-    Args:
-        model: The model.
-        replacements: New layers by the ``id`` of the old.
-        biases: Whether new layers take over the biases.
-
-    Returns:
-        The model, or the layer that replaces it.
+    ``replacements`` are new layers by the ``id`` of the old; with ``biases`` they take over the
+    biases. Returns the model, or the layer that replaces it.
     """
     lost = [
         name

@@ -252,7 +252,7 @@ def find_targets(
                 listed(known) or "there is none",
             )  # fmt: skip
     if caller and wanted in ("all", "all-linear"):
-        _name_other_kinds(model, caller)
+        _warn_of_other_kinds(model, caller)
     if not chosen:
         already = list(tensor_trains(model))
         raise ValueError(
@@ -265,7 +265,7 @@ def find_targets(
     return chosen
 
 
-def _name_other_kinds(model: nn.Module, caller: str) -> None:
+def _warn_of_other_kinds(model: nn.Module, caller: str) -> None:
     """Warn of large modules that cannot be targets, such as experts in one parameter."""
     skip = {
         id(part)

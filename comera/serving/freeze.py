@@ -56,10 +56,6 @@ def freeze_(
     Returns:
         The model, or the layer that replaces it.
 
-    Raises:
-        ValueError: If ``batch`` is below one, ``quantize`` is none of these, or a layer is sharded.
-        MissingPackageError: If torchao is needed and not installed.
-
     Example::
 
         comera.freeze_(model, batch=1)

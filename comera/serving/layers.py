@@ -28,8 +28,7 @@ _WRITTEN = (
 class ThinLinear(nn.Sequential):
     """A linear layer as two thin ones, ``(in, rank)`` and ``(rank, out)``; the second has the bias.
 
-    ``dense_form`` is the class of both as :func:`~comera.register_layer` names it; None for
-    ``nn.Linear``.
+    ``dense_form`` names the class of both, if it is one of :func:`~comera.register_layer`.
     """
 
     def __init__(self, first: nn.Module, second: nn.Module, dense_form: str | None = None) -> None:

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -277,15 +275,6 @@ def test_what_has_no_blocks_stays_dense_and_is_named(caplog):
     assert "leaves 2 dense: as a block tensor train it would hold" in caplog.text
 
 
-def test_as_many_numbers_as_dense_stay_dense(caplog):
-    model = comera.tensorize_(
-        nn.Sequential(nn.Linear(16, 16)),
-        comera.TTConfig(linear_format="btt", rank=4, init="orthogonal"),
-    )
-    assert type(model[0]) is nn.Linear
-    assert "leaves 0 dense: as a block tensor train it would" in caplog.text
-
-
 def test_freezing_leaves_it_and_an_exported_program_knows_torch_alone(caplog):
     model = comera.tensorize_(model_of_two()[1:], CONFIG).eval()
     x = torch.randn(5, 16)
@@ -318,20 +307,6 @@ def test_other_optimizers_step_it(optimizer):
     stepper.step()
     assert layer.weight.isfinite().all()
     assert not torch.equal(layer.weight, before)
-
-
-def test_a_program_in_another_process_runs_without_comera(tmp_path):
-    layer = comera.BTTLinear(12, 6).eval()
-    x = torch.randn(5, 12)
-    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
-    torch.save((x, layer(x).detach()), tmp_path / "pair.pt")
-    code = (
-        "import sys, torch; sys.modules['comera'] = None\n"
-        "x, y = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x), y)"
-    )
-    paths = [str(tmp_path / name) for name in ("layer.pt2", "pair.pt")]
-    subprocess.run([sys.executable, "-c", code, *paths], check=True)
 
 
 @pytest.mark.parametrize(
