@@ -17,7 +17,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.module import TensorTrainModule
 from comera.ops.attention import attend, head_factors
 from comera.ops.context import autocast_dtype, autocast_together, products_are_fp8
-from comera.ops.dispatch import Case, Times, Ways
+from comera.ops.dispatch import Case, Ways
 from comera.ops.linear.feed_forward import ACTIVATIONS, factorized_feed_forward
 from comera.ops.linear.feed_forward import gated_feed_forward as gated_by_factors
 from comera.ops.linear.tt_linear import factorized_linears, times_left
@@ -181,7 +181,7 @@ def _case(x_BTD: Tensor, layers: Sequence[nn.Module], num_heads: int, *_: Any) -
     return x_BTD, autocast_dtype(x_BTD), sizes
 
 
-_SPACE = Ways("self_attention", _sample_layers, Times("attention_space", _case))
+_SPACE = Ways("self_attention", "attention_space", _case, _sample_layers)
 
 
 def _not_in_ranks(

@@ -1,8 +1,8 @@
 """Operators that ``torch.compile`` sees as one node and eager mode runs without a detour.
 
-``torch.library`` flattens and checks every argument in Python, forward and backward: 0.4 ms for
-the cores of one layer, as much as contracting them takes. Eager mode needs none of that and goes
-through a plain ``torch.autograd.Function`` around the same three functions.
+``torch.library`` flattens and checks every argument in Python, which for the cores of one layer
+takes as long as contracting them. Eager mode runs a plain ``torch.autograd.Function`` around the
+same three functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Operator:
-    """A function of tensors, as a rule with its own backward pass; what :func:`operator` makes.
+    """A function of tensors, as a rule with its own backward pass; see :func:`operator`.
 
     Args:
         name: Name with its namespace, e.g. ``"comera::contract_cores"``.
@@ -43,7 +43,12 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.custom_op(*args)
-        lengths = [len(arg) if _is_opened(arg) else None for arg in args]
+        lengths = [
+            len(arg)
+            if isinstance(arg, list | tuple) and (not arg or isinstance(arg[0], Tensor))
+            else None
+            for arg in args
+        ]
         flat = _flat(lengths, args)
         if not all(map(is_concrete, flat)):
             return self.custom_op(*args)
@@ -72,11 +77,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         nested = _Context(ctx, _nested(ctx.lengths, ctx.needs_input_grad[2:]))
-        found = (
-            ctx.made.backward(nested, grads)
-            if ctx.made.returns_list
-            else ctx.made.backward(nested, *grads)
-        )
+        given = (grads,) if ctx.made.returns_list else grads
+        found = ctx.made.backward(nested, *given)
         found = found if isinstance(found, tuple) else (found,)
         return None, None, *_flat(ctx.lengths, found)
 
@@ -145,28 +147,17 @@ def is_concrete(value: Any) -> bool:
 
 
 def is_readable(value: Tensor) -> bool:
-    """Return whether numbers of a tensor may decide what is computed: on a CPU, not traced."""
-    return (
-        value.is_cpu
-        and type(value) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
-    )
+    """Return whether code may branch on a tensor's numbers: on a CPU, in eager mode."""
+    return value.is_cpu and type(value) in (Tensor, torch.nn.Parameter) and not is_traced()
 
 
 def is_traced() -> bool:
-    """Return whether operations are transformed, or recorded to be run again on other numbers."""
+    """Return whether operations are transformed, or traced to be run again on other numbers."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
-
-
-def _is_opened(value: Any) -> bool:
-    """Return whether it is a list, but not one of numbers."""
-    return isinstance(value, list | tuple) and (not value or isinstance(value[0], Tensor))
 
 
 def _flat(lengths: Sequence[int | None], nested: Sequence[Any]) -> list[Any]:

@@ -51,7 +51,7 @@ class Layers:
 
     def run(self):
         left1, right1, left2, right2 = self.factors
-        assert feed_forward_kernel.refuses(self.x, *self.factors, self.activation) is None
+        assert feed_forward_kernel.refuses(self.x, self.factors, self.activation) is None
         pairs = [
             Factors(left, right, self.bias) for left, right in ((left1, right1), (left2, right2))
         ]
@@ -161,9 +161,9 @@ def test_gradients_are_summed_over_parts_of_the_batch_in_one_order(dtype, emulat
 def test_tensors_may_begin_anywhere(dtype, emulated):
     layers = Layers("a few rows", dtype=dtype)
     x, *factors = map(displaced, layers.leaves)
-    y, t1, t2 = feed_forward_kernel.forward(x, *factors, True, "gelu")
+    y, t1, t2 = feed_forward_kernel.forward(x, factors, True, "gelu")
     given = map(displaced, (layers.grad, t1, t2))
-    grads = feed_forward_kernel.backward(x, *factors, *given, "gelu")
+    grads = feed_forward_kernel.backward(x, factors, *given, "gelu")
     found = layers._taken(y, grads)
     assert_near(found, layers.want(), layers.rounded, factor=2)
 
@@ -173,7 +173,7 @@ def test_numbers_that_tf32_holds_are_multiplied_exactly(emulated):
     with torch.no_grad():
         for leaf in layers.leaves:
             leaf.copy_((leaf * 8).round() / 8)
-        _, t1, _ = feed_forward_kernel.forward(layers.x, *layers.factors, True, "gelu")
+        _, t1, _ = feed_forward_kernel.forward(layers.x, layers.factors, True, "gelu")
         wanted = layers.x.double() @ layers.factors[0].double()
     torch.testing.assert_close(t1[:, :-1].double(), wanted[:, :-1], rtol=0, atol=1e-6)
 
@@ -205,7 +205,7 @@ def test_only_the_batch_and_thin_products_are_kept(emulated):
 def test_what_does_not_fit_is_computed_by_torch(emulated):
     layers = Layers("a few rows")
     x, (left1, right1, left2, right2) = layers.x, layers.factors
-    refuses = feed_forward_kernel.refuses
+    refuses = lambda x, *given: feed_forward_kernel.refuses(x, given[:-1], given[-1])  # noqa: E731
     assert refuses(x, left1, right1, left2, right2, "gelu") is None
     assert refuses(x.float(), left1, right1, left2, right2, "gelu") == choose.UNLIKE
     assert refuses(*(t.half() for t in (x, *layers.factors)), "gelu") == choose.UNLIKE

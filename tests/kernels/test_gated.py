@@ -44,8 +44,8 @@ class Hidden:
             leaf.requires_grad_()
 
     def run(self):
-        assert feed_forward_kernel.gated_refuses(*self.leaves) is None
-        t2 = _gated_hidden(*self.leaves)
+        assert feed_forward_kernel.gated_refuses(self.leaves) is None
+        t2 = _gated_hidden(self.leaves)
         return [t2, *torch.autograd.grad(t2, self.leaves, self.grad)]
 
     def want(self):
@@ -105,7 +105,7 @@ def test_kernels_equal_the_reference_on_a_card(rows, dtype):
 
 def test_what_does_not_fit_is_computed_by_torch(emulated):
     t_gate, t_up, gate, up, left2 = Hidden("a few rows").leaves
-    refuses = feed_forward_kernel.gated_refuses
+    refuses = lambda *given: feed_forward_kernel.gated_refuses(given)  # noqa: E731
     assert refuses(t_gate.float(), t_up, gate, up, left2) == choose.UNLIKE
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     assert refuses(*(t.float() for t in (t_gate, t_up, gate, up, left2))) == choose.EXACT

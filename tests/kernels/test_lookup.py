@@ -9,8 +9,8 @@ import comera
 from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, contract_kernel, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
-from comera.ops.table.distinct_rows import TableFactors
-from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD, Lookup
+from comera.ops.table.distinct_rows import Lookup
+from comera.ops.table.lookup import LOOKUP, LOOKUP_BACKWARD
 from comera.ops.table.lookup import lookup as lookup_op
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -60,13 +60,17 @@ class Table:
     def run(self):
         for param in self.params:
             param.requires_grad_()
-        others = (self.hot, self.basis, self.weights)
-        assert lookup_kernel.refuses(self.left, self.right, *others) is None
-        out, _, _ = lookup_op(
-            self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
-            self.rows, self.width, False,
-        )  # fmt: skip
+        given = self.lookup()
+        assert lookup_kernel.refuses(given) is None
+        out, _, _ = lookup_op(*given, False)
         return [out, *torch.autograd.grad(out, self.params, self.grad)]
+
+    def lookup(self, **others):
+        given = Lookup(
+            self.indices, self.left, self.right, self.hot, self.basis, self.weights, self.offsets,
+            self.rows, self.width,
+        )  # fmt: skip
+        return given._replace(**others)
 
     def want(self):
         """In float64, from the dense table."""
@@ -214,10 +218,8 @@ def test_sizes_are_known_before_the_indices_are(emulated):
     for param in table.params:
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        arguments = (table.left, table.right, table.hot, table.basis, table.weights, table.offsets)
-        out, *_ = lookup_op(
-            torch.empty(40, dtype=torch.long), *arguments, table.rows, table.width, False
-        )
+        given = table.lookup(indices_N=torch.empty(40, dtype=torch.long))
+        out, *_ = lookup_op(*given, False)
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -240,8 +242,8 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
     want = table.want()
     torch.use_deterministic_algorithms(True)
     try:
-        assert lookup_kernel.refuses(table.left, table.right) is None
-        assert "deterministic" in lookup_kernel.refuses_backward(table.left, table.right)
+        assert lookup_kernel.refuses(table.lookup()) is None
+        assert "deterministic" in lookup_kernel.refuses_backward(table.lookup())
         got = table.run()
         again = table.run()
     finally:
@@ -251,11 +253,15 @@ def test_deterministic_algorithms_sum_gradients_through_torch(emulated):
 
 
 def test_halves_too_large_for_a_block_are_refused(emulated):
+    def refuses(left, right):
+        return lookup_kernel.refuses(Table("odd").lookup(left_VPR=left, right_WRQ=right))
+
     left, right = torch.empty(2, 128, 128), torch.empty(2, 128, 128)
-    assert lookup_kernel.refuses(left, right) is not None
-    assert lookup_kernel.refuses(left.double(), right.double()) is not None
+    assert refuses(left, right) is not None
+    assert refuses(left.double(), right.double()) is not None
     table = Table("odd")
-    assert lookup_kernel.refuses(table.left, table.right.bfloat16()) is not None
+    assert refuses(table.left, table.right) is None
+    assert refuses(table.left, table.right.bfloat16()) is not None
 
 
 def test_a_table_starts_two_kernels_forward_and_three_backward(emulated, monkeypatch):
@@ -293,8 +299,7 @@ def test_layers_read_through_kernels(dtype, emulated, monkeypatch):
 def test_an_index_out_of_range_stops_the_kernel(emulated):
     table = Table("odd")
     with pytest.raises(KernelError, match="index out of range"):
-        lookup_kernel.read(torch.tensor([0, table.rows]), table.left, table.right, None, None, None,
-                     table.rows, table.width)  # fmt: skip
+        lookup_kernel.read(table.lookup(indices_N=torch.tensor([0, table.rows])))
 
 
 BUGS = {
@@ -362,10 +367,8 @@ def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, 
     table = Table("the paper's, fewer rows", "cold", bags, bags, dtype)
     for param in table.params:
         param.requires_grad_()
-    others = table.hot, table.basis, table.weights, table.offsets
-    rest = table.rows, table.width, False
     with preferring("lookup", forward):
-        out, *_ = lookup_op(table.indices, table.left, table.right, *others, *rest)
+        out, *_ = lookup_op(*table.lookup(), False)
     with preferring("lookup", backward):
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert_near([out, *grads], table.want(), dtype, factor=2)
@@ -378,10 +381,9 @@ def test_times_of_one_kernel_say_nothing_of_another(hot, bags, dtype):
     left, right = torch.empty(4, 8, 32, dtype=dtype), torch.empty(5, 32, 8, dtype=dtype)
     rows = torch.empty(3, 64, dtype=dtype) if hot else None
     offsets = torch.zeros(1, dtype=torch.int64) if bags else None
-    factors, indices = TableFactors(left, right, rows, None), torch.zeros(7, dtype=torch.int64)
-    given = Lookup(indices, factors, None, offsets, 20, 64)
-    found = LOOKUP.times.case(given)
-    assert found == LOOKUP_BACKWARD.times.case(given, None)
+    given = Lookup(torch.zeros(7).long(), left, right, rows, None, None, offsets, 20, 64)
+    found = LOOKUP.case(given)
+    assert found == LOOKUP_BACKWARD.case(given, None)
     by_warps = dtype == torch.bfloat16 and not (hot or bags)
     kinds = [] if by_warps else ["a block a row"] + ["hot rows"] * hot + ["bags"] * bags
     assert found[1:] == (dtype, (7, *kinds))

@@ -9,6 +9,7 @@ import comera
 from comera.ops.dispatch import preferring
 from comera.ops.kernels import choose, launch, lookup_kernel, nvrtc
 from comera.ops.kernels.nvrtc import KernelError
+from comera.ops.table.distinct_rows import Lookup
 from comera.ops.table.lookup import lookup
 from tests.kernels.numbers import assert_near, displaced, distance
 from tests.kernels.thorough import some
@@ -43,11 +44,14 @@ class Table:
         self.grad = random(entries, self.width)
 
     def run(self):
-        left, right = self.left.requires_grad_(), self.turned.requires_grad_().mT
-        assert lookup_kernel.warps_refuse(left, right, self.width) is None
-        rest = None, None, None, None, self.rows, self.width, False
-        out, _, _ = lookup(self.indices, left, right, *rest)
+        given = self.lookup()
+        assert lookup_kernel.warps_refuse(given) is None
+        out, _, _ = lookup(*given, False)
         return [out, *torch.autograd.grad(out, [self.left, self.turned], self.grad)]
+
+    def lookup(self):
+        left, right = self.left.requires_grad_(), self.turned.requires_grad_().mT
+        return Lookup(self.indices, left, right, *(None,) * 4, self.rows, self.width)
 
     def want(self):
         """In float64, from the dense table."""
@@ -106,10 +110,8 @@ def test_gradients_are_the_same_in_each_order_of_threads(emulated, monkeypatch):
 def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started):
     """As from a captured pass to one that is not, where torch is faster."""
     table = Table("little", dtype)
-    left, right = table.left.requires_grad_(), table.turned.requires_grad_().mT
     with preferring("lookup", "kernel"):
-        rest = None, None, None, None, table.rows, table.width, False
-        out, _, _ = lookup(table.indices, left, right, *rest)
+        out, _, _ = lookup(*table.lookup(), False)
     with preferring("lookup", "torch"):
         grads = torch.autograd.grad(out, [table.left, table.turned], table.grad)
     assert len(started) == 1
@@ -156,7 +158,13 @@ def test_a_layer_of_16_bits_reads_so(emulated, started, monkeypatch):
 
 def test_what_does_not_fit_goes_another_way(emulated):
     left, right = torch.empty(2, 4, 16).bfloat16(), torch.empty(2, 16, 8).bfloat16()
-    refuses = lookup_kernel.warps_refuse
+
+    def given(left, right, width, hot=None):
+        return Lookup(torch.zeros(1).long(), left, right, hot, None, None, None, 4, width)
+
+    def refuses(*table):
+        return lookup_kernel.warps_refuse(given(*table))
+
     assert refuses(left, right, 32) is None
     assert "16 bits" in refuses(left.float(), right.float(), 32)
     assert "16 bits" in refuses(left, right.half(), 32)
@@ -165,15 +173,14 @@ def test_what_does_not_fit_goes_another_way(emulated):
     assert "multiples of 8" in refuses(left[..., :12], right[:, :12], 32)
     assert "0 wide" in refuses(left[..., :0], right[:, :0], 32)
     many = torch.empty(1 << 16, 8, 8, device="meta").bfloat16()
-    assert "32 bits" in lookup_kernel.warps_unfit(many, many.mT, 64)
+    assert "32 bits" in lookup_kernel.warps_unfit(given(many, many.mT, 64))
 
 
 def test_an_index_out_of_range_stops_the_kernel(emulated):
     table = Table("little", torch.bfloat16)
+    wrong = table.lookup()._replace(indices_N=torch.tensor([0, table.rows]))
     with pytest.raises(KernelError, match="index out of range"):
-        lookup_kernel.read_by_warps(
-            torch.tensor([0, table.rows]), table.left, table.turned.mT, table.rows, table.width
-        )
+        lookup_kernel.read_by_warps(wrong)
 
 
 BUGS = {

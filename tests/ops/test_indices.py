@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from comera.ops.table.distinct_rows import TableFactors, every_row, make_slots, sorted_rows, sum_by
+from comera.ops.table.distinct_rows import Lookup, every_row, make_slots, sorted_rows, sum_by
 from comera.ops.table.lookup import lookup
 
 
@@ -44,8 +44,8 @@ def test_the_form_of_static_shapes_is_the_same(hot):
     given = None if given is None else given.double()
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
-    want, _, _ = lookup(indices, left, right, given, basis, None, None, rows, 4, False)
-    torch.testing.assert_close(every_row(indices, TableFactors(left, right, given, basis), 4), want)
+    table = Lookup(indices, left, right, given, basis, None, None, rows, 4)
+    torch.testing.assert_close(every_row(table), lookup(*table, False)[0])
 
 
 def test_tables_of_a_milliard_rows():

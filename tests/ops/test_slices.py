@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import comera
 from comera.ops.context import static_shapes
 from comera.ops.kernels import choose
-from comera.ops.table import distinct_rows, table_factors
-from comera.ops.table.table_factors import Request, read_factors
-from comera.ops.table.tt_embedding import tt_embedding_bag
+from comera.ops.table import distinct_rows
+from comera.ops.table import tt_embedding as module
+from comera.ops.table.tt_embedding import Request, read_factors, tt_embedding
 from tests.ops.test_tt_embedding import CLOSE, HOT, SHAPES, Problem, assert_all_agree
 
 ORDERS = {
@@ -22,14 +22,14 @@ ORDERS = {
 @pytest.fixture
 def few_slices(monkeypatch):
     """However small a table is, only slices that are read are joined."""
-    monkeypatch.setattr(table_factors, "_DEARER", 0)
-    monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
+    monkeypatch.setattr(module, "_DEARER", 0)
+    monkeypatch.setattr(module, "_WORTH_IT", 0)
 
 
 def read(problem, indices):
     return read_factors(
         [Request(indices, problem.cores, problem.rows, problem.width, problem.gates, 0.01)]
-    )[0].factors
+    )[0]
 
 
 @pytest.mark.usefixtures("few_slices")
@@ -57,10 +57,8 @@ def test_weighted_bags():
     indices, offsets = torch.tensor([1, 20, 20, 26, 3, 3, 11]), torch.tensor([0, 2, 2, 5])
     weights = torch.randn(7, dtype=torch.float64, requires_grad=True)
     problem.params.append(weights)
-    got = tt_embedding_bag(
-        indices, offsets, weights, problem.cores, problem.rows, problem.width,
-        gates=problem.gates, threshold=0.01, hot_HK=problem.hot, basis_KD=problem.basis,
-    )  # fmt: skip
+    train = problem.request(indices)
+    got = tt_embedding(train._replace(weights_N=weights, offsets_B=offsets))
     rows = problem.reference(indices) * weights[:, None]
     bags = [rows[a:b].sum(0) for a, b in [(0, 2), (2, 2), (2, 5), (5, 7)]]
     want = torch.stack(bags)
@@ -90,10 +88,10 @@ def test_one_half_in_part_and_the_other_as_a_whole(side, monkeypatch):
     cores = problem.cores[2 * side : 2 * side + 2]
     shapes = {tuple(core.shape) for core in cores}
 
-    def why_whole(_, half):
-        return None if {tuple(c.shape) for c in half} == shapes else "the other half is asked for"
+    def is_whole(_, half):
+        return {tuple(core.shape) for core in half} != shapes
 
-    monkeypatch.setattr(table_factors, "why_whole", why_whole)
+    monkeypatch.setattr(module, "is_whole", is_whole)
     assert_all_agree(problem, torch.tensor([0, 4, 9, 9, 25]))
 
 
@@ -104,7 +102,7 @@ def test_large_tables_and_small_batches(rows):
     indices = torch.tensor([0, rows - 1, 12345, rows // 2])
     cores, gates = list(table.cores), list(table.gates)
     [read] = read_factors([Request(indices, cores, rows, 64, gates, table.prune_below)])
-    assert read.factors.left_VPR.shape[0] <= 4
+    assert read.left_VPR.shape[0] <= 4
     with static_shapes():
         want = table(indices)
     torch.testing.assert_close(table(indices), want)
@@ -123,7 +121,7 @@ def test_both_halves_as_a_whole(why, monkeypatch):
 
     def left_slices(cores, indices):
         [read] = read_factors([Request(indices, cores, rows, 64)])
-        return read.factors.left_VPR.shape[0]
+        return read.left_VPR.shape[0]
 
     cores = list(table.cores)
     assert left_slices(cores, indices) == 1
@@ -178,8 +176,8 @@ def test_slices_are_gathered_piece_by_piece(piece, monkeypatch):
 @pytest.mark.parametrize("kind", [comera.TTEmbedding, comera.TTEmbeddingBag, "two tables"])
 def test_a_batch_is_looked_at_once(kind, few, compiled, monkeypatch):
     if few:
-        monkeypatch.setattr(table_factors, "_DEARER", 0)
-        monkeypatch.setattr(table_factors, "_WORTH_IT", 0)
+        monkeypatch.setattr(module, "_DEARER", 0)
+        monkeypatch.setattr(module, "_WORTH_IT", 0)
     indices, looked = torch.tensor([[3, 99], [3, 0]]), []
     if kind == "two tables":
         bags = {name: comera.TTEmbeddingBag(100, 12, rank=4, mode="sum") for name in "ab"}

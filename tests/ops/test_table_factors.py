@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.ops.cores import rank_gate_reference
-from comera.ops.table.table_factors import contract_table
+from comera.ops.table.tt_embedding import contract_table
 from comera.shapes import TTMShape
 
 SHAPES = {

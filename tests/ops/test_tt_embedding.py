@@ -4,8 +4,9 @@ import torch
 
 from comera.ops.cores import rank_gate_reference
 from comera.ops.table.lookup import lookup, lookup_backward
-from comera.ops.table.table_factors import contract_table
 from comera.ops.table.tt_embedding import (
+    Request,
+    contract_table,
     tt_embedding,
     tt_embedding_reference,
     ttm_to_dense,
@@ -50,11 +51,12 @@ class Problem:
         for param in self.params:
             param.requires_grad_()
 
+    def request(self, indices):
+        others = self.gates, 0.01, self.hot, self.basis
+        return Request(indices, self.cores, self.rows, self.width, *others)
+
     def ours(self, indices):
-        return tt_embedding(
-            indices, self.cores, self.rows, self.width,
-            gates=self.gates, threshold=0.01, hot_HK=self.hot, basis_KD=self.basis,
-        )  # fmt: skip
+        return tt_embedding(self.request(indices))
 
     def gated_cores(self):
         pairs = zip(self.cores, self.gates, strict=False)
@@ -125,11 +127,9 @@ def test_finite_differences(gated):
     indices = torch.tensor([0, 1, 4, 4, 17, 24])
 
     def run(*params):
-        gates = params[len(problem.cores) : -2]
-        return tt_embedding(
-            indices, params[: len(problem.cores)], problem.rows, problem.width,
-            gates=gates, threshold=0.01, hot_HK=params[-2], basis_KD=params[-1],
-        )  # fmt: skip
+        cores, gates = params[: len(problem.cores)], params[len(problem.cores) : -2]
+        others = gates, 0.01, params[-2], params[-1]
+        return tt_embedding(Request(indices, cores, problem.rows, problem.width, *others))
 
     assert torch.autograd.gradcheck(run, problem.params, fast_mode=True)
 
@@ -181,7 +181,7 @@ def test_narrow_cores_keep_wide_gates(dtype):
 def test_a_vanished_table_is_zero():
     shape = TTMShape((2, 3), (2, 2), (0,))
     cores = [torch.randn(size, requires_grad=True) for size in shape.core_shapes]
-    y = tt_embedding(torch.tensor([0, 5, 5]), cores, 6, 4)
+    y = tt_embedding(Request(torch.tensor([0, 5, 5]), cores, 6, 4))
     assert torch.equal(y, torch.zeros(3, 4))
     y.sum().backward()
     assert all(core.grad.shape == core.shape for core in cores)

@@ -8,7 +8,7 @@ from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
 from comera.ops.contract_cores import contract_cores
 from comera.ops.linear.tt_linear import factorized_linears
-from comera.ops.table.table_factors import contract_table
+from comera.ops.table.tt_embedding import contract_table
 from comera.shapes import TTMShape, TTShape
 from tests.planning.closed_forms import (
     dense_embedding_cost,

@@ -1,8 +1,8 @@
-"""Launch a kernel where its tensors are: on their card, or on a CPU in the emulation.
+"""Launch a kernel on the card of its tensors, or on a CPU in the emulation.
 
-On a card the machine code is loaded and launched on torch's stream, through CUDA's driver. The
-emulation compiles the same sources by g++ with ``kernels/emulation.h``; it is for tests, not for
-speed: threads of a block are run one after the other.
+On a card CUDA's driver loads the machine code and launches it on torch's stream. The emulation
+compiles the same sources by g++ with ``kernels/emulation.h``, for tests: threads of a block run one
+after the other.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""Compile kernels with NVRTC, each once for a card's architecture, and keep them on disk.
+"""Compile kernels with NVRTC, each once for a card's architecture, and cache them on disk.
 
-What is made is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
+The result is machine code (a cubin), never PTX: an older driver refuses the PTX of a newer NVRTC
 and takes its machine code. NVRTC needs neither a driver nor a card.
 """
 
@@ -39,7 +39,7 @@ def cubin(file: str, arch: str) -> bytes:
     path = cubin_path(file, arch)
     if path.is_file():
         return path.read_bytes()
-    code, problem = _compile(text(file), f"{file}.cu", arch)
+    code, problem = compile_source(text(file), f"{file}.cu", arch)
     if code is None:
         log = path.with_suffix(".log")
         with replacing(log) as temporary:
@@ -61,15 +61,7 @@ def cubin_folder() -> Path:
     return cache_folder() / "kernels"
 
 
-def resources(file: str, arch: str) -> str:
-    """Return what ptxas says about registers, spills and shared memory of each function."""
-    code, log = _compile(text(file), f"{file}.cu", arch, "--ptxas-options=-v")
-    if code is None:
-        raise KernelError(f"{file}.cu does not compile for {arch}:\n{log}")
-    return log
-
-
-def _compile(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
+def compile_source(source: str, name: str, arch: str, *options: str) -> tuple[bytes | None, str]:
     """Compile to machine code, None where that fails; return it and the compiler's log."""
     nvrtc = bindings("nvrtc")
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)

@@ -33,8 +33,8 @@ def block_linear(
         out_features: At most c d.
 
     Returns:
-        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated as
-        often as one likes.
+        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated
+        any number of times.
     """
     biases = [] if bias_O is None else [bias_O]
     x_TI, (left_1abcR, right_Rcad1), biases = autocast_together(
@@ -51,7 +51,9 @@ def block_linear(
     right = right_Rcad1.squeeze(4).permute(1, 2, 0, 3).reshape(c, a * rank, d)
     bias = biases[0] if biases and not cut else None
     with without_autocast(x):
-        multiply = _multiply if _is_recorded() else _Multiply.apply
+        # What is compiled, traced or transformed has to see all operations.
+        recorded = not is_eager() or is_traced() or forward_ad._current_level >= 0
+        multiply = _multiply if recorded else _Multiply.apply
         y = multiply(x, left, right, bias)
     if cut:
         y = y[:, :out_features]
@@ -83,11 +85,6 @@ def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None
     else:
         y_cTd = torch.baddbmm(bias_O.view(c, 1, d), rows_cTS, right_cSd)
     return y_cTd.transpose(0, 1).reshape(-1, c * d)
-
-
-def _is_recorded() -> bool:
-    """Return whether operations are compiled, traced or transformed, which has to see them all."""
-    return not is_eager() or is_traced() or forward_ad._current_level >= 0
 
 
 class _Multiply(torch.autograd.Function):

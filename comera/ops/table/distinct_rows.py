@@ -1,15 +1,14 @@
 """Rows of a table made from its two factors, each distinct one once, and their gradients.
 
 A row of a tensor-train table is a slice of the left factor times a slice of the right one. Entries
-are sorted by right slice, then left slice: equal rows come to stand together, and rows that share
-their right slice form groups, which are one product each. Each distinct row gets a slot. The rows
-of entries are gathered from the slots, and the gradient of a slot is a sum over a segment of the
-sorted entries.
+are sorted by right slice, then left slice, so that rows that share their right slice form groups,
+which are one product each. Each distinct row gets a slot: rows of entries are gathered from the
+slots, and the gradient of a slot is a sum over a segment of the sorted entries.
 
-Shape suffixes: N = entries, B = bags, S = slots (distinct rows), T = groups of slots that share a
-right slice, V = left and W = right part of a row's number, P and Q = left and right part of the
-width, R = the bond between them, D = width, H = hot rows, K = their coordinates: D where they are
-dense, fewer where they are coordinates in a basis.
+Shape suffixes: N = entries, B = bags (or entries, where there are none), S = slots (distinct rows),
+T = groups of slots that share a right slice, V = left and W = right part of a row's number, P and
+Q = left and right part of the width, R = the bond between them, D = width, H = hot rows, K = their
+coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import without_autocast
-from comera.ops.dispatch import is_eager, may_read_values, on_cpu_alone
+from comera.ops.dispatch import is_eager, is_on_cpu, may_read_values
 
 _MOST = 8
 """Rows of a group at most: more make no faster products, and more slots that stay empty."""
@@ -30,12 +29,50 @@ _MOST = 8
 _MOST_KEY = torch.iinfo(torch.int64).max
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Places for distinct rows: first the hot ones, then groups of ``group`` cold ones.
+class Lookup(NamedTuple):
+    """The request of rows of a table, or sums of rows over bags, as its operator takes it.
 
     Attributes:
-        hot: ``(num_hot,)``, numbers of the hot rows that occur.
+        indices_N: Rows to read: row ``H + v * W + w`` is ``left[v] @ right[w]``.
+        left_VPR: Left factor.
+        right_WRQ: Right factor.
+        hot_HK: Rows before those of the train; None for none.
+        basis_KD: Basis of the hot rows, where these are coordinates; else None.
+        weights_N: Weight of every entry in its bag; None for ones.
+        offsets_B: First entry of each bag; None for rows, each a bag of one.
+        num_embeddings: Rows of the table.
+        embedding_dim: D.
+    """
+
+    indices_N: Tensor
+    left_VPR: Tensor
+    right_WRQ: Tensor
+    hot_HK: Tensor | None
+    basis_KD: Tensor | None
+    weights_N: Tensor | None
+    offsets_B: Tensor | None
+    num_embeddings: int
+    embedding_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hot rows, V and W."""
+        hot = 0 if self.hot_HK is None else self.hot_HK.shape[0]
+        return hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
+
+    def hot_rows(self, rows_N: Tensor) -> Tensor:
+        """Gather hot rows by their numbers, ``(N, D)``."""
+        assert self.hot_HK is not None, "the table has hot rows"
+        hot = self.hot_HK.index_select(0, rows_N)
+        return hot if self.basis_KD is None else hot @ self.basis_KD
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots of distinct rows: first the hot ones, then groups of ``group`` cold ones.
+
+    Attributes:
+        hot: Numbers of the hot rows that occur.
         left_S: Left slices of the cold slots; a group is filled up with slice 0.
         right_T: Right slices of the groups, rising.
         group: Cold slots of a group.
@@ -70,14 +107,16 @@ def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tup
 
 
 def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slots:
-    """Make slots for the distinct ones of the sorted keys."""
+    """Return the slots of the distinct ones of the sorted keys."""
     first = torch.ones_like(keys_N, dtype=torch.bool)
     torch.ne(keys_N[1:], keys_N[:-1], out=first[1:])
     distinct = keys_N[first]
     num_hot = int(torch.searchsorted(distinct, hot_rows)) if hot_rows else 0
     cold = distinct[num_hot:] - hot_rows
     left, right = cold % left_V, cold // left_V
-    group = _group_size(cold.shape[0], right_W)
+    group = 1  # doubled as long as at most a fifth of the slots stay empty
+    while group < _MOST and 2 * (2 * group - 1) * right_W <= cold.shape[0]:
+        group *= 2
     slot = torch.arange(distinct.shape[0], device=keys_N.device)
     if group > 1:
         counts_W = torch.bincount(right, minlength=right_W)
@@ -130,14 +169,6 @@ def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     return values, packed - values * count
 
 
-def _group_size(rows: int, right_W: int) -> int:
-    """Return the size of the largest group that leaves at most a fifth of the slots empty."""
-    group = 1
-    while group < _MOST and 2 * (2 * group - 1) * right_W <= rows:
-        group *= 2
-    return group
-
-
 def check_integers(indices: Tensor) -> None:
     """Raise ``TypeError`` where indices are no integers; booleans, as of a mask, are none."""
     if indices.dtype == torch.bool:
@@ -153,7 +184,7 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Check that indices are rows, where they can be read: on a CPU.
 
     Returns:
-        Whether they were checked; in a compiled graph the operator checks them when it runs.
+        Whether they count as checked; in a compiled graph the operator checks them when it runs.
 
     Raises:
         IndexError: If one is no row; the message names the first.
@@ -173,50 +204,12 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
     )
 
 
-class TableFactors(NamedTuple):
-    """The two factors of a table, and its hot rows.
-
-    Attributes:
-        left_VPR: Left factor.
-        right_WRQ: Right factor: row ``v * W + w`` of the train is ``left[v] @ right[w]``.
-        hot_HK: Rows before those of the train; None for none.
-        basis_KD: Basis of the hot rows, where these are coordinates; else None.
-    """
-
-    left_VPR: Tensor
-    right_WRQ: Tensor
-    hot_HK: Tensor | None
-    basis_KD: Tensor | None
-
-    @property
-    def num_hot(self) -> int:
-        return 0 if self.hot_HK is None else self.hot_HK.shape[0]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Hot rows, V and W."""
-        return self.num_hot, self.left_VPR.shape[0], self.right_WRQ.shape[0]
-
-    def hot_rows(self, rows_N: Tensor) -> Tensor:
-        """Gather hot rows by their numbers, ``(N, D)``."""
-        assert self.hot_HK is not None, "the table has hot rows"
-        hot = self.hot_HK.index_select(0, rows_N)
-        return hot if self.basis_KD is None else hot @ self.basis_KD
-
-    def dense_hot(self) -> Tensor | None:
-        """Compute all hot rows, ``(H, D)``."""
-        if self.hot_HK is None or self.basis_KD is None:
-            return None if self.hot_HK is None else self.hot_HK.contiguous()
-        with without_autocast(self.hot_HK):
-            return self.hot_HK @ self.basis_KD
-
-
-def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> Tensor:
+def every_row(given: Lookup) -> Tensor:
     """Compute the row of every entry, repeated ones again; all sizes are fixed by the arguments.
 
-    By torch operations alone: the reference of lookups, differentiable any number of times.
+    The reference of lookups, by torch operations: differentiable any number of times.
     """
-    left_VPR, right_WRQ, num_hot = factors.left_VPR, factors.right_WRQ, factors.num_hot
+    indices_N, left_VPR, right_WRQ, num_hot = *given[:3], given.sizes[0]
     cold = (indices_N.long() - num_hot).clamp(min=0)
     left = left_VPR.index_select(0, cold // right_WRQ.shape[0])
     turned_WQR, at = right_WRQ.mT, cold % right_WRQ.shape[0]
@@ -225,10 +218,10 @@ def every_row(indices_N: Tensor, factors: TableFactors, embedding_dim: int) -> T
     else:
         right = right_WRQ.index_select(0, at)
     with without_autocast(left_VPR):
-        rows = torch.bmm(left, right).flatten(1)[:, :embedding_dim]
-        if factors.hot_HK is None:
+        rows = torch.bmm(left, right).flatten(1)[:, : given.embedding_dim]
+        if given.hot_HK is None:
             return rows
-        hot = factors.hot_rows(indices_N.long().clamp(max=num_hot - 1))
+        hot = given.hot_rows(indices_N.long().clamp(max=num_hot - 1))
     return torch.where((indices_N < num_hot).unsqueeze(1), hot, rows)
 
 
@@ -236,18 +229,18 @@ _PIECE = 1 << 19
 """Entries of slices that a CPU gathers at once: they are still in its cache when they are used."""
 
 
-def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
     Those of the right factor lie turned, as
-    :func:`~comera.ops.table.table_factors.contract_table` makes them: products of many
-    small matrices take up to four times as long where the rows of what they make are as short as Q.
+    :func:`~comera.ops.table.tt_embedding.contract_table` makes them: products of many small
+    matrices take up to four times as long where the rows of their results are as short as Q.
     """
-    left_VPR, turned_WQR = factors.left_VPR, factors.right_WRQ.mT.contiguous()
+    left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape
     count, tall = slots.right_T.shape[0], slots.group * P
     at_once = max(1, count)
-    if on_cpu_alone(left_VPR) is None:
+    if is_on_cpu(left_VPR):
         at_once = max(1, _PIECE // max(1, (tall + turned_WQR.shape[1]) * R))
     for start in range(0, count, at_once):
         piece = slice(start, min(start + at_once, count))
@@ -256,45 +249,41 @@ def _pieces(slots: Slots, factors: TableFactors) -> Iterator[tuple[slice, Tensor
         yield piece, left, turned_WQR.index_select(0, slots.right_T[piece])
 
 
-def make_rows(slots: Slots, factors: TableFactors, embedding_dim: int) -> Tensor:
+def make_rows(slots: Slots, given: Lookup) -> Tensor:
     """Compute the rows of all slots, ``(S, D)``."""
-    left_VPR = factors.left_VPR
-    P, Q = left_VPR.shape[1], factors.right_WRQ.shape[2]
+    left_VPR = given.left_VPR
+    P, Q = left_VPR.shape[1], given.right_WRQ.shape[2]
     cold = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, Q)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
+        for piece, left, right in _pieces(slots, given):
             torch.bmm(left, right.mT, out=cold[piece])
-        cold = cold.view(slots.left_S.shape[0], P * Q)[:, :embedding_dim]
-        if factors.hot_HK is None:
+        cold = cold.view(slots.left_S.shape[0], P * Q)[:, : given.embedding_dim]
+        if given.hot_HK is None:
             return cold.contiguous()
-        return torch.cat([factors.hot_rows(slots.hot), cold])
+        return torch.cat([given.hot_rows(slots.hot), cold])
 
 
-def factor_grads(slots: Slots, grad_TGQ: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
+def factor_grads(slots: Slots, grad_TGQ: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
     """Sum gradients of both factors from those of rows of all groups, ``(T, group * P, Q)``."""
-    left_VPR = factors.left_VPR
-    (V, P, R), (W, _, Q) = left_VPR.shape, factors.right_WRQ.shape
+    left_VPR = given.left_VPR
+    (V, P, R), (W, _, Q) = left_VPR.shape, given.right_WRQ.shape
     to_left = left_VPR.new_empty(slots.right_T.shape[0], slots.group * P, R)
     # Narrow numbers are rounded once, when all pieces are summed.
     wide = torch.promote_types(left_VPR.dtype, torch.float32)
     grad_right = left_VPR.new_zeros(W, Q * R, dtype=wide)
     with without_autocast(left_VPR):
-        for piece, left, right in _pieces(slots, factors):
+        for piece, left, right in _pieces(slots, given):
             torch.bmm(grad_TGQ[piece], right, out=to_left[piece])
-            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1)
-            _add_sorted_(grad_right, to_right.to(wide), slots.right_T[piece])
+            to_right = torch.bmm(grad_TGQ[piece].mT, left).flatten(1).to(wide)
+            sums, right_T = grad_right, slots.right_T[piece]
+            if is_on_cpu(to_right):  # to the rows between the first and the last
+                first, last = int(right_T[0]), int(right_T[-1])
+                sums, right_T = sums[first : last + 1], right_T - first
+            each = torch.arange(to_right.shape[0], device=to_right.device)
+            sums += sum_by_sorted(to_right, each, right_T, sums.shape[0])
     grad_left = sum_by(to_left.view(slots.left_S.shape[0], P * R), slots.left_S, V)
     turned_WQR = grad_right.to(left_VPR.dtype).view(W, Q, R)
     return grad_left.view_as(left_VPR), turned_WQR.mT
-
-
-def _add_sorted_(sums: Tensor, values: Tensor, of_values: Tensor) -> None:
-    """Add each value to the row that it is of; these rise."""
-    if on_cpu_alone(values) is None:  # to the rows between the first and the last
-        first, last = int(of_values[0]), int(of_values[-1])
-        sums, of_values = sums[first : last + 1], of_values - first
-    each = torch.arange(values.shape[0], device=values.device)
-    sums += sum_by_sorted(values, each, of_values, sums.shape[0])
 
 
 def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
@@ -303,15 +292,15 @@ def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
-def hot_grads(grad_ND: Tensor, rows: Tensor, factors: TableFactors) -> tuple[Tensor, Tensor]:
+def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
     """Compute gradients of the hot rows and of their basis, empty tensors where there are none.
 
     Args:
         grad_ND: Gradients of the distinct hot rows that were read.
         rows: Numbers of those rows.
-        factors: Factors of the table.
+        given: The lookup.
     """
-    _, _, hot_HK, basis_KD = factors
+    hot_HK, basis_KD = given.hot_HK, given.basis_KD
     grad_hot, grad_basis = empty_like(hot_HK, grad_ND), empty_like(basis_KD, grad_ND)
     if hot_HK is None:
         return grad_hot, grad_basis
