@@ -26,7 +26,6 @@ from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_wa
 ORDERED = ("cuda",)
 """Kinds of devices on which ways are ordered by times; on others they are tried as listed."""
 
-Refusal = Callable[..., str | None]
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
@@ -38,14 +37,13 @@ class Way(NamedTuple):
         run: Computes the operator in this way.
         refuses: Returns why the way does not take the operator's arguments, or None where it does.
             None in its place takes everything.
-        kernel: What kernels compute here, for the warning where a card has to do without; None of
-            ways that launch none.
+        kernel: Name in the warning where a card runs no kernel; None of ways that launch none.
         timed_as: Name of its times.
     """
 
     name: str
     run: Callable[..., Any]
-    refuses: Refusal | None
+    refuses: Callable[..., str | None] | None
     kernel: str | None
     timed_as: str
 
@@ -80,7 +78,7 @@ class Ways:
     def way(
         self,
         name: str,
-        refuses: Refusal | None = None,
+        refuses: Callable[..., str | None] | None = None,
         *,
         kernel: str | None = None,
         timed_as: str | None = None,

@@ -46,12 +46,12 @@ def launch(
     Args:
         file: Name of the source, without its suffix.
         name: Name of the function.
-        device: The device of the tensors.
+        device: Device of the tensors.
         grid: Blocks, in up to three dimensions; nothing is launched where there are none.
         threads: Threads of each block.
         shared: Bytes of dynamic shared memory.
-        arguments: Tensors and None as pointers, whole numbers as ``int``, others as ``float``,
-            structures by value.
+        arguments: Tensors and None as pointers, numbers as ``int`` or ``float``, structures by
+            value.
     """
     sizes = [grid] if isinstance(grid, int) else list(grid)
     sizes += [1] * (3 - len(sizes))
@@ -67,11 +67,7 @@ def launch(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor as kernels read it 16 bytes at a time: without gaps, from a multiple of 16.
-
-    Few begin elsewhere, such as parts of one tensor; predicates do not ask, as they are also asked
-    in graphs, where there are no addresses.
-    """
+    """Return a tensor as kernels read it 16 bytes at a time: without gaps, from a multiple of 16."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

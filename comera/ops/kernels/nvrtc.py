@@ -34,7 +34,7 @@ def cubin(file: str, arch: str) -> bytes:
     """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
     Raises:
-        KernelError: If it does not compile; the compiler's log is then in a file that is named.
+        KernelError: If it does not compile; the message names the file of the compiler's log.
     """
     path = cubin_path(file, arch)
     if path.is_file():
@@ -51,7 +51,7 @@ def cubin(file: str, arch: str) -> bytes:
 
 
 def cubin_path(file: str, arch: str) -> Path:
-    """Return where machine code is kept; another source, option or compiler is another path."""
+    """Return the path of machine code: one for each source, option and compiler."""
     key = repr((text(file), arch, OPTIONS, nvrtc_version()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return cubin_folder() / f"{file}-{arch}-{digest}.cubin"

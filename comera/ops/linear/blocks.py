@@ -17,7 +17,7 @@ from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 
 _LEAST = 1e-2
-"""Share of a typical singular value that the left core has of a smaller one."""
+"""Least share of a typical singular value in the left core."""
 
 
 def block_linear(
@@ -25,16 +25,17 @@ def block_linear(
 ) -> Tensor:
     """Return ``x @ W.T + bias`` where the block (a, c) of ``W.T`` is ``left[a, c] @ right[c, a]``.
 
+    It can be differentiated any number of times.
+
     Args:
         x_TI: ``(*, in)``, in at most a b.
-        left_1abcR: ``(1, a, b, c, R)``, gates multiplied in.
-        right_Rcad1: ``(R, c, a, d, 1)``.
+        left_1abcR: Gates multiplied in.
+        right_Rcad1: The other core.
         bias_O: ``(out_features,)`` or None.
         out_features: At most c d.
 
     Returns:
-        ``(*, out_features)``, at autocast's dtype where autocast is on. It can be differentiated
-        any number of times.
+        ``(*, out_features)``, at autocast's dtype where autocast is on.
     """
     biases = [] if bias_O is None else [bias_O]
     x_TI, (left_1abcR, right_Rcad1), biases = autocast_together(
@@ -90,7 +91,7 @@ def _second_product(hidden_cST: Tensor, right_cSd: Tensor, bias_O: Tensor | None
 class _Multiply(torch.autograd.Function):
     """:func:`_multiply` with gradients whose shuffle moves whole rows of tokens, too.
 
-    Those that autograd finds by itself move single numbers and take up to half as long again.
+    Autograd's own move single numbers and take up to half as long again.
     """
 
     @staticmethod

@@ -20,12 +20,9 @@ from comera.ops.product import NODE_FROM, affine
 
 
 class Factors(NamedTuple):
-    """The two factors of a layer's weight, ``x @ left @ right``.
+    """The factors ``(I, R)`` and ``(R, O)`` of a layer's weight, ``x @ left @ right``.
 
-    Attributes:
-        left: ``(I, R)``.
-        right: ``(R, O)``.
-        has_bias: Whether the last row of ``right`` is a bias, for which x has a one.
+    ``has_bias``: whether the last row of ``right`` is a bias, for which ``x @ left`` has a one.
     """
 
     left: Tensor
@@ -74,19 +71,10 @@ def times_left(x: Tensor, lefts: Sequence[Tensor], bias: bool) -> Tensor:
 def low_rank_linear(
     x_BI: Tensor, left_IR: Tensor, right_RO: Tensor, bias_O: Tensor | None
 ) -> Tensor:
-    """Return ``x @ left @ right + bias`` in eager mode.
+    """Return ``x @ left @ right + bias``, ``(*, O)``, in eager mode; x is ``(*, I)``.
 
-    Args:
-        x_BI: ``(*, I)``.
-        left_IR: As :func:`~comera.ops.contract_cores.contract_layer` makes it.
-        right_RO: Likewise.
-        bias_O: ``(O,)`` or None.
-
-    Returns:
-        ``(*, O)``, at autocast's dtype where autocast is on.
-
-    Raises:
-        ValueError: If x has another width than the layer.
+    The factors are those of :func:`~comera.ops.contract_cores.contract_layer`. Dtypes and errors
+    are those of :func:`factorized_linears`.
     """
     check_width(x_BI, left_IR.shape[0])
     if is_autocast_on(x_BI):
@@ -133,7 +121,7 @@ def tt_to_dense(cores: Sequence[Tensor], split: int) -> Tensor:
 
 
 def set_ones_(t: Tensor, has_bias: bool) -> None:
-    """Set the last column of ``x @ left`` to one, which the last row of ``right`` is added by."""
+    """Set the last column of ``x @ left`` to one, for the bias in the last row of ``right``."""
     if has_bias:
         t.select(-1, -1).fill_(1)
 

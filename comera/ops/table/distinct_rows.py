@@ -95,7 +95,7 @@ class Slots:
 
 
 def sorted_rows(rows_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> tuple[Tensor, Tensor]:
-    """Sort the keys of rows; return them, rising, and which entry each is of.
+    """Sort the keys of rows; return them, and the entry of each.
 
     A hot row is its own key; behind them, row ``v * W + w`` of the train has key ``w * V + v``.
     """
@@ -135,14 +135,9 @@ def make_slots(keys_N: Tensor, hot_rows: int, left_V: int, right_W: int) -> Slot
 
 def sum_by_sorted(values: Tensor, rows: Tensor, of_rows: Tensor, count: int,
                   weights: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Compute ``out[k]``, the weighted sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
+    """Compute ``out[k]`` for k < count: the sum of ``values[rows[i]]`` where ``of_rows[i] == k``.
 
-    Args:
-        values: ``(*, width)``.
-        rows: Integers.
-        of_rows: Row of the result that each of ``rows`` belongs to, rising.
-        count: Rows of the result.
-        weights: One for each of ``rows``, or None for ones.
+    ``of_rows`` rises; ``weights`` has one for each of ``rows``.
     """
     if not rows.shape[0] or not values.shape[1]:
         return values.new_zeros(count, values.shape[1])
@@ -158,7 +153,7 @@ def sum_by(values: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _sorted(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys; return them, rising, and where each was. Equal ones keep their order."""
+    """Sort keys; return them, and the place where each was. Equal ones keep their order."""
     count = keys_N.shape[0]
     # numpy sorts whole numbers several times as fast, so each takes its place along, if both fit.
     if keys_N.device.type != "cpu" or not count or keys_N.numpy().max() >= _MOST_KEY // count:
@@ -184,11 +179,11 @@ def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Check that indices are rows, where they can be read: on a CPU.
 
     Returns:
-        Whether they count as checked; in a compiled graph the operator checks them when it runs.
+        False in a compiled graph, whose operator checks them when it runs.
 
     Raises:
         IndexError: If one is no row; the message names the first.
-        TypeError: If they are no whole numbers; wherever they are.
+        TypeError: If they are no whole numbers; on any device.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():
@@ -295,10 +290,7 @@ def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
 def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
     """Compute gradients of the hot rows and of their basis, empty tensors where there are none.
 
-    Args:
-        grad_ND: Gradients of the distinct hot rows that were read.
-        rows: Numbers of those rows.
-        given: The lookup.
+    ``grad_ND`` are those of the distinct hot rows that were read, ``rows`` their numbers.
     """
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     grad_hot, grad_basis = empty_like(hot_HK, grad_ND), empty_like(basis_KD, grad_ND)
