@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from comera.ops.context import is_autocast_on, shapes_are_static, without_autocast
 from comera.ops.cores import Chains, open_gate
-from comera.ops.dispatch import Case, Ways, is_eager
+from comera.ops.dispatch import Case, Way, Ways, is_eager
 from comera.ops.kernels import choose
 from comera.ops.operator import is_readable, operator, recomputed_grads
 
@@ -308,14 +308,10 @@ def _sample(new: Callable[..., Any]) -> tuple[list[Chains]]:
     return ([Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)],)
 
 
-_CONTRACT_BACK = Ways("contract_cores_backward", "contract_cores", _case, _sample)
-
-
 def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
     return choose.DIFFERENTIATED if torch.is_grad_enabled() else kernel_refuses(groups)
 
 
-@_CONTRACT_BACK.way("kernel", _back_refuses, kernel="contract_cores")
 def _grads_by_kernel(
     groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -330,7 +326,6 @@ def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-@_CONTRACT_BACK.way("torch")
 def _grads_by_torch(
     groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -349,9 +344,6 @@ def _grads_by_torch(
         grad_cores += found[:count]
         grad_gates += found[count:]
     return grad_cores, grad_gates
-
-
-CONTRACT = Ways("contract_cores", "contract_cores", _case, _sample)
 
 
 def kernel_refuses(groups: Sequence[Chains]) -> str | None:
@@ -373,15 +365,23 @@ def may_take_kernel(groups: Sequence[Chains]) -> bool:
     return kernel_refuses(groups) is None if is_eager() else groups[0].cores[0].is_cuda
 
 
-@CONTRACT.way("kernel", kernel_refuses, kernel="contract_cores")
 def _by_kernel(groups: Sequence[Chains]) -> list[Tensor]:
     from comera.ops.kernels.contract_kernel import contract
 
     return contract(groups)
 
 
-@CONTRACT.way("torch")
 def _by_torch(groups: Sequence[Chains]) -> list[Tensor]:
     # Copied: an operator may not return its input, which one core without a gate is.
     factors = [factor for group in groups for factor in contract_by_torch(group)]
     return [factor.clone(memory_format=torch.contiguous_format) for factor in factors]
+
+
+CONTRACT = Ways(
+    "contract_cores", "contract_cores", _case, _sample,
+    Way("kernel", _by_kernel, kernel_refuses, "contract_cores"), Way("torch", _by_torch),
+)  # fmt: skip
+_CONTRACT_BACK = Ways(
+    "contract_cores_backward", "contract_cores", _case, _sample,
+    Way("kernel", _grads_by_kernel, _back_refuses, "contract_cores"), Way("torch", _grads_by_torch),
+)  # fmt: skip

@@ -1,9 +1,9 @@
 """Operators with a kernel or another implementation ("way") that is fastest on some cards.
 
-An operator lists its ways in its own file, each beside the function that runs it; the last one
-takes everything. A call takes the first way that does not refuse. On a card, the ways are ordered
-fastest first, as ``comera calibrate`` has measured them on this device, so each must be right
-wherever it does not refuse. ``comera doctor`` prints the table with reasons and times.
+An operator lists its ways at the end of its file; the last one takes everything. A call takes the
+first way that does not refuse. On a card, the ways are ordered fastest first, as ``comera
+calibrate`` has measured them on this device, so each must be right wherever it does not refuse.
+``comera doctor`` prints the table with reasons and times.
 
 Below the table are the conditions that operators check before sizes or values.
 """
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from comera.planning.way_times import BUILT_IN, Setting, Size, WayTimes, load_wa
 ORDERED = ("cuda",)
 """Kinds of devices on which ways are ordered by times; on others they are tried as listed."""
 
-_Run = TypeVar("_Run", bound=Callable[..., Any])
-
 
 class Way(NamedTuple):
     """A way an operator can run.
@@ -38,14 +36,19 @@ class Way(NamedTuple):
         refuses: Returns why the way does not take the operator's arguments, or None where it does.
             None in its place takes everything.
         kernel: Name in the warning where a card runs no kernel; None of ways that launch none.
-        timed_as: Name of its times.
+        named: Name of its times, where that is neither ``"kernel"`` nor ``"torch"``.
     """
 
     name: str
     run: Callable[..., Any]
-    refuses: Callable[..., str | None] | None
-    kernel: str | None
-    timed_as: str
+    refuses: Callable[..., str | None] | None = None
+    kernel: str | None = None
+    named: str | None = None
+
+    @property
+    def timed_as(self) -> str:
+        """Name of the way's times."""
+        return self.named or ("torch" if self.kernel is None else "kernel")
 
 
 Case = tuple[Tensor, torch.dtype, tuple[int | str, ...]]
@@ -61,6 +64,7 @@ class Ways:
         case: Returns the case of an operator's arguments; None for arguments whose ways are tried
             in the order of the list. It is called at every call on a machine with cards.
         sample: Makes arguments of ordinary sizes from a function of shapes, for the table.
+        ways: The ways, in the order in which they are tried where no times order them.
     """
 
     def __init__(
@@ -69,31 +73,12 @@ class Ways:
         group: str,
         case: Callable[..., Case | None],
         sample: Callable[[Callable[..., Any]], tuple[Any, ...]],
+        *ways: Way,
     ) -> None:
         assert name not in TABLE, f"{name} is in the table already"
         self.name, self.group, self.case, self.sample = name, group, case, sample
-        self.ways: list[Way] = []
+        self.ways = list(ways)
         TABLE[name] = self
-
-    def way(
-        self,
-        name: str,
-        refuses: Callable[..., str | None] | None = None,
-        *,
-        kernel: str | None = None,
-        timed_as: str | None = None,
-    ) -> Callable[[_Run], _Run]:
-        """Add a way after those that are there; a decorator of the function that runs it.
-
-        Its times are named ``"kernel"`` or ``"torch"`` unless ``timed_as`` names them.
-        """
-
-        def add(run: _Run) -> _Run:
-            known_as = timed_as or ("torch" if kernel is None else "kernel")
-            self.ways.append(Way(name, run, refuses, kernel, known_as))
-            return run
-
-        return add
 
     def __call__(self, *args: Any) -> Any:
         for way in self.order(*args):

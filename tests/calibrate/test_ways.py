@@ -10,7 +10,7 @@ from comera.calibrate import ways as way_speed
 from comera.calibrate.ways import TRIALS, Trial, measure_ways, tf32_products
 from comera.ops import dispatch
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, Ways, way_times_of
+from comera.ops.dispatch import TABLE, Sample, Way, Ways, way_times_of
 from comera.ops.kernels import choose
 from comera.planning import machine
 from comera.planning.way_times import load_way_times
@@ -41,10 +41,12 @@ def sleeping(monkeypatch):
     for module in (dispatch, way_speed):  # no card is needed
         monkeypatch.setattr(module, "ORDERED", ("cpu",))
     case = lambda x: (x, x.dtype, (x.shape[0],))  # noqa: E731
-    ways = Ways("sleeping", "sleeping", case, lambda new: (new(4),))
-    ways.way("long", timed_as="long")(lambda x: time.sleep(0.01))
-    ways.way("never", lambda x: "it is not wanted", timed_as="never")(lambda x: pytest.fail("ran"))
-    ways.way("short")(lambda x: time.sleep(0.001))
+    ways = Ways(
+        "sleeping", "sleeping", case, lambda new: (new(4),),
+        Way("long", lambda x: time.sleep(0.01), named="long"),
+        Way("never", lambda x: pytest.fail("ran"), lambda x: "it is not wanted", named="never"),
+        Way("short", lambda x: time.sleep(0.001)),
+    )  # fmt: skip
 
     def make(device, dtype):
         return [lambda: ways(torch.ones(4, dtype=dtype))] * 2
@@ -80,7 +82,8 @@ def test_ctrl_c_keeps_what_was_measured_before(sleeping, monkeypatch):
 
 
 def test_a_way_that_fails_is_named_and_left_out(sleeping):
-    sleeping.way("broken", timed_as="broken")(lambda x: torch.ones(2) @ torch.ones(3))
+    broken = Way("broken", lambda x: torch.ones(2) @ torch.ones(3), named="broken")
+    sleeping.ways.append(broken)
     said = []
     measure_ways(CPU, said.append)
     assert said[0].startswith("sleeping: broken cannot be measured: ")

@@ -10,7 +10,7 @@ from comera.ops import dispatch
 from comera.ops.context import static_shapes
 from comera.ops.contract_cores import may_take_kernel
 from comera.ops.cores import Chains
-from comera.ops.dispatch import Sample, Ways
+from comera.ops.dispatch import Sample, Way, Ways
 from comera.ops.kernels import choose, launch, nvrtc
 from comera.ops.kernels.choose import KernelWarning, kernel_refuses
 from comera.ops.kernels.nvrtc import KernelError
@@ -59,11 +59,10 @@ def ways(monkeypatch):
     monkeypatch.setattr(dispatch, "TABLE", {})
 
     def make(name="joining", more=None):
-        found = Ways(name, name, lambda *_: None, lambda new: (new(2),))
         refuses = lambda like: kernel_refuses("contract_f32", like) or more  # noqa: E731
-        found.way("kernel", refuses, kernel=name)(lambda like: "kernel")
-        found.way("torch")(lambda like: "torch")
-        return found
+        kernel = Way("kernel", lambda like: "kernel", refuses, name)
+        torchs = Way("torch", lambda like: "torch")
+        return Ways(name, name, lambda *_: None, lambda new: (new(2),), kernel, torchs)
 
     return make
 

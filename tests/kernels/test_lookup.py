@@ -62,7 +62,7 @@ class Table:
             param.requires_grad_()
         given = self.lookup()
         assert lookup_kernel.refuses(given) is None
-        out, _, _ = lookup_op(*given, False)
+        out, _, _ = lookup_op(*given.arguments(), False)
         return [out, *torch.autograd.grad(out, self.params, self.grad)]
 
     def lookup(self, **others):
@@ -219,7 +219,7 @@ def test_sizes_are_known_before_the_indices_are(emulated):
         param.requires_grad_()
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = table.lookup(indices_N=torch.empty(40, dtype=torch.long))
-        out, *_ = lookup_op(*given, False)
+        out, *_ = lookup_op(*given.arguments(), False)
         grads = torch.autograd.grad(out, table.params, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [param.shape for param in table.params]
 
@@ -229,7 +229,8 @@ def test_more_rows_than_a_whole_number_of_32_bits_counts(emulated):
     left, right = torch.randn(V, 1, 1), torch.randn(W, 1, 1)
     halves = [half.requires_grad_() for half in (left, right)]
     indices = torch.tensor([V * W - 1, 0, 1 << 31, V * W - 1])
-    out, _, _ = lookup_op(indices, left, right, None, None, None, None, V * W, 1, False)
+    given = Lookup(indices, left, right, None, None, None, None, V * W, 1)
+    out, _, _ = lookup_op(*given.arguments(), False)
     v, w = indices // W, indices % W
     torch.testing.assert_close(out, (left[v] * right[w]).view(-1, 1))
     grads = torch.autograd.grad(out.sum(), halves)
@@ -368,7 +369,7 @@ def test_each_way_back_is_right_after_each_way_forward(bags, forward, backward, 
     for param in table.params:
         param.requires_grad_()
     with preferring("lookup", forward):
-        out, *_ = lookup_op(*table.lookup(), False)
+        out, *_ = lookup_op(*table.lookup().arguments(), False)
     with preferring("lookup", backward):
         grads = torch.autograd.grad(out, table.params, table.grad)
     assert_near([out, *grads], table.want(), dtype, factor=2)

@@ -46,7 +46,7 @@ class Table:
     def run(self):
         given = self.lookup()
         assert lookup_kernel.warps_refuse(given) is None
-        out, _, _ = lookup(*given, False)
+        out, _, _ = lookup(*given.arguments(), False)
         return [out, *torch.autograd.grad(out, [self.left, self.turned], self.grad)]
 
     def lookup(self):
@@ -111,7 +111,7 @@ def test_torch_goes_back_from_rows_that_warps_have_read(dtype, emulated, started
     """As from a captured pass to one that is not, where torch is faster."""
     table = Table("little", dtype)
     with preferring("lookup", "kernel"):
-        out, _, _ = lookup(*table.lookup(), False)
+        out, _, _ = lookup(*table.lookup().arguments(), False)
     with preferring("lookup", "torch"):
         grads = torch.autograd.grad(out, [table.left, table.turned], table.grad)
     assert len(started) == 1

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from comera.nn import collection, fused  # noqa: F401  all operators are in the table then
 from comera.ops import dispatch, product
 from comera.ops.context import static_shapes
-from comera.ops.dispatch import TABLE, Sample, Ways
+from comera.ops.dispatch import TABLE, Sample, Way, Ways
 from comera.ops.kernels import choose
 from comera.planning.way_times import BUILT_IN, Timing, WayTimes
 
@@ -127,10 +127,12 @@ def test_static_shapes_without_a_kernel_read_every_row_for_itself():
 
 def test_the_first_way_that_does_not_refuse_runs_with_the_arguments(monkeypatch):
     monkeypatch.setattr("comera.ops.dispatch.TABLE", {})
-    ways = Ways("adding", "adding", lambda *_: None, lambda new: (1, 2))
-    ways.way("never", lambda a, b: "it is not wanted")(lambda a, b: pytest.fail("it ran"))
-    ways.way("small", lambda a, b: "it is large" if a > 9 else None)(lambda a, b: ("small", a + b))
-    ways.way("any")(lambda a, b: ("any", a + b))
+    ways = Ways(
+        "adding", "adding", lambda *_: None, lambda new: (1, 2),
+        Way("never", lambda a, b: pytest.fail("it ran"), lambda a, b: "it is not wanted"),
+        Way("small", lambda a, b: ("small", a + b), lambda a, b: "it is large" if a > 9 else None),
+        Way("any", lambda a, b: ("any", a + b)),
+    )  # fmt: skip
     assert ways(1, 2) == ("small", 3)
     assert ways(10, 2) == ("any", 12)
     assert ways.reasons(10, 2) == {"never": "it is not wanted", "small": "it is large", "any": None}
@@ -143,13 +145,13 @@ def three(monkeypatch):
     """An operator of three ways, of which the first is by a kernel and refuses what is negative."""
     monkeypatch.setattr(dispatch, "TABLE", {})
     case = lambda x: (x, x.dtype, x.shape)  # noqa: E731
-    ways = Ways("adding", "adding", case, lambda new: (new(4),))
-    ways.way("kernel", lambda x: "it is narrow" if x.shape[0] < 4 else None, kernel="adding")(
-        lambda x: "kernel"
-    )
-    ways.way("in pieces", timed_as="in pieces")(lambda x: "in pieces")
-    ways.way("torch")(lambda x: "torch")
-    return ways
+    return Ways(
+        "adding", "adding", case, lambda new: (new(4),),
+        Way("kernel", lambda x: "kernel", lambda x: "it is narrow" if x.shape[0] < 4 else None,
+            "adding"),
+        Way("in pieces", lambda x: "in pieces", named="in pieces"),
+        Way("torch", lambda x: "torch"),
+    )  # fmt: skip
 
 
 def like(device, rows=4):

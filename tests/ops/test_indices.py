@@ -45,7 +45,7 @@ def test_the_form_of_static_shapes_is_the_same(hot):
     rows = (0 if given is None else 3) + 20
     indices = torch.randint(rows, (30,))
     table = Lookup(indices, left, right, given, basis, None, None, rows, 4)
-    torch.testing.assert_close(every_row(table), lookup(*table, False)[0])
+    torch.testing.assert_close(every_row(table), lookup(*table.arguments(), False)[0])
 
 
 def test_tables_of_a_milliard_rows():

@@ -3,6 +3,7 @@ import tensorly
 import torch
 
 from comera.ops.cores import rank_gate_reference
+from comera.ops.table.distinct_rows import Lookup
 from comera.ops.table.lookup import lookup, lookup_backward
 from comera.ops.table.tt_embedding import (
     Request,
@@ -213,11 +214,11 @@ def test_registered_soundly(hot, bags, lies):
     right = right.contiguous() if lies == "as kernels make it" else right
     halves = [half.detach().requires_grad_() for half in (left, right)]
     indices = torch.tensor([0, 1, 7, 7, 22])
-    tensors = (*halves, problem.hot, problem.basis, weights, offsets)
-    sizes = problem.rows, problem.width, False
-    torch.library.opcheck(lookup.custom_op, (indices, *tensors, *sizes))
-    frozen = [None if t is None else t.detach() for t in tensors]
-    out, *sorted_keys = lookup(indices, *frozen, *sizes)
+    others = problem.hot, problem.basis, weights, offsets
+    given = Lookup(indices, *halves, *others, problem.rows, problem.width).arguments()
+    torch.library.opcheck(lookup.custom_op, (*given, False))
+    tensors = [tensor.detach() for tensor in given[0]]
+    out, *sorted_keys = lookup(tensors, *given[1:], False)
     grad = torch.randn_like(out)
-    saved = (grad, indices, *sorted_keys, *frozen, problem.rows, bags)
+    saved = (grad, *sorted_keys, tensors, given[1], problem.rows, bags)
     torch.library.opcheck(lookup_backward, saved)

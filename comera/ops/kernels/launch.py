@@ -67,7 +67,7 @@ def launch(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor as kernels read it 16 bytes at a time: without gaps, from a multiple of 16."""
+    """Return a tensor without gaps that begins at a multiple of 16 bytes, which kernels read."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

@@ -228,7 +228,7 @@ def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     return out, keys_N, order_N
 
 
-def row_grads_by_warps(given: Lookup, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+def grads_by_warps(given: Lookup, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of the left and of the right factor, which lies turned."""
     left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
     indices_N, grad_ND = given.indices_N.long().contiguous(), grad_ND.to(left_VPR.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import autocast_together, products_are_tf32, without_autocast
-from comera.ops.dispatch import Case, Ways, is_on_cpu
+from comera.ops.dispatch import Case, Way, Ways, is_on_cpu
 from comera.ops.kernels import choose, feed_forward_kernel
 from comera.ops.linear.tt_linear import Factors, set_ones_, times_left
 from comera.ops.operator import operator
@@ -105,13 +105,6 @@ def _kernel_refuses(x: Tensor, factors: Sequence[Tensor], *given: Any) -> str | 
     return feed_forward_kernel.refuses(x, factors, activation=given[-1])
 
 
-_FORWARD = Ways("factorized_feed_forward", "feed_forward", _case, _sample)
-_FORWARD.way("kernel", _kernel_refuses, kernel="factorized_feed_forward")(
-    feed_forward_kernel.forward
-)
-
-
-@_FORWARD.way("torch")
 def _by_torch(
     x: Tensor, factors: Sequence[Tensor], bias: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,17 +135,6 @@ def _feed_forward_backward(
     return _BACKWARD(x, factors, grad_y, t1, t2, activation)
 
 
-def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return *_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"
-
-
-_BACKWARD = Ways("factorized_feed_forward_backward", "feed_forward", _case, _sample_backward)
-_BACKWARD.way("kernel", _kernel_refuses, kernel="factorized_feed_forward")(
-    feed_forward_kernel.backward
-)
-
-
-@_BACKWARD.way("torch")
 def _gradients_by_torch(
     x: Tensor, factors: Sequence[Tensor], grad_y: Tensor, t1: Tensor, t2: Tensor, activation: str
 ) -> list[Tensor]:
@@ -273,13 +255,6 @@ def _gated_kernel_refuses(given: Sequence[Tensor], *_: Any) -> str | None:
     return elsewhere or feed_forward_kernel.gated_refuses(given)
 
 
-_GATED_FORWARD = Ways("gated_hidden", "gated_feed_forward", _case_gated, _sample_gated)
-_GATED_FORWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    feed_forward_kernel.gated_forward
-)
-
-
-@_GATED_FORWARD.way("torch")
 def _gated_by_torch(given: Sequence[Tensor]) -> Tensor:
     (t_gate, t_up, right_gate, right_up, left2), (silu, _) = given, ACTIVATIONS["silu"]
     t2 = t_gate.new_empty(t_gate.shape[0], left2.shape[1])
@@ -300,18 +275,6 @@ def _gated_hidden_backward(given: Sequence[Tensor], grad_t2: Tensor) -> list[Ten
     return _GATED_BACKWARD(given, grad_t2)
 
 
-_GATED_BACKWARD = Ways(
-    "gated_hidden_backward",
-    "gated_feed_forward",
-    _case_gated,
-    lambda new: (*_sample_gated(new), new(1024, 32)),
-)
-_GATED_BACKWARD.way("kernel", _gated_kernel_refuses, kernel="gated_feed_forward")(
-    feed_forward_kernel.gated_backward
-)
-
-
-@_GATED_BACKWARD.way("torch")
 def _gated_gradients_by_torch(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
     t_gate, t_up, right_gate, right_up, left2 = given
     silu, silu_back = ACTIVATIONS["silu"]
@@ -408,3 +371,30 @@ def _rows_at_a_time(x: Tensor, hidden: int) -> int:
         return rows
     pieces = min(-(-rows * hidden // _HIDDEN_NUMBERS), -(-rows // 64))
     return -(-rows // max(1, pieces))
+
+
+def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
+    return *_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"
+
+
+_FORWARD = Ways(
+    "factorized_feed_forward", "feed_forward", _case, _sample,
+    Way("kernel", feed_forward_kernel.forward, _kernel_refuses, "factorized_feed_forward"),
+    Way("torch", _by_torch),
+)  # fmt: skip
+_BACKWARD = Ways(
+    "factorized_feed_forward_backward", "feed_forward", _case, _sample_backward,
+    Way("kernel", feed_forward_kernel.backward, _kernel_refuses, "factorized_feed_forward"),
+    Way("torch", _gradients_by_torch),
+)  # fmt: skip
+_GATED_FORWARD = Ways(
+    "gated_hidden", "gated_feed_forward", _case_gated, _sample_gated,
+    Way("kernel", feed_forward_kernel.gated_forward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("torch", _gated_by_torch),
+)  # fmt: skip
+_GATED_BACKWARD = Ways(
+    "gated_hidden_backward", "gated_feed_forward", _case_gated,
+    lambda new: (*_sample_gated(new), new(1024, 32)),
+    Way("kernel", feed_forward_kernel.gated_backward, _gated_kernel_refuses, "gated_feed_forward"),
+    Way("torch", _gated_gradients_by_torch),
+)  # fmt: skip

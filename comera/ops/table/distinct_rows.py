@@ -11,7 +11,7 @@ Q = left and right part of the width, R = the bond between them, D = width, H = 
 coordinates: D where they are dense, fewer where they are coordinates in a basis.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ _MOST_KEY = torch.iinfo(torch.int64).max
 
 
 class Lookup(NamedTuple):
-    """The request of rows of a table, or sums of rows over bags, as its operator takes it.
+    """The request of rows of a table, or sums of rows over bags, to its factors.
 
     Attributes:
         indices_N: Rows to read: row ``H + v * W + w`` is ``left[v] @ right[w]``.
@@ -53,6 +53,22 @@ class Lookup(NamedTuple):
     offsets_B: Tensor | None
     num_embeddings: int
     embedding_dim: int
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], present: Sequence[int], num_embeddings: int, width: int
+    ) -> "Lookup":
+        """Undo :meth:`arguments`."""
+        rest = iter(tensors)
+        given = [next(rest) if there else None for there in present]
+        return cls._make([*given, num_embeddings, width])
+
+    def arguments(self) -> tuple[list[Tensor], list[int], int, int]:
+        """Return the tensors, which of the attributes they are, and the sizes, for operators."""
+        given = self[:7]
+        present = [int(tensor is not None) for tensor in given]
+        tensors = [tensor for tensor in given if tensor is not None]
+        return tensors, present, self.num_embeddings, self.embedding_dim
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -287,20 +303,20 @@ def bag_of_entries(offsets_B: Tensor, entries: int) -> Tensor:
     return torch.searchsorted(offsets_B, each, right=True) - 1
 
 
-def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor, Tensor]:
-    """Compute gradients of the hot rows and of their basis, empty tensors where there are none.
+def hot_grads(grad_ND: Tensor, rows: Tensor, given: Lookup) -> tuple[Tensor | None, Tensor | None]:
+    """Compute gradients of the hot rows and of their basis, None where there are none.
 
     ``grad_ND`` are those of the distinct hot rows that were read, ``rows`` their numbers.
     """
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
-    grad_hot, grad_basis = empty_like(hot_HK, grad_ND), empty_like(basis_KD, grad_ND)
     if hot_HK is None:
-        return grad_hot, grad_basis
+        return None, None
+    grad_hot, grad_basis = torch.zeros_like(hot_HK), None
     if basis_KD is not None:
         with without_autocast(grad_ND):
             grad_basis = hot_HK[rows].T @ grad_ND
             grad_ND = grad_ND @ basis_KD.T
-    grad_hot.zero_()[rows] = grad_ND
+    grad_hot[rows] = grad_ND
     return grad_hot, grad_basis
 
 
@@ -308,8 +324,3 @@ def lying_as(like: Tensor, tensor: Tensor) -> Tensor:
     """Return the same numbers in the dtype and memory layout of another tensor."""
     same = tensor.stride() == like.stride() and tensor.dtype == like.dtype
     return tensor if same else torch.empty_like(like).copy_(tensor)
-
-
-def empty_like(tensor: Tensor | None, of_type: Tensor) -> Tensor:
-    """Return an uninitialized tensor like another; for None one without elements."""
-    return of_type.new_empty(0) if tensor is None else torch.empty_like(tensor)

@@ -6,7 +6,7 @@ without a row for each of their entries. Shape suffixes are those of
 :mod:`~comera.ops.table.distinct_rows`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comera.ops.context import shapes_are_static
-from comera.ops.dispatch import Case, Ways
+from comera.ops.dispatch import Case, Way, Ways
 from comera.ops.kernels import lookup_kernel
 from comera.ops.operator import operator
 from comera.ops.table.distinct_rows import (
     Lookup,
     bag_of_entries,
     check_range,
-    empty_like,
     every_row,
     factor_grads,
     hot_grads,
@@ -31,11 +30,6 @@ from comera.ops.table.distinct_rows import (
     sorted_rows,
     sum_by_sorted,
 )
-
-
-def _sample(new: Callable[..., Any]) -> Lookup:
-    factors = new(320, 8, 32), new(100, 32, 8)
-    return Lookup(new(1024), *factors, None, None, None, None, 32_000, 64)
 
 
 def _case(given: Lookup, *_: Any) -> Case:
@@ -53,10 +47,6 @@ def _case_if_static(given: Lookup, checked: bool) -> Case | None:
     return _case(given) if shapes_are_static(given.indices_N) else None
 
 
-ROWS = Ways("rows_of_a_table", "lookup", _case_if_static, lambda new: (_sample(new), True))
-"""Read rows, or sums of rows over bags; takes a :class:`Lookup`, and whether it was checked."""
-
-
 def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
     """Refuse them where shapes are static; with kernels no size depends on the rows."""
     if not shapes_are_static(given.indices_N) or lookup_kernel.warps_refuse(given) is None:
@@ -64,12 +54,6 @@ def _refuses_distinct_rows(given: Lookup, checked: bool) -> str | None:
     return lookup_kernel.refuses_backward(given)
 
 
-@ROWS.way("lookup", _refuses_distinct_rows, kernel="ttm_lookup")
-def _looked_up(given: Lookup, checked: bool) -> Tensor:
-    return lookup(*given, checked)[0]
-
-
-@ROWS.way("every row for itself")
 def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
     rows, offsets_B = every_row(given), given.offsets_B
     if offsets_B is None:
@@ -80,18 +64,13 @@ def _each_by_itself(given: Lookup, checked: bool) -> Tensor:
 
 @operator("comera::ttm_lookup")
 def lookup(
-    indices_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
+    tensors: Sequence[Tensor],
+    present: Sequence[int],
     num_embeddings: int,
     embedding_dim: int,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read rows, or sums over bags of rows: the attributes of a :class:`Lookup`.
+    """Read rows, or sums over bags of rows, from :meth:`Lookup.arguments`.
 
     Args:
         checked: Whether the indices were checked before.
@@ -104,19 +83,10 @@ def lookup(
         IndexError: If an index is out of range (checked on the CPU).
     """
     if not checked:
-        check_range(indices_N, num_embeddings)
-    others = hot_HK, basis_KD, weights_N, offsets_B
-    return LOOKUP(Lookup(indices_N, left_VPR, right_WRQ, *others, num_embeddings, embedding_dim))
+        check_range(tensors[0], num_embeddings)
+    return LOOKUP(Lookup.of(tensors, present, num_embeddings, embedding_dim))
 
 
-LOOKUP = Ways("ttm_lookup", "lookup", _case, lambda new: (_sample(new),))
-LOOKUP.way("kernel, a warp a row", lookup_kernel.warps_refuse, kernel="ttm_warps")(
-    lookup_kernel.read_by_warps
-)
-LOOKUP.way("kernel", lookup_kernel.refuses, kernel="ttm_lookup")(lookup_kernel.read)
-
-
-@LOOKUP.way("distinct rows")
 def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     keys_N, order_N = sorted_rows(given.indices_N, *given.sizes)
     slots = make_slots(keys_N, *given.sizes)
@@ -131,31 +101,35 @@ def _by_slots(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @lookup.register_fake
-def _(indices_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N, offsets_B, num_embeddings,
-      embedding_dim, checked):  # fmt: skip
-    count = (indices_N if offsets_B is None else offsets_B).shape[0]
-    rows = left_VPR.new_empty(count, embedding_dim)
+def _(tensors, present, num_embeddings, embedding_dim, checked):
+    indices_N, left_VPR, *_ = tensors
+    bags_or_rows = tensors[-1] if present[-1] else indices_N
+    rows = left_VPR.new_empty(bags_or_rows.shape[0], embedding_dim)
     return rows, *(torch.empty_like(indices_N, dtype=torch.int64) for _ in range(2))
 
 
 @torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
 def lookup_backward(
     grad_BD: Tensor,
-    indices_N: Tensor,
     keys_N: Tensor,
     order_N: Tensor,
-    left_VPR: Tensor,
-    right_WRQ: Tensor,
-    hot_HK: Tensor | None,
-    basis_KD: Tensor | None,
-    weights_N: Tensor | None,
-    offsets_B: Tensor | None,
+    tensors: Sequence[Tensor],
+    present: Sequence[int],
     num_embeddings: int,
     with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    others = hot_HK, basis_KD, weights_N, offsets_B
-    given = Lookup(indices_N, left_VPR, right_WRQ, *others, num_embeddings, grad_BD.shape[1])
-    return LOOKUP_BACKWARD(given, Sorted(grad_BD, keys_N, order_N, with_weights))
+) -> list[Tensor]:
+    """Return gradients of both factors, hot rows, their basis and weights, of those there are."""
+    given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
+    left, right, *others = LOOKUP_BACKWARD(given, Sorted(grad_BD, keys_N, order_N, with_weights))
+    factors = lying_as(given.left_VPR, left), lying_as(given.right_WRQ, right)
+    return [*factors, *(grad for grad in others if grad is not None)]
+
+
+@lookup_backward.register_fake
+def _(grad_BD, keys_N, order_N, tensors, present, num_embeddings, with_weights):
+    given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
+    wanted = *given[1:5], given.weights_N if with_weights else None
+    return [torch.empty_like(tensor) for tensor in wanted if tensor is not None]
 
 
 class Sorted(NamedTuple):
@@ -167,54 +141,25 @@ class Sorted(NamedTuple):
     with_weights: bool
 
 
-_Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of both factors, hot rows, their basis and the weights; empty where there are none."""
-
-LOOKUP_BACKWARD = Ways(
-    "ttm_lookup_backward",
-    "lookup",
-    _case,
-    lambda new: (_sample(new), Sorted(new(1024, 64), new(1024), new(1024), False)),
-)
+def _back_by_kernel(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
+    return lookup_kernel.grads_of(given, *back)
 
 
-@LOOKUP_BACKWARD.way("kernel, a warp a row", lookup_kernel.warps_refuse, kernel="ttm_warps")
-def _back_by_warps(given: Lookup, back: Sorted) -> _Grads:
-    return _as_given(
-        given, *lookup_kernel.row_grads_by_warps(given, back.grad_BD), None, None, None
-    )
+def _back_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
+    return lookup_kernel.grads_by_warps(given, back.grad_BD)
 
 
-@LOOKUP_BACKWARD.way("kernel", lookup_kernel.refuses_backward, kernel="ttm_lookup")
-def _back_by_kernel(given: Lookup, back: Sorted) -> _Grads:
-    return _as_given(given, *lookup_kernel.grads_of(given, *back))
-
-
-def _as_given(given: Lookup, left: Tensor, right: Tensor, *others: Tensor | None) -> _Grads:
-    """Return the gradients that a kernel has made, the factors' in the layout of the factors."""
-    hot, basis, weights = (
-        empty_like(None, given.left_VPR) if grad is None else grad for grad in others
-    )
-    return lying_as(given.left_VPR, left), lying_as(given.right_WRQ, right), hot, basis, weights
-
-
-@LOOKUP_BACKWARD.way(
-    "sort what a kernel may have read, then by slots",
-    # No kernel can have read the rows: torch's keys are sorted already.
-    lambda given, back: lookup_kernel.refuses(given) and lookup_kernel.warps_refuse(given),
-)
-def _back_sorted(given: Lookup, back: Sorted) -> _Grads:
+def _back_sorted(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
     keys_N, at_N = back.keys_N.sort(stable=True)  # torch has sorted them, if it has read the rows
     order_N = back.order_N.index_select(0, at_N)
     return _back_by_slots(given, back._replace(keys_N=keys_N, order_N=order_N))
 
 
-@LOOKUP_BACKWARD.way("by slots")
-def _back_by_slots(given: Lookup, back: Sorted) -> _Grads:
+def _back_by_slots(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
     _, left_VPR, right_WRQ, _, _, weights_N, offsets_B, *_ = given
     grad_BD, order_N = back.grad_BD.contiguous(), back.order_N
     slots = make_slots(back.keys_N, *given.sizes)
-    from_N, grad_weights = order_N, empty_like(None, grad_BD)
+    from_N, grad_weights = order_N, None
     if offsets_B is not None:
         bag_N = bag_of_entries(offsets_B, order_N.shape[0])
         from_N = bag_N.index_select(0, order_N)
@@ -230,59 +175,84 @@ def _back_by_slots(given: Lookup, back: Sorted) -> _Grads:
     if cold.shape[1] < P * Q:
         cold = F.pad(cold, (0, P * Q - cold.shape[1]))
     cold = cold.reshape(slots.right_T.shape[0], slots.group * P, Q)
-    left, right = factor_grads(slots, cold, given)
-    return left, lying_as(right_WRQ, right), *hot_grads(hot, slots.hot, given), grad_weights
-
-
-@lookup_backward.register_fake
-def _(grad_BD, indices_N, keys_N, order_N, left_VPR, right_WRQ, hot_HK, basis_KD, weights_N,
-      offsets_B, num_embeddings, with_weights):  # fmt: skip
-    factors = torch.empty_like(left_VPR), torch.empty_like(right_WRQ)
-    hot = empty_like(hot_HK, grad_BD), empty_like(basis_KD, grad_BD)
-    return *factors, *hot, empty_like(weights_N if with_weights else None, grad_BD)
+    factors = factor_grads(slots, cold, given)
+    return *factors, *hot_grads(hot, slots.hot, given), grad_weights
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    indices_N, *tensors, ctx.num_embeddings, _, _ = inputs
-    ctx.given = [tensor is not None for tensor in tensors]
+    tensors, ctx.present, ctx.num_embeddings, *_ = inputs
     ctx.set_materialize_grads(False)
-    given = [tensor for tensor in tensors if tensor is not None]
-    ctx.save_for_backward(indices_N, *output[1:], *given)
+    ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _backward(ctx, grad_BD: Tensor | None, *_):
+    *tensors, keys_N, order_N = ctx.saved_tensors
     if grad_BD is None:
-        return (None,) * 10
-    indices_N, keys_N, order_N, *saved = ctx.saved_tensors
-    rest = iter(saved)
-    tensors = [next(rest) if given else None for given in ctx.given]
+        return [None] * len(tensors), None, None, None, None
+    present, grads = ctx.present, [None] * 7
     if torch.is_grad_enabled():  # this backward pass is itself differentiated
-        return None, *_differentiable_grads(grad_BD, indices_N, tensors), *(None,) * 4
-    with_weights = ctx.given[4] and ctx.needs_input_grad[5]
-    grads = lookup_backward(
-        grad_BD, indices_N, keys_N, order_N, *tensors, ctx.num_embeddings, with_weights
-    )
-    given = [*ctx.given[:4], with_weights]
-    wanted = [grad if given else None for grad, given in zip(grads, given, strict=True)]
-    return None, *wanted, *(None,) * 4
+        given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
+        grads[1:6] = _differentiable_grads(grad_BD, given)
+    else:
+        with_weights = bool(present[5] and ctx.needs_input_grad[0][sum(present[:5])])
+        found = iter(
+            lookup_backward(
+                grad_BD, keys_N, order_N, tensors, present, ctx.num_embeddings, with_weights
+            )
+        )
+        wanted = *present[1:5], with_weights
+        grads[1:6] = [next(found) if is_wanted else None for is_wanted in wanted]
+    nested = [grad for grad, there in zip(grads, present, strict=True) if there]
+    return nested, None, None, None, None
 
 
-def _differentiable_grads(
-    grad_BD: Tensor, indices_N: Tensor, tensors: list[Tensor | None]
-) -> list[Tensor | None]:
+def _differentiable_grads(grad_BD: Tensor, given: Lookup) -> list[Tensor | None]:
     """Return gradients of all tensors but the offsets, by operations that autograd knows."""
     # One tensor may have been made from another: aliases, so that this way is not counted here too.
-    inputs: list[Any] = [None if x is None else x.view_as(x) for x in tensors]
-    y_BD = every_row(Lookup._make([indices_N, *inputs, 0, grad_BD.shape[1]]))
-    weights, offsets = inputs[4:]
+    aliases = [None if x is None else x.view_as(x) for x in given[1:6]]
+    given = Lookup._make([given.indices_N, *aliases, *given[6:]])
+    y_BD, weights, offsets = every_row(given), given.weights_N, given.offsets_B
     if offsets is not None:  # torch's own bags can be differentiated once
         rows_ND = y_BD if weights is None else y_BD * weights[:, None]
-        bag_N = bag_of_entries(offsets, indices_N.shape[0])
+        bag_N = bag_of_entries(offsets, rows_ND.shape[0])
         y_BD = rows_ND.new_zeros(grad_BD.shape).index_add(0, bag_N, rows_ND)
-    leaves = [x if x is not None and x.requires_grad else None for x in inputs[:5]]
+    leaves = [x if x is not None and x.requires_grad else None for x in aliases]
     wanted = [x for x in leaves if x is not None]
     grads = iter(torch.autograd.grad(y_BD, wanted, grad_BD, create_graph=True))
     return [None if x is None else next(grads) for x in leaves]
 
 
 lookup.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sample(new: Callable[..., Any]) -> Lookup:
+    factors = new(320, 8, 32), new(100, 32, 8)
+    return Lookup(new(1024), *factors, None, None, None, None, 32_000, 64)
+
+
+ROWS = Ways(
+    "rows_of_a_table", "lookup", _case_if_static, lambda new: (_sample(new), True),
+    Way("lookup", lambda given, checked: lookup(*given.arguments(), checked)[0],
+        _refuses_distinct_rows, "ttm_lookup"),
+    Way("every row for itself", _each_by_itself),
+)  # fmt: skip
+"""Read rows, or sums of rows over bags; takes a :class:`Lookup`, and whether it was checked."""
+
+LOOKUP = Ways(
+    "ttm_lookup", "lookup", _case, lambda new: (_sample(new),),
+    Way("kernel, a warp a row", lookup_kernel.read_by_warps, lookup_kernel.warps_refuse,
+        "ttm_warps"),
+    Way("kernel", lookup_kernel.read, lookup_kernel.refuses, "ttm_lookup"),
+    Way("distinct rows", _by_slots),
+)  # fmt: skip
+
+LOOKUP_BACKWARD = Ways(
+    "ttm_lookup_backward", "lookup", _case,
+    lambda new: (_sample(new), Sorted(new(1024, 64), new(1024), new(1024), False)),
+    Way("kernel, a warp a row", _back_by_warps, lookup_kernel.warps_refuse, "ttm_warps"),
+    Way("kernel", _back_by_kernel, lookup_kernel.refuses_backward, "ttm_lookup"),
+    # Where no kernel can have read the rows, the keys are sorted already.
+    Way("sort what a kernel may have read, then by slots", _back_sorted,
+        lambda given, back: lookup_kernel.refuses(given) and lookup_kernel.warps_refuse(given)),
+    Way("by slots", _back_by_slots),
+)  # fmt: skip
