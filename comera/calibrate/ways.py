@@ -268,20 +268,17 @@ def _contract(layers: int, rank: int, device: torch.device, dtype: torch.dtype) 
     return [run]
 
 
-def _factors(wide: int, high: int, rank: int, device: torch.device, dtype: torch.dtype) -> Factors:
-    layer = TTLinear(wide, high, rank=rank, device=device)
-    with torch.no_grad():
-        left, right, has_bias = layer.factors()
-    left, right = (factor.to(dtype).requires_grad_() for factor in (left, right))
-    return Factors(left, right, has_bias)
-
-
 def _feed_forward(
     rows: int, width: int, hidden: int, rank: int, gated: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> list[Any]:  # fmt: skip
     sizes = [(width, hidden), *([(width, hidden)] if gated else []), (hidden, width)]
-    layers = [_factors(*size, rank, device, dtype) for size in sizes]
+    layers = []
+    for size in sizes:
+        with torch.no_grad():
+            left, right, has_bias = TTLinear(*size, rank=rank, device=device).factors()
+        left, right = (factor.to(dtype).requires_grad_() for factor in (left, right))
+        layers.append(Factors(left, right, has_bias))
     weights = [factor for factors in layers for factor in factors[:2]]
 
     def run(x: Tensor) -> object:

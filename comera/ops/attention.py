@@ -186,7 +186,7 @@ _attend.register_autograd(_back_attend, setup_context=_setup_attend)
 
 
 def _drop(x: Tensor, keep: Tensor, n: slice) -> Tensor:
-    """Mask without the scale: applying that to the narrow results saves a pass over all scores."""
+    """Mask without the scale, which the narrow results get: that saves a pass over all scores."""
     return keep[n].to(x.dtype).mul_(x) if keep.numel() else x
 
 
@@ -207,14 +207,8 @@ def head_factors(
 
     With ``q = x A_q B_q`` and ``k = x A_k B_k`` the scores of a head are
     ``(x A_q) (B_q B_k^T) (x A_k)^T``. The batch meets ``A_q`` and then the small middle factors of
-    all heads side by side, which is a low-rank linear layer itself.
-
-    Args:
-        right_q: ``(R, D)``, heads side by side. D is the same for all factors, R is not.
-        right_k: ``(R, D)``.
-        right_v: ``(R, D)``.
-        left_o: ``(D, R)``.
-        num_heads: Number of heads that D is split into.
+    all heads side by side, which is a low-rank linear layer itself. The right factors are
+    ``(R, D)``, the left one ``(D, R)``, each of an R of its own; D has the heads side by side.
 
     Returns:
         ``(R_q, H * R_k)``, each head's ``B_q B_k^T`` side by side, and ``(H * R_v, R_o)``, each
@@ -281,13 +275,10 @@ def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) ->
     """Compute ``residual + dropout(x)``.
 
     Args:
-        x: Any shape.
-        residual: What is added, of the shape of x; None for dropout alone.
+        x: Any shape; kept elements are scaled so that the mean stays.
+        residual: A tensor like x; None for dropout alone.
         p: Probability of dropping an element.
         training: Whether to drop anything at all.
-
-    Returns:
-        A tensor like x, whose kept elements are scaled so that its mean stays.
 
     Raises:
         ValueError: If p is no probability.

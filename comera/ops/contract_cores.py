@@ -36,13 +36,8 @@ def contract_layer(
 ) -> tuple[Tensor, Tensor]:
     """Contract the cores of one layer to its factors; the bond between them is not padded.
 
-    Args:
-        cores: ``(left bond, mode, right bond)`` each, the first and last bond being 1.
-        gates: One vector for each inner bond, float32 or wider.
-        split: Number of cores that carry the input.
-        threshold: A gate at or below it is a pruned rank.
-        in_features: Rows of the left factor, at most the product of the input modes.
-        out_features: Columns of the right factor, at most the product of the output modes.
+    Cores, gates, which are float32 or wider, split and threshold are those of
+    :class:`~comera.ops.cores.Chains`; padding beyond the widths of the layer is cut.
 
     Returns:
         ``(in_features, R)`` and ``(R, out_features)`` of the cores' dtype, rounded once from the
@@ -80,12 +75,7 @@ def scale_bonds(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor
 
 
 def contract_left(cores: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the input from the left to ``(I, R)``.
-
-    Args:
-        cores: ``(L, N, R)`` each, the first L being 1; or ``(G, L, N, R)`` of G layers, for
-            ``(G, I, R)``.
-    """
+    """Contract cores ``(L, N, R)`` from the left to ``(I, R)``, or those of G layers, stacked."""
     made = cores[0].squeeze(-3)
     multiply = torch.mm if made.dim() == 2 else torch.bmm
     for core in cores[1:]:
@@ -96,11 +86,7 @@ def contract_left(cores: Sequence[Tensor]) -> Tensor:
 
 
 def contract_right(cores: Sequence[Tensor]) -> Tensor:
-    """Contract the cores of the output from the right to ``(R, O)``, or ``(G, R, O)``.
-
-    Args:
-        cores: As :func:`contract_left` takes them, the last R being 1.
-    """
+    """Contract cores ``(L, N, R)`` from the right to ``(R, O)``, or those of G layers, stacked."""
     made = cores[-1].squeeze(-1)
     multiply = torch.mm if made.dim() == 2 else torch.bmm
     for core in cores[-2::-1]:
@@ -130,13 +116,13 @@ def contract_by_torch(group: Chains) -> tuple[Tensor, Tensor]:
         more = group.width - right_GRO.shape[1]
         if more:  # of the left factor its last core is padded, which is smaller
             gated[split - 1] = F.pad(gated[split - 1], (0, more))
-            rows = right_GRO.new_zeros(layers, more, right_GRO.shape[2])
             if group.biases:
-                bias_G1O = torch.stack(list(group.biases)).unsqueeze(1).to(wide)
-                missing = rows.shape[2] - bias_G1O.shape[2]
-                rows = (
-                    F.pad(bias_G1O, (0, missing, more - 1, 0)) if missing or more > 1 else bias_G1O
-                )
+                rows = torch.stack(list(group.biases)).unsqueeze(1).to(wide)
+                missing = right_GRO.shape[2] - rows.shape[2]
+                if missing or more > 1:
+                    rows = F.pad(rows, (0, missing, more - 1, 0))
+            else:
+                rows = right_GRO.new_zeros(layers, more, right_GRO.shape[2])
             right_GRO = torch.cat([right_GRO, rows], 1)
         left_GIR = contract_left(gated[:split])
         return left_GIR.to(group.factor_dtype), right_GRO.to(group.factor_dtype)
@@ -190,10 +176,13 @@ _PER_GROUP = 7
 """Numbers of a group in a layout."""
 
 
-def arguments_of(
-    groups: Sequence[Chains],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], list[float]]:
-    """Return the arguments of :func:`_contract_groups`."""
+_Arguments = tuple[
+    Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[int], Sequence[float]
+]
+
+
+def arguments_of(groups: Sequence[Chains]) -> _Arguments:
+    """Return the arguments of the operator: cores, gates, biases, layouts and thresholds."""
     lists = [(group.cores, group.gates, group.biases) for group in groups]
     layout = [
         number
@@ -204,14 +193,9 @@ def arguments_of(
     return cores, gates, biases, layout, [group.threshold for group in groups]
 
 
-def _groups(
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    layout: Sequence[int],
-    thresholds: Sequence[float],
-) -> list[Chains]:
+def _groups(given: _Arguments) -> list[Chains]:
     """Undo :func:`arguments_of`; without biases, all groups are without them."""
+    cores, gates, biases, layout, thresholds = given
     rest = iter(cores), iter(gates), iter(biases)
     groups = []
     for number, threshold in enumerate(thresholds):
@@ -236,15 +220,14 @@ def _contract_groups(
     thresholds: Sequence[float],
 ) -> list[Tensor]:
     """Compute :func:`contract_groups`, in one launch where kernels run."""
-    return CONTRACT(_groups(cores, gates, biases, layout, thresholds))
+    return CONTRACT(_groups((cores, gates, biases, layout, thresholds)))
 
 
 @_contract_groups.register_fake
-def _(cores, gates, biases, layout, thresholds):
-    groups = _groups(cores, gates, biases, layout, thresholds)
+def _(*given):
     return [
-        cores[0].new_empty(shape, dtype=group.factor_dtype)
-        for group in groups
+        given[0][0].new_empty(shape, dtype=group.factor_dtype)
+        for group in _groups(given)
         for shape in group.factor_shapes
     ]
 
@@ -259,7 +242,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads: Sequence[Tensor]):
     saved = ctx.saved_tensors  # once: activation checkpointing forbids a second look
     cores, gates = list(saved[: ctx.num_cores]), list(saved[ctx.num_cores :])
-    groups = _groups(cores, gates, [], ctx.layout, ctx.thresholds)
+    groups = _groups((cores, gates, [], ctx.layout, ctx.thresholds))
     grad_cores, grad_gates = _CONTRACT_BACK(groups, grads)
     grad_biases: list[Tensor] = []
     for right, count in zip(grads[1::2], ctx.layout[2::_PER_GROUP], strict=True):
@@ -281,7 +264,7 @@ def _contract_backward(
     thresholds: Sequence[float],
 ) -> list[Tensor]:
     """Return gradients of all cores one after the other, then those of all gates."""
-    groups = _groups(cores, gates, [], layout, thresholds)
+    groups = _groups((cores, gates, [], layout, thresholds))
     if kernel_refuses(groups) is None:
         from comera.ops.kernels.contract_kernel import contract_backward
 

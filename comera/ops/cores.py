@@ -2,7 +2,7 @@
 
 The chains of a layer are small next to its batch, so they are contracted first; the batch then
 meets narrow matrices only (CoMERA, arXiv 2405.14377, section 4). Chains of equal shape are
-contracted together: G of them are one tensor ``(G, L, N, R)`` for each position.
+contracted together.
 
 Shape suffixes: G = layers, L and R = left and right bond of a core, N = its mode, I = input width,
 O = output width.
@@ -71,7 +71,7 @@ class Chains:
 
     @property
     def width(self) -> int:
-        """Width of the bond between the factors, what pads it included."""
+        """Width of the bond between the factors, padding included."""
         rank = self.cores[self.split].shape[0]
         return padded_rank(rank, bool(self.biases)) if self.padded else rank
 

@@ -61,10 +61,10 @@ class Ways:
     Args:
         name: Name of the operator in the table.
         group: Operators of one group are timed, and their ways ordered, together.
-        case: Returns the case of an operator's arguments; None for arguments whose ways are tried
-            in the order of the list. It is called at every call on a machine with cards.
+        case: Returns the case of an operator's arguments; None where no times order their ways. It
+            is called at every call on a machine with cards.
         sample: Makes arguments of ordinary sizes from a function of shapes, for the table.
-        ways: The ways, in the order in which they are tried where no times order them.
+        ways: The ways, as they are tried where no times order them.
     """
 
     def __init__(
@@ -110,10 +110,7 @@ class Ways:
         return [way for name in fastest for way in self.ways if way.timed_as == name]
 
     def reasons(self, *args: Any) -> dict[str, str | None]:
-        """Return why each way refuses these arguments, None where it does not, as they are tried.
-
-        Nothing is warned of.
-        """
+        """Return why each way refuses these arguments, or None, as they are tried."""
         return {way.name: way.refuses and way.refuses(*args) for way in self.order(*args)}
 
     def chosen(self, *args: Any) -> str:

@@ -65,6 +65,16 @@ def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..
     return lambda run: Operator(name, run, tags)
 
 
+def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
+    output = made.run(*_nested(lengths, flat))
+    return tuple(output) if made.returns_list else output
+
+
+def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.made, ctx.lengths, *flat = inputs
+    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+
+
 class _Eager(torch.autograd.Function):
     """An operator on its arguments, those in lists one by one, as autograd wants them."""
 
@@ -86,23 +96,8 @@ class _Eager(torch.autograd.Function):
 class _Transformed(_Eager):
     """Rule for ``torch.func``; in plain calls autograd would inspect a signature each time."""
 
-    @staticmethod
-    def forward(made: Operator, lengths: list[int | None], *flat: Any) -> Any:  # type: ignore[override]
-        return _run(made, lengths, *flat)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _prepare(ctx, inputs, output)
-
-
-def _run(made: Operator, lengths: list[int | None], *flat: Any) -> Any:
-    output = made.run(*_nested(lengths, flat))
-    return tuple(output) if made.returns_list else output
-
-
-def _prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.made, ctx.lengths, *flat = inputs
-    ctx.made.setup_context(ctx, _nested(ctx.lengths, flat), output)
+    forward = staticmethod(_run)  # type: ignore[assignment]
+    setup_context = staticmethod(_prepare)
 
 
 class _Context:
@@ -121,12 +116,8 @@ def recomputed_grads(
 ) -> Sequence[Tensor]:
     """Compute the gradients of a function by running it again, so that nothing else was saved.
 
-    They can be differentiated again where autograd is on.
-
-    Args:
-        run: Takes the inputs, returns a sequence of tensors.
-        inputs: Floating-point tensors.
-        grads: Gradients of what ``run`` returns.
+    They can be differentiated again where autograd is on. ``grads`` are those of the sequence that
+    ``run`` returns for the inputs.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
         # Inside a custom operator, where autograd records nothing.

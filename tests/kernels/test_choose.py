@@ -101,10 +101,7 @@ def test_a_fallback_says_its_reason_once(card, ways, change, dtype, refusal, rea
 def test_ref_and_tensors_on_a_cpu_say_nothing(card, ways, monkeypatch):
     joining = ways()
     assert joining(torch.zeros(1)) == "torch"
-    assert (
-        choose.why_not("contract_f32", torch.device("cpu"), torch.float32)
-        == "the tensors are on a CPU"
-    )
+    assert kernel_refuses("contract_f32", torch.zeros(1)) == "the tensors are on a CPU"
     monkeypatch.setattr(choose, "mode", lambda: "ref")
     assert joining(on_a_card()) == joining(torch.zeros(1)) == "torch"
     for like in (on_a_card(), torch.zeros(1)):
@@ -163,10 +160,10 @@ def test_a_compiled_layer_says_nothing(kind, compiled):
 def test_what_a_card_takes_is_asked_while_compiling_too(card, compiled, reason):
     asked = []
     card["nvrtc"] = lambda: asked.append(1) or ((13, 0) if reason is None else fails(reason)())
-    device = torch.device("cuda", 0)
+    like = on_a_card()
 
     def choice(x):
-        return x + (1 if choose.why_not("contract_f32", device, torch.float32) == reason else 0)
+        return x + (1 if kernel_refuses("contract_f32", like) == reason else 0)
 
     assert compiled(choice)(torch.zeros(1)) == 1
     assert asked == [1]

@@ -65,11 +65,18 @@ def kernel_refuses(file: str, like: Tensor) -> str | None:
         file: Name of the source in ``kernels/``, without its suffix.
         like: A tensor of the dtype and device in question; it may hold no numbers.
     """
-    if like.is_cuda or (like.is_cpu and mode() == "emulate"):
-        return why_not(file, like.device, like.dtype)
-    if not like.is_cpu:
-        return NO_CARD
-    return REF if mode() == "ref" else ON_CPU
+    if mode() == "ref" and (like.is_cuda or like.is_cpu):
+        return REF
+    if not like.is_cuda and not (like.is_cpu and mode() == "emulate"):
+        return ON_CPU if like.is_cpu else NO_CARD
+    if like.dtype not in DTYPES:
+        *names, last = (str(known).removeprefix("torch.") for known in DTYPES)
+        dtype = str(like.dtype).removeprefix("torch.")
+        return f"kernels take {', '.join(names)} and {last}, not {dtype}"
+    if like.is_cpu:
+        return None
+    number = like.device.index
+    return _why_not_on(file, torch.cuda.current_device() if number is None else number)
 
 
 def off_card(file: str, like: Tensor) -> str | None:
@@ -81,21 +88,6 @@ def warn_of(what: str, reason: str) -> None:
     """Warn once that torch operations run, unless the reason is an expected one."""
     if reason not in _EXPECTED and mode() == "auto":
         _warn_once(what, reason)
-
-
-def why_not(file: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels of a file do not run there, or None."""
-    if mode() == "ref":
-        return REF
-    if dtype not in DTYPES:
-        *names, last = (str(known).removeprefix("torch.") for known in DTYPES)
-        return (
-            f"kernels take {', '.join(names)} and {last}, not {str(dtype).removeprefix('torch.')}"
-        )
-    if device.type == "cuda":
-        number = torch.cuda.current_device() if device.index is None else device.index
-        return _why_not_on(file, number)
-    return None if mode() == "emulate" else ON_CPU
 
 
 @functools.cache

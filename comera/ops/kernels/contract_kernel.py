@@ -318,17 +318,10 @@ class _Draft:
         self.groups: list[int] = []
         self.shares = 0
 
-    def add(self, descriptor: _Descriptor, walk: Walk) -> None:
-        descriptor.share = self.shares
-        self.shares += walk.blocks * walk.share
-        self.descriptors.append(descriptor)
-        self.walks.append(walk)
-
     def on_card(self, file: str, device: torch.device) -> _Plan:
         """Write them there, by launches that take them as arguments: a graph can hold these."""
-        numbers = sorted(
-            range(len(self.walks)), key=lambda n: -self.walks[n].share
-        )  # long ones first
+        # Long ones first.
+        numbers = sorted(range(len(self.walks)), key=lambda n: -self.walks[n].share)
         codes = [n << 16 | block for n in numbers for block in range(self.walks[n].blocks)]
         descriptors = bytes((_Descriptor * len(self.descriptors))(*self.descriptors))
         data = descriptors + bytes((ctypes.c_int32 * len(codes))(*codes))
@@ -368,7 +361,10 @@ def _drafts(
                 descriptor = _describe(one, walk, width, core_grad, gate_grad, gates[first_gate:])
                 descriptor.place = layer * width * walk.rows[-1]
                 descriptor.factor = 2 * draft.groups.index(number) + walk.right
-                draft.add(descriptor, walk)
+                descriptor.share = draft.shares
+                draft.shares += walk.blocks * walk.share
+                draft.descriptors.append(descriptor)
+                draft.walks.append(walk)
             core_grad += sum(core.numel() for core in one.cores)
             gate_grad += sum(gate.numel() for gate in one.gates)
             first_gate += len(one.gates)

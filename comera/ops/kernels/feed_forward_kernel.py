@@ -163,12 +163,12 @@ def _sum_over_batch(
 
     Args:
         file: Name of the source, without its suffix.
-        name: What the names of the two kernels begin with.
+        name: Prefix of the names of the two kernels.
         sizes: Their first argument.
-        given: Tensors that the sums are made from, the first of as many rows as the batch.
+        given: Operands of the sums, the first of as many rows as the batch.
         grads: Tensors to write.
         bond: The bond, padded.
-        shared: Bytes of shared memory of the first.
+        shared: Bytes of shared memory of the first kernel.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))

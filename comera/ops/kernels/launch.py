@@ -90,11 +90,7 @@ _thread = threading.local()
 
 @functools.cache
 def function(file: str, name: str, device: int) -> Any:
-    """Return a kernel on a card, ready to launch; compiled and loaded at the first call.
-
-    Raises:
-        KernelError: If it cannot be compiled or loaded.
-    """
+    """Compile and load a kernel at the first call; raise ``KernelError`` where that fails."""
     driver, what = bindings("driver"), f"{name} of {file}.cu"
     with torch.cuda.device(device):
         _enter_context(device)
@@ -201,11 +197,7 @@ def emulate(
     shared: int,
     arguments: ctypes.Array[ctypes.c_void_p],
 ) -> None:
-    """Run a kernel to its end on a CPU.
-
-    Raises:
-        KernelError: If it cannot be compiled, or if it would hang or fail on a card.
-    """
+    """Run a kernel on a CPU; raise ``KernelError`` where it would hang or fail on a card."""
     run = getattr(emulated(text(file), tuple(entries(file))), f"emulate_{name}")
     three = ctypes.c_uint * 3
     with _alone:

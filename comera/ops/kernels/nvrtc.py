@@ -22,19 +22,14 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
-    """Return the version of the compiler that is installed.
-
-    Raises:
-        KernelError: If there is none, or no cuda-bindings to reach it through.
-    """
+    """Return the version of the compiler; raise ``KernelError`` without it or cuda-bindings."""
     return checked(bindings("nvrtc").nvrtcVersion(), "NVRTC's version")
 
 
 def cubin(file: str, arch: str) -> bytes:
     """Return the machine code of ``kernels/<file>.cu`` for an architecture such as ``"sm_90"``.
 
-    Raises:
-        KernelError: If it does not compile; the message names the file of the compiler's log.
+    Where it does not compile, ``KernelError`` names the file of the compiler's log.
     """
     path = cubin_path(file, arch)
     if path.is_file():
@@ -81,11 +76,7 @@ def compile_source(source: str, name: str, arch: str, *options: str) -> tuple[by
 
 
 def bindings(name: str) -> Any:
-    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``.
-
-    Raises:
-        KernelError: If it is not installed.
-    """
+    """Import a module of cuda-bindings, ``"nvrtc"`` or ``"driver"``; KernelError without it."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as problem:
@@ -110,11 +101,7 @@ _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)
 
 
 def folder() -> Path:
-    """Find the folder of the sources: beside the package if installed, above it in a checkout.
-
-    Raises:
-        FileNotFoundError: If they are at neither place.
-    """
+    """Find the folder of the sources: beside the package if installed, above it in a checkout."""
     package = Path(__file__).parents[2]
     places = [package / "_kernels", package.parent / "kernels"]
     for place in places:

@@ -147,7 +147,7 @@ def split_blocks(
         blocks_acbd: ``(a, c, b, d)``.
         rank: The rank that each block gets, cut where a block is smaller.
         tolerance: Instead of the rank: bound on the relative Frobenius error of all blocks
-            together, met by the smallest rank that can, at least one.
+            together, met by the smallest rank, at least one.
 
     Returns:
         Cores ``(1, a, b, c, R)`` and ``(R, c, a, d, 1)``, in float32 or wider, of about one norm.

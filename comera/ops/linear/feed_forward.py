@@ -58,8 +58,7 @@ def factorized_feed_forward(
 
     Args:
         x_BI: ``(*, I)``.
-        factors1: ``(I, R)`` and ``(R, F)``, those of
-            :func:`~comera.ops.contract_cores.contract_cores`.
+        factors1: ``(I, R)`` and ``(R, F)``, as ``contract_cores`` makes them.
         factors2: ``(F, R)`` and ``(R, O)``.
         activation: A key of ``ACTIVATIONS``.
 
@@ -92,13 +91,9 @@ def _case(x: Tensor, factors: Sequence[Tensor], *_: Any) -> Case:
     left1, right1, left2, _right2 = factors
     bond = max(left1.shape[1], left2.shape[1])
     kernels = ("wide",) if bond in feed_forward_kernel.WIDE_BONDS else ()
+    rounding = ("tf32",) if products_are_tf32(x) else ()
     sizes = x.shape[0], x.shape[1], right1.shape[1], bond
-    return x, x.dtype, (*sizes, *_rounding(x), *kernels)
-
-
-def _rounding(x: Tensor) -> tuple[str, ...]:
-    """Name the rounding of products, where the dtype does not tell it."""
-    return ("tf32",) if products_are_tf32(x) else ()
+    return x, x.dtype, (*sizes, *rounding, *kernels)
 
 
 def _kernel_refuses(x: Tensor, factors: Sequence[Tensor], *given: Any) -> str | None:
@@ -210,8 +205,7 @@ def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) 
 
     Args:
         x_BI: ``(*, I)``.
-        gate: ``(I, R)`` and ``(R, F)``, those of
-            :func:`~comera.ops.contract_cores.contract_cores`.
+        gate: ``(I, R)`` and ``(R, F)``, as ``contract_cores`` makes them.
         up: ``(I, R)`` and ``(R, F)``, of an R of its own.
         down: ``(F, R)`` and ``(R, O)``.
 
@@ -246,8 +240,8 @@ def _sample_gated(new: Callable[..., Any]) -> tuple[list[Any]]:
 def _case_gated(given: Sequence[Tensor], *_: Any) -> Case:
     """Time depends on rows, the hidden width, the bond of the first layers, and rounding."""
     t_gate, _up, right_gate, *_rest = given
-    sizes = t_gate.shape[0], right_gate.shape[1], t_gate.shape[1]
-    return t_gate, t_gate.dtype, (*sizes, *_rounding(t_gate))
+    rounding = ("tf32",) if products_are_tf32(t_gate) else ()
+    return t_gate, t_gate.dtype, (t_gate.shape[0], right_gate.shape[1], t_gate.shape[1], *rounding)
 
 
 def _gated_kernel_refuses(given: Sequence[Tensor], *_: Any) -> str | None:
@@ -333,13 +327,8 @@ def _gradients_again(
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated, for a backward pass that is itself.
 
-    Args:
-        function: A reference for an operator, in operations that autograd knows.
-        inputs: The operator's saved inputs.
-        grad: Gradient of its result.
-
-    Returns:
-        Gradients of the inputs; None for those that need none.
+    ``function`` is a reference for the operator of these inputs, in operations that autograd knows.
+    Inputs that need no gradient get None.
     """
     # Of views: one input may depend on another, as the second pass through a layer's factors does
     # on the first, and the gradient by way of that one does not belong here.

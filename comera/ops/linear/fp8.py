@@ -116,7 +116,8 @@ def _fp8_linears(
         batch, dtype = x_BI.shape[:-1], x_BI.dtype
         rows = math.prod(batch)
         x = to_fp8(x_BI.reshape(rows, -1), VALUES)
-        left_RI = to_fp8(_beside(lefts).T, VALUES)
+        beside = [F.pad(left, (0, padded_to_step(left.shape[1]) - left.shape[1])) for left in lefts]
+        left_RI = to_fp8(torch.cat(beside, 1).T, VALUES)
         t = to_fp8(fp8_product(x, left_RI, dtype), VALUES)
         ys, kept, end = [], [], 0
         for right in rights:
@@ -187,9 +188,3 @@ def _backward(ctx, grads: Sequence[Tensor | None]):
 
 
 _fp8_linears.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _beside(lefts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [F.pad(left, (0, padded_to_step(left.shape[1]) - left.shape[1])) for left in lefts], 1
-    )

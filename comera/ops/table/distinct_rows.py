@@ -30,18 +30,10 @@ _MOST_KEY = torch.iinfo(torch.int64).max
 
 
 class Lookup(NamedTuple):
-    """The request of rows of a table, or sums of rows over bags, to its factors.
+    """The request of rows, or sums of rows over bags, to the factors of a table.
 
-    Attributes:
-        indices_N: Rows to read: row ``H + v * W + w`` is ``left[v] @ right[w]``.
-        left_VPR: Left factor.
-        right_WRQ: Right factor.
-        hot_HK: Rows before those of the train; None for none.
-        basis_KD: Basis of the hot rows, where these are coordinates; else None.
-        weights_N: Weight of every entry in its bag; None for ones.
-        offsets_B: First entry of each bag; None for rows, each a bag of one.
-        num_embeddings: Rows of the table.
-        embedding_dim: D.
+    Row ``H + v * W + w`` is ``left[v] @ right[w]``; the other attributes are those of a
+    :class:`~comera.ops.table.tt_embedding.Request`.
     """
 
     indices_N: Tensor
@@ -243,9 +235,8 @@ _PIECE = 1 << 19
 def _pieces(slots: Slots, given: Lookup) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield groups piece by piece, and their slices ``(T, group * P, R)`` and ``(T, Q, R)``.
 
-    Those of the right factor lie turned, as
-    :func:`~comera.ops.table.tt_embedding.contract_table` makes them: products of many small
-    matrices take up to four times as long where the rows of their results are as short as Q.
+    Those of the right factor lie turned: products of many small matrices take up to four times as
+    long where the rows of their results are as short as Q.
     """
     left_VPR, turned_WQR = given.left_VPR, given.right_WRQ.mT.contiguous()
     _, P, R = left_VPR.shape

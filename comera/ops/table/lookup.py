@@ -189,7 +189,7 @@ def _backward(ctx, grad_BD: Tensor | None, *_):
     *tensors, keys_N, order_N = ctx.saved_tensors
     if grad_BD is None:
         return [None] * len(tensors), None, None, None, None
-    present, grads = ctx.present, [None] * 7
+    present, grads = ctx.present, list[Tensor | None]([None] * 7)
     if torch.is_grad_enabled():  # this backward pass is itself differentiated
         given = Lookup.of(tensors, present, 0, grad_BD.shape[1])
         grads[1:6] = _differentiable_grads(grad_BD, given)

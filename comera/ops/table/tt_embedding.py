@@ -103,12 +103,8 @@ def contract_table(
     """Contract to ``left (V, P, R)`` and ``right (W, R, Q)``; row v * W + w is left[v] @ right[w].
 
     Made by torch, the right factor lies in memory as ``(W, Q, R)``: rows and their gradients are
-    products of slices whose bond is innermost. Both are new tensors in the dtype of the cores.
-
-    Args:
-        cores: ``(left bond, row mode, column mode, right bond)`` each, at least two.
-        gates: One vector for each inner bond, or none at all.
-        threshold: A gate at or below it is a pruned rank.
+    products of slices whose bond is innermost. Both are new tensors in the dtype of the cores. The
+    arguments are those of a :class:`Request`.
     """
     return contract_tables([(cores, gates, threshold)])[0]
 
@@ -116,10 +112,9 @@ def contract_table(
 def contract_tables(
     tables: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], float]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Apply :func:`contract_table` to each table; kernels contract all of them in one launch.
+    """Apply :func:`contract_table` to the arguments of each table, all of one dtype and device.
 
-    Args:
-        tables: Arguments of :func:`contract_table` for each, all of one dtype and device.
+    Kernels contract all of them in one launch.
     """
     groups = [
         Chains([c.flatten(1, 2) for c in cores], list(gates), [], 1, len(cores) // 2, threshold)
@@ -154,11 +149,8 @@ def _rows_first(contracted: Tensor, cores: Sequence[Tensor], *, turned: bool = F
 def read_factors(requests: Sequence[Request]) -> list[Lookup]:
     """Contract the factors of each table, or only the slices of them that its batch reads.
 
-    Returns:
-        Lookups whose indices number the rows of these factors.
-
-    Raises:
-        IndexError: If an index is out of range (checked on the CPU, where slices are selected).
+    The indices of the lookups number the rows of these factors. An index out of range raises
+    ``IndexError`` where slices are selected, on a CPU.
     """
     in_part = [_in_part(request) for request in requests]
     whole = [r for r, part in zip(requests, in_part, strict=True) if part is None]
@@ -177,9 +169,8 @@ def read_factors(requests: Sequence[Request]) -> list[Lookup]:
 def _in_part(request: Request) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Read the slices a batch needs; None where both factors had better be contracted whole.
 
-    Returns:
-        Indices among the rows of these slices, slices of the left and of the right factor, and the
-        number of rows, hot ones included.
+    Returns indices among the rows of these slices, slices of the left and of the right factor, and
+    the number of rows, hot ones included.
     """
     indices_N, cores, split = request.indices, request.cores, len(request.cores) // 2
     left_whole, right_whole = is_whole(indices_N, cores[:split]), is_whole(indices_N, cores[split:])
@@ -228,10 +219,7 @@ def is_whole(indices_N: Tensor, factor: Sequence[Tensor]) -> bool:
 def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Return slices ``(U, left bond, columns, right bond)``, and which of these each entry reads.
 
-    Args:
-        factor: Cores, the gates multiplied in.
-        numbers_N: Slice that each entry reads, among all of the factor.
-        whole: Whether to return all slices.
+    The gates are multiplied in. ``numbers_N`` are the slices of entries among all of the factor.
     """
     if whole:
         return _rows_first(contract_chain(factor), factor), numbers_N
@@ -244,16 +232,13 @@ def _slices(factor: Sequence[Tensor], numbers_N: Tensor, whole: bool) -> tuple[T
 
 
 def tt_embedding_bags(tables: Sequence[Lookup], places_5T: Tensor) -> list[Tensor]:
-    """Sum weighted rows over bags, for each table.
+    """Sum weighted rows over bags, ``(B, D)`` for each table, in the dtype of the factors.
 
     Args:
         tables: Lookups of bags in tables of one width whose factors agree in P and Q, in dtype and
-            device, and whose hot rows are dense; bonds are padded to the largest R. Every index is
-            a row of its table: that is not checked here.
-        places_5T: As :func:`places` returns it, on the device of the tables.
-
-    Returns:
-        ``(B, D)`` for each table, in the dtype of the factors.
+            device, and whose hot rows are dense; bonds are padded to the largest R. Indices are
+            not checked.
+        places_5T: The result of :func:`places`, on the device of the tables.
     """
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = zip(*tables, strict=True)
     rank = max(left.shape[2] for left in left_VPR)
