@@ -16,14 +16,12 @@ from comera.planning.machine import Machine, default_machine, processor_name, sa
 from comera.planning.planner import plan_linear
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
-_LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Numbers in a tensor beyond any cache."""
+_LARGE = {"cpu": 1 << 26, "cuda": 1 << 29}  # numbers in a tensor beyond any cache
 
 _IN_CACHE = {"cpu": 1 << 19, "cuda": 1 << 22}
 _ROUNDS = 7
 _CALLS = 1000
-_DEEP = 8
-"""Layers in a row: a pass through all of them begins and ends once."""
+_DEEP = 8  # layers in a row: a pass through all of them begins and ends once
 
 
 def calibrate(device: str = "cpu", say: Say = print) -> Machine:

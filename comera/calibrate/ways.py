@@ -42,11 +42,8 @@ Say = Callable[[str], None]
 Run = Callable[[], object]
 
 _ROUNDS, _LEAST_ROUNDS = 7, 3
-_ENOUGH = 0.2
-"""Seconds after which a way has been measured, however few rounds there were."""
-
-_SECONDS = 0.01
-"""A sample takes at least this long, so that the clock does not show."""
+_ENOUGH = 0.2  # seconds after which a way has been measured, however few rounds there were
+_SECONDS = 0.01  # a sample takes at least this long, so that the clock does not show
 
 _DTYPES = {
     "cpu": (torch.float32,),

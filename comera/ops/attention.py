@@ -24,10 +24,8 @@ from comera.ops.context import without_autocast
 from comera.ops.dispatch import is_on_cpu
 from comera.ops.operator import operator
 
-_SCORES = 1 << 20
-"""Scores at a time on a CPU: a few megabytes, the size of a cache."""
-_STEPS = 1 << 8
-"""Probabilities of dropout that a mask of bytes can have."""
+_SCORES = 1 << 20  # scores at a time on a CPU: a few megabytes, the size of a cache
+_STEPS = 1 << 8  # probabilities of dropout that a mask of bytes can have
 
 
 def score_bias(keep_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -272,16 +270,10 @@ def _by_head(factors: Sequence[Tensor], num_heads: int) -> list[Tensor]:
 
 
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, training: bool) -> Tensor:
-    """Compute ``residual + dropout(x)``.
+    """Compute ``residual + dropout(x)``, or dropout alone where the residual is None.
 
-    Args:
-        x: Any shape; kept elements are scaled so that the mean stays.
-        residual: A tensor like x; None for dropout alone.
-        p: Probability of dropping an element.
-        training: Whether to drop anything at all.
-
-    Raises:
-        ValueError: If p is no probability.
+    An element is dropped with probability p if ``training``; kept ones are scaled so that the mean
+    stays. A p that is no probability raises ``ValueError``.
     """
     check_probability(p)
     if not training or p == 0:

@@ -172,8 +172,7 @@ def contract_groups(groups: Sequence[Chains]) -> list[Tensor]:
 _DTYPES = None, torch.float64, torch.float32, torch.bfloat16, torch.float16
 """Dtypes of factors, by the last number of a layout."""
 
-_PER_GROUP = 7
-"""Numbers of a group in a layout."""
+_PER_GROUP = 7  # numbers of a group in a layout
 
 
 _Arguments = tuple[
@@ -291,10 +290,6 @@ def _sample(new: Callable[..., Any]) -> tuple[list[Chains]]:
     return ([Chains([new(1, 32, 32), new(32, 32, 1)], [], [], 1, 1, 0.0)],)
 
 
-def _back_refuses(groups: Sequence[Chains], *_: Any) -> str | None:
-    return choose.DIFFERENTIATED if torch.is_grad_enabled() else kernel_refuses(groups)
-
-
 def _grads_by_kernel(
     groups: Sequence[Chains], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -366,5 +361,7 @@ CONTRACT = Ways(
 )  # fmt: skip
 _CONTRACT_BACK = Ways(
     "contract_cores_backward", "contract_cores", _case, _sample,
-    Way("kernel", _grads_by_kernel, _back_refuses, "contract_cores"), Way("torch", _grads_by_torch),
+    Way("kernel", _grads_by_kernel, lambda groups, *_: choose.DIFFERENTIATED
+        if torch.is_grad_enabled() else kernel_refuses(groups), "contract_cores"),
+    Way("torch", _grads_by_torch),
 )  # fmt: skip

@@ -91,13 +91,9 @@ def contract_chain(
 ) -> Tensor:
     """Contract a run of cores into one ``(first bond, product of modes, last bond)``.
 
-    The reference of faster contractions, core by core and differentiable. Narrow dtypes are
-    contracted in float32 and rounded once.
-
-    Args:
-        cores: ``(left bond, mode(s), right bond)`` each; neighbours agree on their bond.
-        gates: ``gates[k]`` scales the right bond of ``cores[k]``; there may be fewer than cores.
-        threshold: A gate at or below it is a pruned rank.
+    The reference of faster contractions, core by core and differentiable; narrow dtypes are
+    contracted in float32 and rounded once. Cores are ``(left bond, mode(s), right bond)``;
+    ``gates[k]`` scales the right bond of ``cores[k]``, and there may be fewer gates than cores.
     """
     wide = torch.promote_types(cores[0].dtype, torch.float32)
     with without_autocast(cores[0]):
@@ -131,12 +127,8 @@ def rank_gate_reference(core: Tensor, gate_R: Tensor, threshold: float) -> Tenso
 def rank_gate(core: Tensor, gate_R: Tensor, threshold: float) -> Tensor:
     """Multiply the last dimension of ``core`` by ``gate_R`` where that is above ``threshold``.
 
-    Elsewhere a rank is pruned: its slice is zero and gets no gradient.
-
-    Args:
-        core: ``(..., R)``, any floating dtype.
-        gate_R: ``(R,)``, float32 or float64.
-        threshold: A gate at or below it is a pruned rank.
+    Elsewhere a rank is pruned: its slice is zero and gets no gradient. The core is
+    ``(..., R)`` of any floating dtype, the gate ``(R,)`` of float32 or float64.
     """
     return rank_gate_reference(core, gate_R, threshold)
 

@@ -118,8 +118,7 @@ class Ways:
         return next(name for name, reason in self.reasons(*args).items() if reason is None)
 
 
-TABLE: dict[str, Ways] = {}
-"""All operators with more than one way, by name."""
+TABLE: dict[str, Ways] = {}  # all operators with more than one way, by name
 
 _preferred: dict[str, str] = {}
 """Ways that are tried first whatever the times, by group; see :func:`preferring`."""

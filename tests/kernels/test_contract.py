@@ -357,7 +357,7 @@ def test_fewer_values_are_staged_where_products_leave_less_room(
     group = make("full", 1)
     left, _ = contract_kernel.walks(chains(group))
     core, once = len(modes) - 2, left.at_once[-1]
-    assert left.shared[0] + 4 * left.staged(core, 1) > contract_kernel._MOST_SHARED
+    assert left.shared[0] + 4 * left.staged(core, 1) > launch.MOST_SHARED
     assert left.staged(core, once + 1) <= contract_kernel._STAGED
     assert CONTRACT.chosen([chains(group)]) == "kernel"
     assert_near(run(group), in_float64(group), torch.float32, factor=2)

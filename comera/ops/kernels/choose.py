@@ -1,8 +1,8 @@
 """Decide whether an operator's kernel runs, or torch operations in its place.
 
-``COMERA_KERNELS`` decides: ``auto`` (the default) takes kernels for tensors on a card where there
-is one for their dtype and everything that compiles it is installed, ``ref`` never does, and
-``emulate`` also runs them on a CPU, slowly, for tests.
+``COMERA_KERNELS=auto``, the default, takes kernels for tensors on a card where there is one for
+their dtype and its compiler is installed; ``ref`` never does, and ``emulate`` also runs them on a
+CPU, slowly, for tests.
 """
 
 import functools
@@ -25,8 +25,7 @@ CONTRACT = {
 }
 """The sources that contract cores of one dtype to factors of another, without their suffix."""
 
-OLDEST = (8, 0)
-"""Compute capability from which kernels run."""
+OLDEST = (8, 0)  # compute capability from which kernels run
 
 ON_CPU = "the tensors are on a CPU"
 NO_CARD = "the tensors are not on a card"

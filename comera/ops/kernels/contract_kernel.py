@@ -19,16 +19,12 @@ from torch import Tensor
 
 from comera.ops.cores import Chains
 from comera.ops.kernels.choose import CONTRACT
-from comera.ops.kernels.launch import launch
+from comera.ops.kernels.launch import MOST_SHARED, launch
 
-MOST_CORES = 8
-"""Cores on one side of a tensor train."""
+MOST_CORES = 8  # cores on one side of a tensor train
 
 _MOST_BOND, _MOST_BLOCKS = 64, 1 << 16
 _COLUMNS, _APART, _ALONE = 64, 68, 4096
-
-_MOST_SHARED = 96 * 1024
-"""Bytes of shared memory a block may have on every card that kernels run on."""
 
 _DESCRIBED, _GATES = 560, 256
 """Bytes of them that the descriptor of a factor takes, and the gates of a bond."""
@@ -79,7 +75,7 @@ class Walk:
         # The widest bond there may be before the last core, and how many rows are made at once.
         bond, rows = (32, 128) if bonds[-2] <= 32 else (64, 64)
         before = bond * _APART + rows * (bond + 4) + self.room[-1]
-        most = (_MOST_SHARED - described) // 4
+        most = (MOST_SHARED - described) // 4
         self.at_once = self._most(self.staged, min(_STAGED, most - before))
         self.at_once_back = self._most(self._beside, min(_STAGED_BACK, most - self.room_back[-1]))
         staged = max(map(self.staged, itertools.count(1), self.at_once), default=0)
@@ -97,7 +93,7 @@ class Walk:
         if self.blocks >= _MOST_BLOCKS:
             return f"a core has {self.columns:,} columns, too many for a launch"
         needed = max(self.shared)
-        if needed > _MOST_SHARED:
+        if needed > MOST_SHARED:
             return (
                 f"modes {self.modes} with bonds {self.bonds} need {needed} bytes of shared memory"
             )
@@ -142,8 +138,7 @@ def _up_to_four(n: int) -> int:
 # As in contract.cuh.
 _MOST_FACTORS, _THREADS, _AT_ONCE = 64, 256, 16384
 
-_MOST_SHARES = 1 << 24
-"""Numbers of all blocks' shares of gradients that a launch may write: 64 MiB."""
+_MOST_SHARES = 1 << 24  # numbers of all blocks' shares of gradients that a launch may write: 64 MiB
 
 _MOST_KEPT = 1024
 """Plans that are kept, beside those that captured graphs need: two for each layer by itself."""
@@ -270,8 +265,7 @@ class _Plan:
 _kept: dict[object, list[_Plan]] = {}
 """Launch plans by shapes and data pointers: another pointer is another key, so no plan is stale."""
 
-_captured: set[object] = set()
-"""Keys of those that graphs hold."""
+_captured: set[object] = set()  # keys of those that graphs hold
 
 
 def _plans(

@@ -19,15 +19,13 @@ from comera.ops.kernels.choose import EXACT, UNLIKE, kernel_refuses, off_card
 from comera.ops.kernels.launch import dense, launch
 from comera.ops.product import product
 
-ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}
-"""Suffix of the names of kernels, by dtype."""
+ENDINGS = {torch.bfloat16: "", torch.float32: "_tf32"}  # suffix of the names of kernels, by dtype
 
 THREADS, HIDDEN_THREADS, HIDDEN_BLOCK, STAGES = 256, 128, 64, 3
 BOND, WIDE_BOND = 32, 48
 """Bonds, padded, of which there are kernels: of a gated feed-forward the first alone."""
 
-_LINE = 128
-"""Bytes that all banks of shared memory serve at once."""
+_LINE = 128  # bytes that all banks of shared memory serve at once
 
 _MULTIPLE_OF_RANKS, _MULTIPLE_OF_WIDTHS = 8, 128
 
@@ -161,14 +159,8 @@ def _sum_over_batch(
 ) -> None:
     """Write gradients of factors of the hidden width: sums over parts of the batch, then of these.
 
-    Args:
-        file: Name of the source, without its suffix.
-        name: Prefix of the names of the two kernels.
-        sizes: Their first argument.
-        given: Operands of the sums, the first of as many rows as the batch.
-        grads: Tensors to write.
-        bond: The bond, padded.
-        shared: Bytes of shared memory of the first kernel.
+    The first of ``given``, the operands of the sums, has as many rows as the batch; ``bond`` is
+    padded, and ``shared`` counts bytes of shared memory of the first kernel.
     """
     like, blocks = given[0], sizes.H // HIDDEN_BLOCK
     parts = min(-(-_BLOCKS // blocks), -(-like.shape[0] // HIDDEN_BLOCK))
@@ -248,7 +240,12 @@ def gated_backward(given: Sequence[Tensor], grad_t2: Tensor) -> list[Tensor]:
     )  # fmt: skip
     grad_left2, grad_gate, grad_up = map(torch.empty_like, (left2, gate, up))
     tensors, grads = (t_gate, t_up, u2, gate, up, left2), (grad_left2, grad_gate, grad_up)
-    _sum_over_batch(file, file, sizes, tensors, grads, BOND, _gated_hidden_shared(t_gate.itemsize))
+    # Stages, and factors of a block, which in float32 are gone when the stages come.
+    size = t_gate.itemsize
+    stages = STAGES * 3 * tile_bytes(stage_columns(size) // 2, BOND, size)
+    factors = 2 * tile_bytes(BOND, HIDDEN_BLOCK, size) + tile_bytes(HIDDEN_BLOCK, BOND, size)
+    shared = max(factors, stages) if size == 4 else factors + stages
+    _sum_over_batch(file, file, sizes, tensors, grads, BOND, shared)
     return [u_gate, u_up, grad_gate, grad_up, grad_left2]
 
 
@@ -263,15 +260,3 @@ def _gated_sizes(given: Sequence[Tensor]) -> _GatedSizes:
 def _gated_shared(rows: int, itemsize: int) -> int:
     """Count bytes of shared memory: three thin tiles, and the stages behind them."""
     return 3 * tile_bytes(rows, BOND, itemsize) + stage_bytes(itemsize, BOND, 2)
-
-
-@functools.cache
-def _gated_hidden_shared(itemsize: int) -> int:
-    """Count bytes of shared memory of sums over the batch: stages, and factors of a block.
-
-    In float32 those are gone when the stages come.
-    """
-    right, left = (tile_bytes(*of, itemsize) for of in ((BOND, HIDDEN_BLOCK), (HIDDEN_BLOCK, BOND)))
-    stages = STAGES * 3 * tile_bytes(stage_columns(itemsize) // 2, BOND, itemsize)
-    factors = 2 * right + left
-    return max(factors, stages) if itemsize == 4 else factors + stages

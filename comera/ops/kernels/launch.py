@@ -82,8 +82,8 @@ def _value(argument: Argument) -> Any:
     return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_float(argument)
 
 
-PLENTY_OF_SHARED = 48 * 1024
-"""Bytes of shared memory a block gets without asking."""
+MOST_SHARED = 96 * 1024  # bytes a block may have on every card that kernels run on
+PLENTY_OF_SHARED = 48 * 1024  # bytes of shared memory a block gets without asking
 
 _thread = threading.local()
 

@@ -1,14 +1,12 @@
 """The kernels that read rows of a table from its two factors, and sum the factors' gradients.
 
 ``kernels/ttm_lookup.cu`` takes rows and bags, hot rows and weights, a block of threads for each
-row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup: rows are neither
-made distinct nor counted. Bags are summed in pieces of equally many entries, by as many blocks,
-however the entries are shared out among the bags. The backward pass sorts the entries and sums
-gradients of equal rows before they meet a factor, which is what frequent rows need.
+row. All sizes are fixed by the arguments, so that a CUDA graph can hold a lookup. Bags are summed
+in pieces of equally many entries, by as many blocks. The backward pass sums gradients of equal
+rows before they meet a factor, which frequent rows need.
 
 ``kernels/ttm_warps.cu`` takes rows alone, in 16 bits, and multiplies by the tensor cores, a warp a
-row. Gradients are summed in one order: entries are sorted by their slices of either factor, and
-added up in pieces of equally many.
+row. Gradients are summed in one order, in pieces of equally many entries.
 """
 
 import ctypes
@@ -19,17 +17,14 @@ from torch import Tensor
 
 from comera.ops.context import without_autocast
 from comera.ops.kernels.choose import BAGS, DTYPES, WIDE, kernel_refuses, off_card
-from comera.ops.kernels.launch import dense, launch
-from comera.ops.table.distinct_rows import Lookup
+from comera.ops.kernels.launch import MOST_SHARED, dense, launch
+from comera.ops.table.distinct_rows import Lookup, Sorted
 
 _FILE = "ttm_lookup"
 
 # As in ttm_lookup.cu.
 _DEPTH, _PIECE, _CHUNK = 32, 32, 16
 _MOST_THREADS, _BACK_THREADS = 256, 128
-
-_MOST_SHARED = 96 * 1024
-"""Bytes of shared memory a block may have on every card that kernels run on."""
 
 
 class _Table(ctypes.Structure):
@@ -51,9 +46,9 @@ def refuses(given: Lookup, *_: object) -> str | None:
     if any(t.dtype != left_VPR.dtype or t.device != left_VPR.device for t in tensors):
         return "factors, hot rows and weights are of several dtypes or devices"
     needed = max(_shared_of_rows(given), _shared_of_grads(given))
-    if needed > _MOST_SHARED:
+    if needed > MOST_SHARED:
         shown = f"{tuple(left_VPR.shape)} and {tuple(right_WRQ.shape)}"
-        return f"factors of {shown} need {needed} bytes of shared memory, over {_MOST_SHARED}"
+        return f"factors of {shown} need {needed} bytes of shared memory, over {MOST_SHARED}"
     return None
 
 
@@ -91,7 +86,7 @@ def read(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grads_of(
-    given: Lookup, grad_BD: Tensor, keys_N: Tensor, order_N: Tensor, with_weights: bool
+    given: Lookup, back: Sorted
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return gradients of both factors, hot rows, their basis and the weights of entries.
 
@@ -101,10 +96,10 @@ def grads_of(
     hot_HK, basis_KD = given.hot_HK, given.basis_KD
     given = _laid_out(given)
     indices_N, left_VPR, right_WRQ, hot_HD, _, weights_N, offsets_B, *_ = given
-    grad_BD = grad_BD.to(left_VPR.dtype).contiguous()
+    grad_BD, order_N = back.grad_BD.to(left_VPR.dtype).contiguous(), back.order_N
     bags, kind, table = grad_BD.shape[0], DTYPES[left_VPR.dtype], _table(given)
-    entries = keys_N.shape[0] if bags else 0
-    keys_N, at_N = keys_N.sort()
+    entries = order_N.shape[0] if bags else 0
+    keys_N, at_N = back.keys_N.sort()
     parts = [part for part in (left_VPR, right_WRQ, hot_HD) if part is not None]
     sizes = [part.numel() for part in parts]
     zeros = left_VPR.new_zeros(sum(sizes), dtype=torch.float64).split(sizes)
@@ -121,7 +116,7 @@ def grads_of(
         if basis_KD is not None:
             with without_autocast(hot):
                 hot, basis = hot @ basis_KD.T, hot_HK.T @ hot
-    if with_weights and offsets_B is not None:
+    if back.with_weights and offsets_B is not None:
         to_weights = grad_BD.new_empty(indices_N.shape[0])
         launch(
             _FILE, f"ttm_back_weights_{kind}", grad_BD.device, to_weights.shape[0],
@@ -228,10 +223,10 @@ def read_by_warps(given: Lookup) -> tuple[Tensor, Tensor, Tensor]:
     return out, keys_N, order_N
 
 
-def grads_by_warps(given: Lookup, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+def grads_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor, Tensor]:
     """Return gradients of the left and of the right factor, which lies turned."""
     left_VPR, right_WRQ = given.left_VPR, given.right_WRQ
-    indices_N, grad_ND = given.indices_N.long().contiguous(), grad_ND.to(left_VPR.dtype)
+    indices_N, grad_ND = given.indices_N.long().contiguous(), back.grad_BD.to(left_VPR.dtype)
     entries, (V, P, R), (W, _, Q) = grad_ND.shape[0], left_VPR.shape, right_WRQ.shape
     table, kind = _warp_table(given, V * W), DTYPES[grad_ND.dtype]
     keys_2N = indices_N.new_empty(2, entries, dtype=torch.int32)

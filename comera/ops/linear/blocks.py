@@ -16,8 +16,7 @@ from comera.ops.context import autocast_together, without_autocast
 from comera.ops.dispatch import is_eager
 from comera.ops.operator import is_traced
 
-_LEAST = 1e-2
-"""Least share of a typical singular value in the left core."""
+_LEAST = 1e-2  # least share of a typical singular value in the left core
 
 
 def block_linear(

@@ -56,14 +56,9 @@ def factorized_feed_forward(
 ) -> Tensor:
     """Compute ``act(x @ W1 + b1) @ W2 + b2`` of two layers, both with a bias or neither.
 
-    Args:
-        x_BI: ``(*, I)``.
-        factors1: ``(I, R)`` and ``(R, F)``, as ``contract_cores`` makes them.
-        factors2: ``(F, R)`` and ``(R, O)``.
-        activation: A key of ``ACTIVATIONS``.
-
-    Returns:
-        ``(*, O)``. It can be differentiated any number of times.
+    The factors are ``(I, R)`` and ``(R, F)``, and ``(F, R)`` and ``(R, O)``, as ``contract_cores``
+    makes them; the activation is a key of ``ACTIVATIONS``. The result, ``(*, O)``, can be
+    differentiated any number of times.
     """
     x_BI, (left1, left2), (right1, right2) = autocast_together(
         x_BI, [factors1.left, factors2.left], [factors1.right, factors2.right]
@@ -203,14 +198,9 @@ def gated_feed_forward_reference(x_BI: Tensor, gate: Factors, up: Factors, down:
 def gated_feed_forward(x_BI: Tensor, gate: Factors, up: Factors, down: Factors) -> Tensor:
     """Compute ``(silu(x @ W_gate) * (x @ W_up)) @ W_down`` of layers that all have a bias or none.
 
-    Args:
-        x_BI: ``(*, I)``.
-        gate: ``(I, R)`` and ``(R, F)``, as ``contract_cores`` makes them.
-        up: ``(I, R)`` and ``(R, F)``, of an R of its own.
-        down: ``(F, R)`` and ``(R, O)``.
-
-    Returns:
-        ``(*, O)``. It can be differentiated any number of times.
+    The factors of ``gate`` and ``up`` are ``(I, R)`` and ``(R, F)``, those of ``down`` ``(F, R)``
+    and ``(R, O)``, as ``contract_cores`` makes them, each of an R of its own. The result,
+    ``(*, O)``, can be differentiated any number of times.
     """
     x_BI, lefts, rights = autocast_together(
         x_BI, [gate.left, up.left, down.left], [gate.right, up.right, down.right]
@@ -362,17 +352,14 @@ def _rows_at_a_time(x: Tensor, hidden: int) -> int:
     return -(-rows // max(1, pieces))
 
 
-def _sample_backward(new: Callable[..., Any]) -> tuple[Any, ...]:
-    return *_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"
-
-
 _FORWARD = Ways(
     "factorized_feed_forward", "feed_forward", _case, _sample,
     Way("kernel", feed_forward_kernel.forward, _kernel_refuses, "factorized_feed_forward"),
     Way("torch", _by_torch),
 )  # fmt: skip
 _BACKWARD = Ways(
-    "factorized_feed_forward_backward", "feed_forward", _case, _sample_backward,
+    "factorized_feed_forward_backward", "feed_forward", _case,
+    lambda new: (*_sample(new)[:2], new(1024, 768), new(1024, 32), new(1024, 32), "gelu"),
     Way("kernel", feed_forward_kernel.backward, _kernel_refuses, "factorized_feed_forward"),
     Way("torch", _gradients_by_torch),
 )  # fmt: skip

@@ -19,8 +19,7 @@ from comera.ops.context import without_autocast
 from comera.ops.operator import operator
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-_STEP = 16
-"""cuBLAS takes such matrices only with rows of a multiple of 16 bytes."""
+_STEP = 16  # cuBLAS takes such matrices only with rows of a multiple of 16 bytes
 
 _FIRST_CARD = (8, 9)
 

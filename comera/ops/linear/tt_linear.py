@@ -130,16 +130,10 @@ _rows: dict[tuple[Any, ...], Tensor] = {}
 
 
 def last_of_each(widths: Sequence[int], like: Tensor) -> Tensor:
-    """Return a row of zeros with a one at the end of each stretch, cached in eager mode.
+    """Return a row of zeros with a one at the end of each stretch of these widths.
 
-    Added to factors' products side by side it does the same as :func:`set_ones_`.
-
-    Args:
-        widths: Widths of the stretches.
-        like: A tensor of the dtype and device wanted.
-
-    Returns:
-        ``(sum of widths,)``, not to be written to.
+    Added to factors' products side by side it does the same as :func:`set_ones_`. It is not to be
+    written to: in eager mode it is cached.
     """
     is_cached, key = is_eager() and is_concrete(like), (*widths, like.dtype, like.device)
     row = _rows.get(key) if is_cached else None  # a captured graph may read an older one

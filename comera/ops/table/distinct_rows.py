@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from comera.ops.context import without_autocast
 from comera.ops.dispatch import is_eager, is_on_cpu, may_read_values
 
-_MOST = 8
-"""Rows of a group at most: more make no faster products, and more slots that stay empty."""
+_MOST = 8  # rows of a group at most: more make no faster products, and more slots that stay empty
 
 _MOST_KEY = torch.iinfo(torch.int64).max
 
@@ -73,6 +72,15 @@ class Lookup(NamedTuple):
         assert self.hot_HK is not None, "the table has hot rows"
         hot = self.hot_HK.index_select(0, rows_N)
         return hot if self.basis_KD is None else hot @ self.basis_KD
+
+
+class Sorted(NamedTuple):
+    """The gradient of a lookup, and its entries sorted by key."""
+
+    grad_BD: Tensor
+    keys_N: Tensor
+    order_N: Tensor
+    with_weights: bool
 
 
 @dataclass(frozen=True)
@@ -186,12 +194,8 @@ def check_integers(indices: Tensor) -> None:
 def check_range(indices: Tensor, num_embeddings: int) -> bool:
     """Check that indices are rows, where they can be read: on a CPU.
 
-    Returns:
-        False in a compiled graph, whose operator checks them when it runs.
-
-    Raises:
-        IndexError: If one is no row; the message names the first.
-        TypeError: If they are no whole numbers; on any device.
+    ``IndexError`` names the first that is no row; on any device ``TypeError`` is raised for numbers
+    that are not whole. False in a compiled graph, whose operator checks them when it runs.
     """
     check_integers(indices)
     if not may_read_values(indices) or not indices.numel():

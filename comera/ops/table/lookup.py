@@ -7,7 +7,7 @@ without a row for each of their entries. Shape suffixes are those of
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from comera.ops.kernels import lookup_kernel
 from comera.ops.operator import operator
 from comera.ops.table.distinct_rows import (
     Lookup,
+    Sorted,
     bag_of_entries,
     check_range,
     every_row,
@@ -72,15 +73,12 @@ def lookup(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read rows, or sums over bags of rows, from :meth:`Lookup.arguments`.
 
-    Args:
-        checked: Whether the indices were checked before.
-
     Returns:
         ``(B, D)``; and for the backward pass keys and the entries that have them, ``(N,)`` each.
         They are sorted where torch has read the rows, and not yet where a kernel has.
 
     Raises:
-        IndexError: If an index is out of range (checked on the CPU).
+        IndexError: If an index is out of range (checked on the CPU, unless it was before).
     """
     if not checked:
         check_range(tensors[0], num_embeddings)
@@ -130,23 +128,6 @@ def _(grad_BD, keys_N, order_N, tensors, present, num_embeddings, with_weights):
     given = Lookup.of(tensors, present, num_embeddings, grad_BD.shape[1])
     wanted = *given[1:5], given.weights_N if with_weights else None
     return [torch.empty_like(tensor) for tensor in wanted if tensor is not None]
-
-
-class Sorted(NamedTuple):
-    """The gradient of a lookup, and its entries sorted by key."""
-
-    grad_BD: Tensor
-    keys_N: Tensor
-    order_N: Tensor
-    with_weights: bool
-
-
-def _back_by_kernel(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
-    return lookup_kernel.grads_of(given, *back)
-
-
-def _back_by_warps(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
-    return lookup_kernel.grads_by_warps(given, back.grad_BD)
 
 
 def _back_sorted(given: Lookup, back: Sorted) -> tuple[Tensor | None, ...]:
@@ -249,8 +230,9 @@ LOOKUP = Ways(
 LOOKUP_BACKWARD = Ways(
     "ttm_lookup_backward", "lookup", _case,
     lambda new: (_sample(new), Sorted(new(1024, 64), new(1024), new(1024), False)),
-    Way("kernel, a warp a row", _back_by_warps, lookup_kernel.warps_refuse, "ttm_warps"),
-    Way("kernel", _back_by_kernel, lookup_kernel.refuses_backward, "ttm_lookup"),
+    Way("kernel, a warp a row", lookup_kernel.grads_by_warps, lookup_kernel.warps_refuse,
+        "ttm_warps"),
+    Way("kernel", lookup_kernel.grads_of, lookup_kernel.refuses_backward, "ttm_lookup"),
     # Where no kernel can have read the rows, the keys are sorted already.
     Way("sort what a kernel may have read, then by slots", _back_sorted,
         lambda given, back: lookup_kernel.refuses(given) and lookup_kernel.warps_refuse(given)),
