@@ -28,7 +28,7 @@ from benchmarks.session import (
     rank_of,
 )
 from benchmarks.timing import Timings
-from comera.calibrate.in_turn import in_turn
+from comera.calibrate.ways import in_turn
 from comera.nn.block_linear import BTTLinear
 from comera.nn.linear import TTLinear
 from comera.ops.context import static_shapes
