@@ -187,7 +187,6 @@ def test_a_dense_run_needs_no_other_section(config):
             "max_megabytes=-1 must be above 0",
         ),
         ({"masked_text": None, "nli": NliData(length=3)}, "nli.length=3 must be at least 5"),
-        ({"masked_text": None, "nli": NliData(limit=0)}, "nli.limit=0 must be at least 1"),
         ({"dlrm": DlrmConfig(embedding_dim=0)}, "dlrm.embedding_dim=0 must be at least 1"),
         ({"dlrm": DlrmConfig(bottom=[8, 0])}, r"dlrm.bottom=\[8, 0\]: each width must be"),
         (
