@@ -128,8 +128,8 @@ class ClickRows:
             with safe_open(path, "numpy") as file:
                 described = json.loads((file.metadata() or {})[_KEY])
                 fields = [
-                    Field(*facts, *(file.get_tensor(f"{part}.{k}") for part in ("codes", "rows")))
-                    for k, facts in enumerate(described["fields"])
+                    Field(name, whole, hashed, *map(file.get_tensor, (f"codes.{k}", f"rows.{k}")))
+                    for k, (name, whole, hashed) in enumerate(described["fields"])
                 ]
                 scale = file.get_tensor("mean"), file.get_tensor("spread")
                 return cls(fields, described["continuous"], described["transform"], *scale)

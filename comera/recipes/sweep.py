@@ -86,12 +86,8 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     if changes:
         given = {name: {**(own or {}), **changes} for name, own in given.items()}
     variants = {name: variant_of(name, base, given) for name in given}
-    if (published := content.get("published")) is not None:
-        figures = published.get("figures") if isinstance(published, Mapping) else None
-        if not isinstance(figures, Mapping) or not isinstance(published.get("source"), str):
-            raise ValueError(f"published={published!r} must have a source, and figures by variant")
-        for name in figures:
-            _check_named(name, variants, "published.figures.")
+    for name in (content.get("published") or {}).get("figures", ()):
+        _check_named(name, variants, "published.figures.")
     reference = content.get("reference") or next(iter(variants))
     _check_named(reference, variants, "reference=")
     for key in _LAUNCHERS:
@@ -326,25 +322,24 @@ def run_sweep(
 
 
 def _check_data(jobs: Sequence[Job]) -> None:
-    """Raise ``FileNotFoundError`` if no run has its data; otherwise each that lacks them fails."""
-    waiting = {repr(job.config.data): job.config for job in jobs if job.state == "waiting"}
-    lacking: list[str | None] = []
-    for config in waiting.values():
-        problem = None
+    """Raise ``FileNotFoundError`` if no run has its data; otherwise those without fail."""
+    problems: dict[str, None] = {}
+    for config in [job.config for job in jobs if job.state == "waiting"]:
         if missing := missing_data(config):
             named = ", no ".join(f"{path} ({key})" for key, path in missing.items())
-            problem = (
+            said = (
                 f"there is no {named}; put the data there, or say by those settings where they are"
             )
         else:
             try:
                 config.data.find()
             except (FileNotFoundError, ValueError) as error:  # as of a pattern without a file
-                problem = str(error)
-        lacking.append(problem)
-    if lacking and all(lacking):
-        said = "; ".join(text for text in dict.fromkeys(lacking) if text)
-        raise FileNotFoundError(f"no run can begin without its data: {said}")
+                said = str(error)
+            else:
+                return
+        problems[said] = None
+    if problems:
+        raise FileNotFoundError(f"no run can begin without its data: {'; '.join(problems)}")
 
 
 def _trial_jobs(sweep: Sweep, name: str, settings: dict[str, Any]) -> list[Job]:

@@ -132,19 +132,20 @@ def axis_around(
     return Axis(label, 0.0 if zero and low >= 0 else low - wider, high + wider)
 
 
+_UNITS = {"accuracy": (100, 2, " %", " points"), "perplexity": (1, 2, "", "")}
+
+
 def show_metric(metric: str, value: float) -> str:
     """Return a metric as it is shown: an accuracy in percent."""
-    if metric == "accuracy":
-        return f"{100 * value:.2f} %"
-    return f"{value:,.2f}" if metric == "perplexity" else f"{value:.4f}"
+    scale, digits, unit, _ = _UNITS.get(metric, (1, 4, "", ""))
+    return f"{scale * value:,.{digits}f}{unit}"
 
 
-def show_change(metric: str, value: float, error: float | None = None) -> str:
-    """Return a difference of a metric with its sign and, if there is one, its standard error."""
-    scale, unit = (100, " points") if metric == "accuracy" else (1, "")
-    digits = 2 if metric in ("accuracy", "perplexity") else 4
+def show_change(metric: str, value: float, error: float | None = None, sign: str = "+") -> str:
+    """Return a difference of a metric with its sign and its standard error, if known."""
+    scale, digits, _, unit = _UNITS.get(metric, (1, 4, "", ""))
     spread = "" if error is None else f" ± {scale * error:,.{digits}f}"
-    return f"{scale * value:+,.{digits}f}{spread}{unit}"
+    return f"{scale * value:{sign},.{digits}f}{spread}{unit}"
 
 
 def show_difference(metric: str, value: float, other: float) -> str:
@@ -154,13 +155,10 @@ def show_difference(metric: str, value: float, other: float) -> str:
     """
     if value == other:
         return "the same as"
+    size = show_change(metric, abs(value - other), sign="")
     if metric == "perplexity":
         percent = 100 * abs(value / other - 1)
         size = f"{percent:,.0f} %" if percent >= 10 else f"{percent:.1f} %"
-    elif metric == "accuracy":
-        size = f"{100 * abs(value - other):.2f} points"
-    else:
-        size = f"{abs(value - other):.4f}"
     return f"{size} {'higher' if value > other else 'lower'} than"
 
 
