@@ -34,13 +34,7 @@ Tree: TypeAlias = "str | tuple[Tree, Tree]"
 
 @dataclass(frozen=True)
 class Network:
-    """Named tensors; an index is summed over unless the output keeps it.
-
-    Attributes:
-        tensors: The indices of each tensor, in the order in which it is stored.
-        sizes: The size of each index.
-        output: The indices of the result.
-    """
+    """Indices of named tensors and of the output, and their sizes; other indices are summed."""
 
     tensors: Mapping[str, Indices]
     sizes: Mapping[str, int]
@@ -113,14 +107,10 @@ class Search:
 
 
 def search(network: Network, wanted: Collection[str]) -> Search:
-    """Search the tree of a network that takes the fewest multiply-adds.
+    """Search the tree of a network with the fewest multiply-adds; ``wanted`` get a gradient.
 
     opt_einsum's dynamic programming counts one multiply-add for each point of the joint index
     space, as this package does; its ``optimal`` counts two where an index is summed.
-
-    Args:
-        network: The network of the forward pass.
-        wanted: Names of the tensors whose gradient is needed.
     """
     names = list(network.tensors)
     find = DynamicProgramming("flops", search_outer=len(names) <= _ALL_TREES_UP_TO)
