@@ -146,11 +146,10 @@ class Plan(Report):
                 f"best tree by operations: {show_count(self.search.operations)}; "
                 f"{self.chosen.name} takes {abs(self.excess):.1%} {side}"
             )
-            if self.search.gradients:
-                separate = self.search.separate_operations
+            if self.search.separate > self.search.forward:
                 lines.append(
-                    f"each gradient planned by itself: {show_count(separate)}, "
-                    f"{separate / self.search.operations:.2f}x"
+                    f"each gradient planned by itself: {show_count(self.search.separate)}, "
+                    f"{self.search.separate / self.search.operations:.2f}x"
                 )
         return "\n".join(lines)
 
