@@ -46,10 +46,7 @@ def weight_OI(layer: Layer) -> Tensor:
 
 
 def linear_targets(
-    model: nn.Module,
-    targets: str | list[str],
-    exclude: str | list[str] | None,
-    caller: str | None,
+    model: nn.Module, targets: str | list[str], exclude: str | list[str] | None, caller: str | None
 ) -> dict[str, Layer]:
     """Find the layers to compress; layers that cannot be are left out.
 

@@ -230,10 +230,7 @@ def candidate(
 
 
 def _peak(
-    steps: Sequence[Step],
-    start: Mapping[str, int],
-    keep: set[str],
-    parameters: Mapping[str, int],
+    steps: Sequence[Step], start: Mapping[str, int], keep: set[str], parameters: Mapping[str, int]
 ) -> int:
     """Count the most numbers held at once; a tensor goes after its last reader unless kept."""
     last = {name: k for k, step in enumerate(steps) for name in step.reads}
